@@ -356,7 +356,12 @@ class Loop:
         for _ in range(WARM_UP_STEPS):
             self._iterate()
         self._meeting.barrier()
+        give_up = time.monotonic() + DEADLINE_S
         self._iterate(save=True)
+        while not self._meeting.all(self._system.accepted()):  # memory is made ready beside the training
+            self._iterate(save=True)
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"no save was begun in {DEADLINE_S:.0f} s")
         self._system.wait()
 
     def _plain(self, iterations: int) -> list[float]:

@@ -15,7 +15,7 @@ from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES, move_deadline
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
@@ -28,6 +28,7 @@ from holdfast.smp_daemon.shared.messages import (
     AskSlots,
     AskUnit,
     Await,
+    AwaitReserved,
     Begin,
     Configure,
     Ended,
@@ -45,6 +46,7 @@ from holdfast.smp_daemon.shared.messages import (
     Repaired,
     RepairParity,
     Request,
+    Reserved,
     Say,
     Scrub,
     Seal,
@@ -69,6 +71,9 @@ MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 ROOM_DEADLINE_S = 10.0
 """How long a new start waits for processes of the one before it to end."""
 
+RESERVED_S = 10.0
+"""How long a trainer is left without an answer while memory is reserved."""
+
 log = get_log(__name__)
 
 
@@ -91,7 +96,8 @@ class TrainerConversation:
             AskInventory: lambda request: smp.inventory().to_plain(),
             AskInventories: self._inventories,
             Join: self._join,
-            Configure: lambda request: self._store.configure(request.layout),
+            Configure: self._configure,
+            AwaitReserved: lambda request: self._reserved(request.epoch, request.count, RESERVED_S),
             AskSlots: self._slots,
             Begin: self._begin,
             Seal: self._seal,
@@ -181,6 +187,17 @@ class TrainerConversation:
             self._store.place(self._coord, request.near)
             self._smp.watchdog.joined(self._pid, self._coord)
         self._epoch = request.epoch
+
+    def _configure(self, request: Configure) -> Reserved:
+        layout = request.layout
+        count = self._store.configure(layout)
+        if count < layout.slots and request.wait:
+            limit_s = move_deadline(layout.node(self._store.node).state_bytes)
+            return self._reserved(layout.epoch, layout.slots, limit_s)
+        return Reserved(count=count)
+
+    def _reserved(self, epoch: int, count: int, deadline_s: float) -> Reserved:
+        return Reserved(count=self._store.await_reserved(epoch, count, deadline_s))
 
     def _begin(self, request: Begin) -> SlotFile:
         snapshot, coord = request.snapshot, request.coord

@@ -102,7 +102,7 @@ class OwnSmp:
         self.sealing.reconnect(deadline_s)
         self.client.join(epoch, deadline_s=deadline_s)
         if layout is not None:
-            self.client.configure(layout)
+            self.client.configure(layout, wait=False)
 
     def _find(self, deadline_s: float = CALL_DEADLINE_S) -> None:
         try:

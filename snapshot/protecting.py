@@ -27,7 +27,7 @@ from holdfast.snapshot.interval.policy import IntervalController
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.reserve import node_turn, reserve
+from holdfast.snapshot.resume.reserve import AWAY, REFUSED, Reserving, lay_out, node_turn, raise_together
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.replicas import ReplicasDiffer
 from holdfast.snapshot.step.capture import Capture
@@ -40,6 +40,10 @@ REPAIR_EVERY_S = 1.0
 STARVED_S = 30.0
 """If a snapshot is not protected for so long, and there is no slot for another, that is worth a warning."""
 
+REST = 4
+"""For each moment that a piece of a slot is registered with a device, and nobody launches anything there, so many pass
+before the next."""
+
 log = get_log(__name__)
 
 
@@ -49,7 +53,7 @@ class Statistics:
 
     Attributes:
         taken, protected, failed, skipped: snapshots begun, protected job-wide, failed, or not protected although they
-            were to be; steps without a free slot.
+            were to be; steps without a free slot, or before memory was reserved for one.
         stall_s: time that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
         overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
@@ -152,6 +156,9 @@ class Protecting:
         self._planned = False  # the layout fits the state
         self._attempted = False  # a layout of this epoch was tried: the next one is of another
         self._layout_changed = False
+        self._reserving: Reserving | None = None  # until all slots may be used on every rank
+        self._usable = 0  # slots, on every rank
+        self._ever = False  # some could be: from then on nothing that fails here ends the job
         self._persist_due = 0
         self._enabled = True
         self._parted = False  # from the other ranks, until all meet again
@@ -160,11 +167,16 @@ class Protecting:
             rank.client, rank.smp.sealing, rank.engine, self.pace, self._attach_again, self._over, rank.system
         )
 
+    @property
+    def is_reserving(self) -> bool:
+        """Whether memory for snapshots is being reserved, so far for none or for fewer than there shall be."""
+        return self._reserving is not None
+
     # ------------------------------------------------------------------ in every step
 
     def report(self) -> None:
         """Tell the other ranks how things are here, unless nothing is under way. A collective call; does not wait."""
-        open_ones = self.ledger.pending or self.ledger.restored
+        open_ones = self.ledger.pending or self.ledger.restored or self.is_reserving
         if self._enabled and not self._parted and open_ones and self._reported is None:
             self._reported = self._rank.agreement.minimum(self._facts())
 
@@ -191,7 +203,7 @@ class Protecting:
             self.episodes.begin("ranks", text, step, error, level=logging.ERROR)
         except HoldfastError as error:
             self._part()
-            if self._options.strict or self.layout is None:
+            if self._options.strict or not self._ever:
                 raise
             self._enabled = False
             log.error("no more snapshots are taken: %s", error)
@@ -250,7 +262,7 @@ class Protecting:
         """Take note of what the ranks reported, if they did. Waits for it."""
         if self._reported is None:
             return
-        *reported, repaired, fits_everywhere, interval, self._persist_due = self._reported()
+        *reported, repaired, fits_everywhere, interval, self._persist_due, usable = self._reported()
         self._reported = None
         if saying := self._intervals.agree(-interval):
             self.copier.say(saying)
@@ -279,17 +291,22 @@ class Protecting:
         if not fits_everywhere:
             self._planned = False
             self._layout_changed = False
+        if (reserving := self._reserving) is not None:
+            failure = failure_of(lambda: self._note_usable(reserving, usable), SmpUnavailable)
+            if failure is not None:
+                self._without_smp(failure)
 
     def _facts(self) -> list[int]:
         """What the ranks take the minimum of: how far each pending snapshot is, and the parity of what was restored,
-        whether the layout holds, the interval that each wants, negative so that the longest wins, and whether its node
-        is ready to persist one."""
+        whether the layout holds, the interval that each wants, negative so that the longest wins, whether its node is
+        ready to persist one, and how many slots it may use."""
         states = [self._state(snapshot) for snapshot in self.ledger.pending]
         # What does not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self.copies.items() if snapshot.epoch == self._progress.epoch]
         changed = self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)
         wanted, due = self._intervals.policy.wanted(), self._rank.client.persist_due
-        return [*states, self._repair(), int(not changed), -wanted, int(due)]
+        usable = self.ledger.slots if self._reserving is None else self._reserving.standing
+        return [*states, self._repair(), int(not changed), -wanted, int(due), usable]
 
     def _repair(self) -> RepairState:
         """How far the parity is that this rank has repaired of what was restored. Asks for it anew now and then."""
@@ -338,7 +355,7 @@ class Protecting:
         self.newest = None  # without a copy a snapshot counts as failed: the others go on taking part
         if not self.ledger.may_begin:
             self._starve()
-        if not self.ledger.may_begin or not (self._planned or self._configure()):
+        if not self.ledger.may_begin or not (self._planned or self._configure()) or not self._has_room():
             self._statistics.skipped += 1
             return
         snapshot, ledger = SnapshotId(self._progress.epoch, self._progress.step), self.ledger
@@ -363,6 +380,11 @@ class Protecting:
             self._behind = False  # the next one will tell
         else:
             self.episodes.end("behind", "one of %s snapshots is protected again", every)
+
+    def _has_room(self) -> bool:
+        """Whether one of the slots that may be used so far is free. Some that are kept may be in others, of an earlier
+        layout: then it takes until there are more."""
+        return len(self.ledger.keep) < self._usable
 
     def _starve(self) -> None:
         """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
@@ -399,11 +421,15 @@ class Protecting:
             if failure is None:
                 self._planned = True
                 return True
-        if self._options.strict:
-            raise failure or SmpUnavailable("the SMP of another node is away")
-        text = "no snapshot of step %d, nor until all SMPs are back: %s"
-        self.episodes.begin("layout", text, progress.step, failure or "one is away")
+        self._without_smp(failure or SmpUnavailable("the SMP of another node is away"))
         return False
+
+    def _without_smp(self, failure: SmpUnavailable) -> None:
+        """There is no layout, and it is tried again. Raises `failure` if the hook is strict."""
+        if self._options.strict:
+            raise failure
+        text = "no snapshot of step %d, nor until all SMPs are back: %s"
+        self.episodes.begin("layout", text, self._progress.step, failure)
 
     def _wait_for_copies(self) -> None:
         limit = self._rank.system.monotonic() + self._options.deadline_s
@@ -411,8 +437,10 @@ class Protecting:
             copy.done.wait(max(0.0, limit - self._rank.system.monotonic()))
 
     def _reserve(self, slot_bytes: int) -> None:
+        """Lay out slots, and have them made ready beside the training if that takes long. A collective call."""
         rank = self._rank
-        self.layout = reserve(
+        self.stop_reserving()
+        self.layout, there = lay_out(
             rank.client,
             rank.agreement,
             self._options.job,
@@ -424,21 +452,83 @@ class Protecting:
             rank.domains,
             parity_slots=self._options.parity_slots,
             protect_every=self._options.protect_every,
-            prepare=lambda slots: rank.engine.prepare(slots, self._turn),
         )
+        reserving = Reserving(
+            rank.client, rank.smp.another, self.layout, rank.coord, there, lambda slots: self._pin(reserving, slots)
+        )
+        self._usable, self._reserving = 0, reserving
+        if reserving.is_small:
+            reserving.work()
+        else:
+            reserving.start()
         self._intervals.placed(self.layout)
         self.index = [shard.coord for shard in self.layout.node(rank.client.node).shards].index(rank.coord)
-        self.episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", self._progress.step)
         if self.layout.coords[0] == rank.coord:
             self.copier.say(self._intervals.plan_in_words())
+        [usable] = rank.agreement.minimum([reserving.standing])()
+        self._note_usable(reserving, usable)
+        if not self._usable:
+            self._say(
+                "memory for snapshots is being reserved beside the training: they begin once it is there for the first"
+            )
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Of this rank, among those of its node. It takes a while until all are through, and this process is alive."""
-        progress = self._progress
-        self._rank.client.heartbeat(progress.phase, progress.step)
-        with node_turn(self._rank.client):
-            yield
+    def _note_usable(self, reserving: Reserving, usable: int) -> None:
+        """So many slots may be used on every rank; or it is `AWAY` or `REFUSED` on one.
+
+        Raises:
+            HoldfastError: there is no memory, here or for another rank; so on every rank.
+        """
+        if usable == AWAY:
+            self._planned = False
+        if usable in (AWAY, REFUSED):
+            self.stop_reserving()
+            raise_together(usable, reserving.failure)
+        step = self._progress.step
+        if usable and not self._usable:
+            self._ever = True
+            self.episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", step)
+            if not reserving.is_small:
+                self._say("memory is reserved for the first: snapshots are taken from step %d on", step)
+        self._usable = usable
+        if usable >= self.ledger.slots:
+            self._reserving = None
+
+    def _say(self, text: str, *values: object) -> None:
+        """Log what is the same on every rank, once."""
+        if self.layout is not None and self.layout.coords[0] == self._rank.coord:
+            log.warning(text, *values)
+
+    def _pin(self, reserving: Reserving, slots: list[memoryview]) -> None:
+        """Have the copy engine register slots, in turns with the other ranks of this node."""
+        engine, client, now = self._rank.engine, self._rank.client, self._rank.system.monotonic
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            with node_turn(client):
+                began = now()
+                yield
+                took_s = now() - began
+            if not reserving.is_small:
+                reserving.pause(REST * took_s)
+
+        if not reserving.is_small:  # else the training thread does it, which is where it wants to be
+            engine.enter_thread()
+        engine.prepare(slots, turn)
+
+    def stop_reserving(self, deadline_s: float | None = None) -> None:
+        """Nobody waits for slots of this layout any more. Blocks until the thread has ended, if there is a deadline.
+
+        Raises:
+            DeadlineExceeded: it has not.
+        """
+        reserving, self._reserving = self._reserving, None
+        if reserving is None:
+            return
+        reserving.close()
+        if deadline_s is not None:
+            reserving.join(deadline_s)
+            if not self._ever:
+                self._say("the job ends, and no snapshot was taken: memory for them was still being reserved")
 
     # ------------------------------------------------------------------ the copier's threads
 
@@ -472,6 +562,7 @@ class Protecting:
             raise ConfigError(f"ranks are at different steps, {steps}: each must call optim.step() equally often")
         progress.epoch = max(each.epoch for each in said)
         self._attempted, self._planned, self._layout_changed, self._persist_due = True, False, False, 0
+        self.stop_reserving()
         self._statistics.failed += len(self.ledger.pending)
         self.ledger = Ledger.together([each.ledger for each in said])
         self.copies = {}

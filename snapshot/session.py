@@ -487,6 +487,7 @@ class Session:
             elif not copy.sure.is_set():
                 copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
         try:
+            protecting.stop_reserving(deadline_s)
             protecting.copier.close(deadline_s)
             self.intervals.close(deadline_s)
             if well:

@@ -34,6 +34,7 @@ from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
+from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume import restore
@@ -95,6 +96,10 @@ def _bits_flip(plan: SeedPlan) -> SeedPlan:
     """A bit flips in what is stored, and then all trainers are killed."""
     faults = (DrawnFault("flip-stored", awaits=1500), DrawnFault("kill-trainers", awaits=1600))
     return replace(plan, lives=(faults,), gaps=(Gap(0.0, True),), steps=3, flip_chance=0.0)
+
+
+def _beside(plan: SeedPlan) -> SeedPlan:
+    return replace(plan, beside=True, state=None, quiet=2)
 
 
 def _lost_twice(plan: SeedPlan) -> SeedPlan:
@@ -386,6 +391,12 @@ MUTANTS: dict[str, SimMutant] = {
         "sealed",
         ((CopyJob, "fence", lambda job, patience_s, deadline_s: True),),
         _restless,
+    ),
+    "no-reserver": SimMutant(
+        "memory that is planned is never reserved",
+        "progress",
+        ((Reserver, "start", _never),),
+        _beside,
     ),
     "no-repair": SimMutant(
         "lost parity is not repaired",

@@ -275,10 +275,10 @@ def test_a_slot_that_cannot_be_mapped_takes_back_the_others(shm: Path, monkeypat
     arena = Arena(shm / "arena")
     pool = arena.shard_pool("dp0")
 
-    def refuse(path: Path, length: int, system: object) -> Any:
+    def refuse(path: Path, *arguments: object) -> Any:
         raise OSError(errno.ENOMEM, "no")
 
-    monkeypatch.setattr(pool_module, "_map", refuse)
+    monkeypatch.setattr(pool_module, "SlotMemory", refuse)
     with pytest.raises(OSError, match="no"):
         arena.reserve({pool: (PAGE, 2)})
     assert (pool.slots, files(arena)) == ([], [])

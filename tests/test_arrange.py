@@ -380,6 +380,12 @@ def test_what_does_not_describe_a_rank_is_refused(data: Any) -> None:
         from_plain(RankInfo, data)
 
 
+@pytest.mark.parametrize("addresses", [None, 1.5, True, {}, [["10.0.1.1"]], [["10.0.1.1", 70_000]], ["10.0.1.1"]])
+def test_more_addresses_that_are_none_are_refused(addresses: Any) -> None:
+    with pytest.raises(ProtocolError, match="not RankInfo"):
+        from_plain(RankInfo, {**asdict(RANK), "more_bulk": addresses})
+
+
 @pytest.mark.parametrize("key", sorted(asdict(RANK).keys() - {"domains", "more_bulk", "protect_every"}))
 @pytest.mark.parametrize("value", [None, 1.5, [], {}, True])
 def test_a_rank_with_a_value_of_another_kind_is_refused(key: str, value: Any) -> None:

@@ -80,6 +80,9 @@ REGROUPING = (
 )
 """Reached by survivors of a loss that nobody replaces."""
 
+RESERVING = ("reserve.slice",)
+"""Reached by an SMP that reserves much memory: see `tests.test_reserving`."""
+
 FINISHING = ("finish.told", "finish.closing", "arena.emptied", "arena.removed")
 """Reached when a job ends well."""
 
@@ -95,7 +98,7 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.proves("every-failpoint")
 def test_every_point_has_its_test() -> None:
-    here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REGROUPING, *FINISHING]
+    here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REGROUPING, *RESERVING, *FINISHING]
     assert sorted([*here, *PERSIST_FAILPOINTS]) == sorted(SMP_FAILPOINTS)  # for these there are scenarios
     assert set(FAILPOINTS) == {*here, *TRAINER_FAILPOINTS, *PERSIST_FAILPOINTS}
     written = {fault.point for scenario in built_in() for fault in scenario.faults}

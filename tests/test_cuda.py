@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import random
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from holdfast.chaos.device import standin
 from holdfast.chaos.device.queues import EAGER, LAZY
 from holdfast.chaos.device.standin import ImaginedCuda, ImaginedRuntime
-from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, StaleEpoch
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import cuda, cuda_runtime, pages, runs
 from holdfast.snapshot.copy.cuda import CudaEngine, chunks
@@ -164,6 +165,22 @@ def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: bool,
                 tensor.copy_(value)
         engine.close()
         assert gpu.registered.keys().isdisjoint(address for kind, address in gpu.log if kind == "register")
+
+
+def test_a_slot_that_nobody_needs_any_more_is_left_with_nothing_registered(one: ImaginedCuda) -> None:
+    engine, turns = engine_on(one), itertools.count()
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        yield
+        if next(turns):
+            raise StaleEpoch("over")
+
+    slot = new_slot()
+    with pytest.raises(StaleEpoch, match="over"):
+        engine.prepare([slot], turn)
+    assert [kind for kind, _ in one.log] == ["register", "register", "unregister", "unregister"]
+    assert not one.registered
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -156,7 +156,7 @@ def test_some_seeds_go_by_priorities(simulation: None) -> None:
     assert play(plan).fingerprint != play(replace(plan, order="uniform")).fingerprint
 
 
-def test_a_seed_that_fails_becomes_a_history_of_ten_lines_and_a_file_that_plays_it(
+def test_a_seed_that_fails_becomes_a_history_of_a_dozen_lines_and_a_file_that_plays_it(
     simulation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mutant, path = MUTANTS["no-fence"], tmp_path / "case.json"
@@ -164,7 +164,7 @@ def test_a_seed_that_fails_becomes_a_history_of_ten_lines_and_a_file_that_plays_
     assert seed is not None
     with mutant.applied():
         case = shrink(mutant.focus(draw(seed)))
-        assert len(tell(case)) <= 10
+        assert len(tell(case)) <= 12
         assert len(case.deviations) <= 3
         case.write(path)
         assert command.main(["--replay", str(path)]) == 1

@@ -1285,9 +1285,7 @@ class TestWhatCannotBeServedIsRefused:
     def test_a_host_that_is_no_address(self, ground: Ground, host: str) -> None:
         error = self.start(ground, "--host", host)
         assert type(error) is ConfigError
-        assert f"--host (HOLDFAST_HOST) takes an IP address, or several with commas between them, not {host!r}" in str(
-            error
-        )
+        assert f"takes an IP address, or several with commas between them, not {host!r}" in str(error)
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
     def test_a_host_off_loopback_unless_it_is_asked_for(self, ground: Ground, host: str) -> None:
@@ -1298,7 +1296,7 @@ class TestWhatCannotBeServedIsRefused:
     def test_an_address_of_another_machine(self, ground: Ground) -> None:
         error = self.start(ground, "--host", "192.0.2.1", "--insecure")
         assert type(error) is ConfigError
-        assert "192.0.2.1, of --host (HOLDFAST_HOST), cannot be listened on" in str(error)
+        assert "192.0.2.1, of --host" in str(error)
         assert "--host" in str(error)
 
     def test_an_arena_that_cannot_be_made(self, ground: Ground) -> None:

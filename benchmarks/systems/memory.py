@@ -90,7 +90,10 @@ class Alone:
         self._governor.due = False
 
     def accepted(self) -> bool:
-        """Not while no slot is free: the hook skips a step then, or gives the snapshot up, and never waits."""
+        """Not while no slot is free: the hook skips a step then, or gives the snapshot up, and never waits. Nor before
+        all memory is reserved: what is measured begins after that."""
+        if self._snap._session.protecting.is_reserving:
+            return False
         return self._accepted and self._newest.copy is not None and self._newest.copy.error is None
 
     def revoke(self) -> None:

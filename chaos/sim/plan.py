@@ -14,15 +14,17 @@ OF_MODULES = 1 / 40
 
 OF_STORAGE = 1 / 20
 STORED_FINALS = ("stop", "lose", "lose too many", "lose too many")
+OF_BESIDE = 1 / 4
 OF_MANY_RANKS = 1 / 1000
 MANY_RANKS = ((8, 2), (8, 8), (16, 2), (16, 4), (32, 1), (64, 1))
 """So many nodes, and ranks on each."""
 
+RESERVING = "reserve.slice"
 POINTS_HERE = (
-    *(point for point in FAILPOINTS if point not in PERSIST_FAILPOINTS),
+    *(point for point in FAILPOINTS if point not in (*PERSIST_FAILPOINTS, RESERVING)),
     "seal.digest",
 )
-"""Every named place at which a process may be killed, where nothing is persisted."""
+"""Every named place at which a process may be killed, where nothing is persisted, nor reserved beside the training."""
 
 RECOVERY = ("restore.before", "restore.middle", "rebuild.middle", "repair_parity.done")
 """Points that only a job which comes back reaches: struck more often in lives that are not the first."""
@@ -149,6 +151,7 @@ class SeedPlan:
         links: connections of an SMP to each of its peers.
         protect_every: which of the snapshots are protected.
         order, span, turns: how tasks take turns, see `holdfast.chaos.sim.turns`; what `turns` is the seed of.
+        beside: whether memory is reserved beside the training, however little it is.
     """
 
     seed: int
@@ -180,6 +183,7 @@ class SeedPlan:
     span: int
     turns: int
     links: int = 1
+    beside: bool = False
 
 
 FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "regroup")
@@ -303,6 +307,9 @@ def draw(seed: int) -> SeedPlan:
         return with_modules(plan, pick)
     if which < OF_MODULES + OF_MANY_RANKS:
         return with_many_ranks(plan, pick)
+    reserving = random.Random(f"reserving {seed}")
+    if reserving.random() < OF_BESIDE:
+        plan = beside_training(plan, reserving)
     return with_storage(plan, pick) if which < OF_MODULES + OF_MANY_RANKS + OF_STORAGE else plan
 
 
@@ -311,6 +318,14 @@ def _with_memory(plan: SeedPlan) -> SeedPlan:
     pick = random.Random(f"memory {plan.seed}")
     slots = 2 if pick.random() < 0.3 else plan.slots
     return replace(plan, slots=slots, protect_every=pick.choice(PROTECT_EVERY))
+
+
+def beside_training(plan: SeedPlan, pick: random.Random) -> SeedPlan:
+    """The same with memory that is reserved beside the training; in half of them an SMP dies at that."""
+    fault = DrawnFault("kill-process", point=RESERVING, nth=pick.choice((1, 2, 3, 5, 8)))
+    first, *others = plan.lives
+    lives = ((fault, *first), *others) if pick.random() < 0.5 else plan.lives
+    return replace(plan, beside=True, lives=lives)
 
 
 def with_storage(plan: SeedPlan, pick: random.Random) -> SeedPlan:
@@ -345,7 +360,7 @@ def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
         pace=pick.choice(PACES),
     )
     slots = max(3, plan.slots) if state.sizes else plan.slots
-    return replace(plan, state=state, slots=slots, unit_bytes=pick.choice((1024, 4096)))
+    return replace(plan, state=state, slots=slots, unit_bytes=pick.choice((1024, 4096)), beside=False)
 
 
 def _draw(seed: int) -> SeedPlan:

@@ -35,6 +35,9 @@ PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
 
 
+SLICE_S = 0.02
+"""How long it takes to reserve a slot beside the training."""
+
 DEEPEST = 100_000
 """Calls within calls, with those of the stacks that a stack was made from."""
 
@@ -52,6 +55,7 @@ class Hooks:
     promised: Callable[[Any], None]
     wanted: Callable[[Any, bool], None]
     unit_bytes: Callable[[int, int], int]
+    at_once: Callable[[int], bool]
     is_due: Callable[[str], bool]
 
 
@@ -70,6 +74,8 @@ class _ObservedProtecting(Protecting):
 
 def failpoint(point: str, step: int = -1) -> None:
     """`smp_daemon.shared.failpoints.failpoint`: an await with a name, at which a crash may be planned."""
+    if point == "reserve.slice":
+        active().sleep(SLICE_S)
     active().point()
     Hooks.failpoint(point, step)
 
@@ -190,6 +196,8 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
         "holdfast.smp_daemon.shared.records._failpoint": _record_point,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
+        "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),
+        "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.connect.start_smp": _start_smp,
         "holdfast.snapshot.resume.restore._load": _load,
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,

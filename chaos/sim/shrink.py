@@ -182,6 +182,7 @@ def simpler_plans(plan: SeedPlan) -> Iterator[SeedPlan]:
         "every": 1,
         "generations": 1,
         "protect_every": 1,
+        "beside": False,
         "slots": 3,
         "regroup_after_s": 0.0,
         "rebuild": "decode",

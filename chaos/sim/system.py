@@ -66,7 +66,7 @@ class SimSystem(System):
         """Nobody owns an arena."""
         self._locks.clear()
 
-    def populate(self, mapped: object) -> None:
+    def populate(self, mapped: object, start: int = 0, count: int | None = None) -> None:
         """All memory is there."""
 
     def flock(self, file: Any, how: int) -> None:

@@ -17,7 +17,7 @@ from holdfast.chaos.sim.network import Network, use
 from holdfast.chaos.sim.oracle import Content, Oracle, Snapshot
 from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
-from holdfast.chaos.sim.seams import Hooks
+from holdfast.chaos.sim.seams import SLICE_S, Hooks
 from holdfast.chaos.sim.system import SYSTEM
 from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Signal
@@ -40,6 +40,10 @@ START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
 AGAIN_S = 0.5
 """After an SMP did not come up, another is started."""
+
+
+RESERVED_STEPS = 500
+"""In quiet, memory is there for all snapshots after so many."""
 
 
 class SimNode:
@@ -131,6 +135,7 @@ class World:
         Hooks.promised = self._note_promise
         Hooks.wanted = self.oracle.wanted
         Hooks.unit_bytes = lambda longest, data: self.plan.unit_bytes
+        Hooks.at_once = lambda length: not self.plan.beside
         SYSTEM.begin_run()
 
     # ------------------------------------------------------------------ nodes
@@ -331,8 +336,18 @@ class World:
         meet = self._meeting(circle, rank)
         with _Hook(adapter, options) as hook:
             self._note_restored(trainer, hook, floor, loaded[-1] if loaded else None)
-            for _ in range(steps):
+            left, patience = steps, RESERVED_STEPS
+            while True:
                 hook.begin()
+                waits = drains and hook._session.protecting.is_reserving and patience > 0
+                patience -= waits
+                if not left and not waits:
+                    break
+                if waits:  # in quiet, what is asked for follows once there is memory
+                    left = max(left, self.plan.every)
+                    self.scheduler.sleep(SLICE_S)
+                else:
+                    left -= 1
                 self._work_a_while()
                 meet(adapter.step)
                 hook.before_step()
@@ -340,7 +355,6 @@ class World:
                     adapter.resize(self.lengths[rank])
                 adapter.train()
                 hook.after_step()
-            hook.begin()
             if drains:
                 self._drain(hook, coord)
                 hook.before_step()

@@ -154,6 +154,7 @@ class Core:
             on_protected=self.recoveries.protected,
             on_epoch=self._begun,
             spare=self.persister.spare,
+            priority=self.settings.priority,
             system=system,
         )
         self.arena.settle()
@@ -241,7 +242,7 @@ class Core:
         """End the threads. What is held stays."""
         self.drainer.end()
         self.watchdog.close()
-        for part in (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector):
+        for part in (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector, self.store.reserver):
             part.close()
 
     def _sealed(self, snapshot: SnapshotId, must_encode: bool) -> None:

@@ -34,7 +34,8 @@ class Status:
     Attributes:
         pid: its process. `up_s`: how long that has run.
         arena: the directory of its slots. `arena_bytes`: how much memory slots take there. `memory_bytes`: how much
-            they may take, reserved from the start; 0: there is no limit.
+            they may take, reserved from the start; 0: there is no limit. `planned_bytes`: how much they will take, once
+            all of them are reserved; 0: they are.
         slots: how many slots are in each `SlotState`.
         rss_bytes: memory of the process, with what it has mapped of the arena.
         ages_s: of each snapshot, seconds since its first shard here was sealed: one that is held for a lost node is
@@ -75,6 +76,13 @@ class Status:
     impaired: tuple[str, ...] = ()
     version: str = ""
     protocol: int = 0
+    planned_bytes: int = 0
+
+    @property
+    def reserving(self) -> str:
+        """How far it is with reserving memory, in words; empty if all is reserved."""
+        done, of = (f"{count / 1e9:,.1f}" for count in (self.arena_bytes, self.planned_bytes))
+        return f"reserving: {done} of {of} GB" if self.planned_bytes else ""
 
     @property
     def troubles(self) -> list[str]:
@@ -82,9 +90,10 @@ class Status:
         return troubles([self])
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
-        """What `read` reads back, and `troubles`. `known`: see `Inventory.to_plain`."""
+        """What `read` reads back, `reserving` and `troubles`. `known`: see `Inventory.to_plain`."""
         blank = replace(self, inventory=_BLANK)
-        return {**to_plain(blank), "inventory": self.inventory.to_plain(known), "troubles": self.troubles}
+        told = {"inventory": self.inventory.to_plain(known), "reserving": self.reserving, "troubles": self.troubles}
+        return {**to_plain(blank), **told}
 
     @classmethod
     def read(cls, data: object, known: Mapping[str, Layout] | None = None) -> Status:
@@ -119,22 +128,22 @@ def take_status(smp: Core) -> Status:
     inventory = smp.inventory()
     ages: dict[SnapshotId, float] = {}
     slots = dict.fromkeys(map(str, SlotState), 0)
-    reserved = 0
     with store.changed:
         for pool in store.arena.pools():
             for slot in pool.slots:
                 slots[slot.state] += 1
-                reserved += slot.bytes
                 if slot.state is SlotState.SEALED and slot.snapshot is not None:
                     age = max(0.0, now - pool.record_path(slot).stat().st_mtime)
                     ages[slot.snapshot] = max(age, ages.get(slot.snapshot, age))
+        everything = sum(slot.bytes for pool in store.arena.pools() for slot in pool.slots)
+        missing = store.arena.planned_bytes()
     process = psutil.Process()
     return Status(
         inventory,
         os.getpid(),
         max(0.0, now - process.create_time()),
         str(store.arena.path),
-        reserved,
+        everything - missing,
         store.arena.budget.limit,
         slots,
         process.memory_info().rss,
@@ -152,6 +161,7 @@ def take_status(smp: Core) -> Status:
         (*smp.impaired.values(), *([problem] if (problem := log_file_problem()) else [])),
         RELEASE,
         PROTOCOL_VERSION,
+        everything if missing else 0,
     )
 
 

@@ -25,13 +25,19 @@ class Budget:
     """Not thread-safe: the arena's owner holds a lock.
 
     What is not taken yet is held in a file, so that nobody else on the file system gets it. A slot that is made takes
-    its memory from there; one that is deleted gives it back at the next `top_up`.
+    its memory from there, piece by piece if need be; one that is deleted gives it back at the next `top_up`.
+
+    Attributes:
+        limit: 0: none.
+        used: what slots take, or have claimed.
+        owed: what they have claimed of that, and not taken yet.
     """
 
     def __init__(self, arena: Path, limit: int) -> None:
         """`limit`: in bytes; 0: none, and nothing is reserved. `top_up` reserves."""
         self.limit = limit
         self.used = 0
+        self.owed = 0
         self._arena = arena
         self._path = arena / RESERVE
         self._held = 0
@@ -63,25 +69,32 @@ class Budget:
                 "slots or generations (HOLDFAST_GENERATIONS). `holdfast plan` tells what a model takes"
             )
 
-    def take(self, length: int) -> None:
-        """A slot of `length` bytes is about to be made. Raises `ArenaTooSmall`."""
+    def claim(self, length: int) -> None:
+        """A slot of `length` bytes will be made: nobody else may take its memory. Raises `ArenaTooSmall`."""
         self.check(pages(length))
         self.used += pages(length)
-        if self._held > self.left:
-            self._held = self.left
+        self.owed += pages(length)
+
+    def take(self, length: int) -> None:
+        """`length` bytes of what was claimed are about to be taken."""
+        self.owed -= pages(length)
+        if self._held > self.left + self.owed:
+            self._held = self.left + self.owed
             os.truncate(self._path, self._held)
 
-    def give(self, length: int) -> None:
-        """A slot of `length` bytes is no more."""
+    def give(self, length: int, owed: int = 0) -> None:
+        """A slot of `length` bytes is no more; so many of them it had claimed and not taken."""
         self.used -= pages(length)
+        self.owed -= pages(owed)
 
     def top_up(self) -> None:
-        """Reserve all that may still be taken. Blocks for as long as the kernel takes to zero that much memory.
+        """Reserve all that may still be taken, unless slots are being made. Blocks for as long as the kernel takes to
+        zero that much memory.
 
         Raises:
             ArenaTooSmall: the file system has no room for it; as much as before is reserved.
         """
-        if not self.limit or self._held >= self.left:
+        if not self.limit or self.owed or self._held >= self.left:
             return
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -40,6 +40,7 @@ from holdfast.smp_daemon.shared.messages import (
     AskSlots,
     AskUnit,
     Await,
+    AwaitReserved,
     Begin,
     Configure,
     Ended,
@@ -57,6 +58,7 @@ from holdfast.smp_daemon.shared.messages import (
     Repaired,
     RepairParity,
     Request,
+    Reserved,
     Say,
     Scrub,
     Seal,
@@ -143,6 +145,9 @@ class SmpClient:
         self._coord = coord
         self._row: int | None = None
         self._job = job
+        # Guards `_maps`, for as long as a slot is mapped, which the thread that has slots reserved does, and the one
+        # that copies. No other lock is taken under it.
+        self._mapping = system.Lock()
         # Held for one call and its answer, so that those of several threads do not mix on the connection. The training
         # thread, and those that copy and restore, take it; `_call` says how long one waits for it.
         self._lock = system.Lock()
@@ -201,9 +206,28 @@ class SmpClient:
         self._epoch = epoch
         self._board = Board(self.arena / "board", system=self.system)
 
-    def configure(self, layout: Layout) -> None:
-        """Have the SMP reserve its memory for `layout`. May take as long as zeroing that memory."""
-        self._call(Configure(layout=layout), move_deadline(layout.node(self.node).state_bytes))
+    def configure(self, layout: Layout, *, wait: bool = True) -> int:
+        """Have the SMP reserve its memory for `layout`: how many slots of every shard, and of parity, are there.
+
+        Args:
+            wait: until all are, which takes as long as zeroing that memory. An older SMP always does.
+
+        Raises:
+            ArenaTooSmall: there is no room. DeadlineExceeded: it is not all there yet.
+        """
+        reply = self._call(Configure(layout=layout, wait=wait), move_deadline(layout.node(self.node).state_bytes))
+        count = _reserved(reply, layout.slots)
+        if wait and count < layout.slots:
+            raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots in time")
+        return count
+
+    def await_reserved(self, layout: Layout, count: int) -> int:
+        """Block until so many slots of every shard, and of parity, are there, or for some seconds: how many are.
+
+        Raises:
+            ArenaTooSmall: there is no memory for them. StaleEpoch: a newer epoch has begun.
+        """
+        return _reserved(self._call(AwaitReserved(epoch=layout.epoch, count=count)), layout.slots)
 
     def begin(
         self,
@@ -230,7 +254,8 @@ class SmpClient:
         reply = self._call(AskSlots(epoch=epoch, coord=coord), MOVE_DEADLINE_S)
         there = from_plain(SlotFiles, reply, "the slots of a shard").slots
         names = {slot.file for slot in there}
-        self._maps = {name: known for name, known in self._maps.items() if name in names}
+        with self._mapping:
+            self._maps = {name: known for name, known in self._maps.items() if name in names}
         return [self._map(slot) for slot in there]
 
     def seal(
@@ -449,6 +474,10 @@ class SmpClient:
 
     def _map(self, slot: SlotFile) -> memoryview:
         """Map a slot file, or give the mapping of it that is there already."""
+        with self._mapping:
+            return self._map_file(slot)
+
+    def _map_file(self, slot: SlotFile) -> memoryview:
         name, inode, length = slot.file, slot.inode, slot.bytes
         known = self._maps.get(name)
         if known is not None and known[0] == inode and known[1].nbytes == length:
@@ -478,3 +507,8 @@ class SmpClient:
             log.debug("a slot is not touched ahead of time, and the first copy will be slower: %s", error)
         self._maps[name] = (inode, memoryview(mapped))
         return self._maps[name][1]
+
+
+def _reserved(reply: Message, slots: int) -> int:
+    count = from_plain(Reserved, reply, "how much is reserved").count
+    return slots if count is None else count

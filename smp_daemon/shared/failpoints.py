@@ -29,6 +29,7 @@ SMP_FAILPOINTS = (
     *("start.adopted", "start.bound", "start.serving", "rejoin.before", "rejoin.done"),
     # a start of the job, or a change of its layout
     *("join.fenced", "join.noted", "join.done", "configure.reserved", "configure.done", "slot.opened", "slot.made"),
+    "reserve.slice",
     # a snapshot
     *("begin.released", "begin.done", "seal.before", "seal.digested", "seal.committed", "seal.done", "abandon.done"),
     *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.accumulated", "parity.complete"),

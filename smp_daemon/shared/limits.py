@@ -47,6 +47,10 @@ MAX_HOSTS = 16
 MAX_TEXT_BYTES = 255
 """Of a host, or a label of a domain."""
 
+AT_ONCE_BYTES = 128 << 20
+"""Slots of a node that take no more are reserved while the trainers wait for it: it is a tenth of a second. For more
+nobody waits: it is done beside the training, and snapshots begin when it has come far enough."""
+
 MAX_SHARD_BYTES = 1 << 50
 MAX_UNITS = 1 << 22
 """Of one node. Their digests must fit in a commit record."""
@@ -86,6 +90,11 @@ def move_deadline(state_bytes: int) -> float:
     """How long to wait, in seconds, until so much state of one node is fetched, decoded or reserved. What stands still
     on the way has deadlines of its own."""
     return MOVE_DEADLINE_S + state_bytes / SLOWEST_BYTES_PER_S
+
+
+def is_at_once(slots_bytes: int) -> bool:
+    """Whether so much memory for slots is reserved, or mapped, while somebody waits for it."""
+    return slots_bytes <= AT_ONCE_BYTES
 
 
 def is_identifier(text: str) -> bool:

@@ -106,9 +106,23 @@ class Join(Request, tag="join", kw_only=True):
 
 
 class Configure(Request, tag="configure", kw_only=True):
-    """Reserve memory for a layout."""
+    """Reserve memory for a layout. `wait`: until all of it is there."""
 
     layout: Layout
+    wait: bool = True
+
+
+class AwaitReserved(Request, tag="await_reserved", kw_only=True):
+    """Answer once `count` slots of every shard of that epoch's layout, and of parity, are there, or after seconds."""
+
+    epoch: Count
+    count: Count
+
+
+class Reserved(Reply, kw_only=True):
+    """How many slots of every shard, and of parity, are there; None: all."""
+
+    count: Count | None = None
 
 
 class Begin(Request, tag="begin", kw_only=True):
@@ -305,6 +319,7 @@ TrainerRequest = (
     | AskInventories
     | Join
     | Configure
+    | AwaitReserved
     | AskSlots
     | Begin
     | Seal

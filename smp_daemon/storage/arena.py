@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.budget import Budget, pages
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import is_identifier
+from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
@@ -85,6 +85,7 @@ class Arena:
         self.parities: dict[tuple[str, int], SlotFilePool] = {}
         self.layouts: dict[tuple[int, int], Layout] = {}
         self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
+        self._planned: list[tuple[SlotFilePool, Slot]] = []
 
     def shard_pool(self, coord: str) -> SlotFilePool:
         """The pool of a shard, empty if it is new."""
@@ -108,14 +109,14 @@ class Arena:
         """Give each pool `count` slots of `length` bytes; ``wanted[pool] = (length, count)``.
 
         Free slots that nobody wants are deleted first. Slots that hold a snapshot stay, whatever their length.
-        Nothing is created unless there is room for all.
+        Nothing is created unless there is room for all. More than `AT_ONCE_BYTES` are only planned, for a `Reserver`.
 
         Raises:
             ArenaTooSmall: the message names the need, the room and the fix.
         """
         for pool in list(self.pools()):
             length, _ = wanted.get(pool, (None, 0))
-            for slot in [s for s in pool.slots if s.state is SlotState.FREE and s.bytes != length]:
+            for slot in [s for s in pool.slots if s.state in (SlotState.FREE, SlotState.MAKING) and s.bytes != length]:
                 pool.remove(slot)
         missing = [
             (pool, length)
@@ -126,24 +127,62 @@ class Arena:
         need = sum(pages(length) for _, length in missing)
         self.budget.check(need)
         left = room(self.path, self._system)
-        if need > left + self.budget.held:
+        if need + self.budget.owed > left + self.budget.held:
             raise too_small(self.path, need, left)
+        if is_at_once(need):
+            self._create(missing)
+        else:
+            earlier = [(pool, slot) for pool, slot in self._planned if slot.state is SlotState.MAKING]
+            self._planned = [*earlier, *((pool, pool.plan(length)) for pool, length in missing)]
+        self._wanted = wanted
+        self.settle()
+
+    def _create(self, missing: Sequence[tuple[SlotFilePool, int]]) -> None:
         created: list[tuple[SlotFilePool, Slot]] = []
         try:
             for pool, length in missing:
                 created.append((pool, pool.create(length)))
-                pool.view(created[-1][1])
         except BaseException:
             for pool, slot in created:
                 pool.remove(slot)
             raise
-        self._wanted = wanted
-        self.settle()
+
+    def next_planned(self) -> tuple[SlotFilePool, Slot] | None:
+        """Of the slots that are planned the one to make next: every pool gets a first one before any has a second, the
+        largest first."""
+        planned = [
+            (sum(other.state is not SlotState.MAKING for other in pool.slots), -slot.bytes, number, pool, slot)
+            for number, pool in enumerate(self.pools())
+            for slot in pool.slots
+            if slot.state is SlotState.MAKING
+        ]
+        return min(planned, key=lambda each: each[:3])[3:] if planned else None
+
+    def ready(self) -> int | None:
+        """How many slots of every pool are made, of those that `reserve` was asked for; None: all."""
+        missing = {
+            pool: sum(slot.state is SlotState.MAKING for slot in pool.slots) for pool in self._wanted if pool.slots
+        }
+        return min((self._wanted[pool][1] - count for pool, count in missing.items() if count), default=None)
+
+    def planned_bytes(self) -> int:
+        """How much of the slots that are planned is not reserved yet."""
+        slots = [slot for pool in self.pools() for slot in pool.slots if slot.state is SlotState.MAKING]
+        return sum(slot.bytes - slot.reserved for slot in slots)
+
+    def give_up_planned(self) -> tuple[int, int]:
+        """Delete what is planned, or was made with it and is free: of how many bytes, and how many were reserved."""
+        need, missing = sum(slot.bytes for _, slot in self._planned), self.planned_bytes()
+        for pool, slot in self._planned:
+            if slot.state in (SlotState.FREE, SlotState.MAKING) and any(slot is other for other in pool.slots):
+                pool.remove(slot)
+        self._planned = []
+        return need, need - missing
 
     def reserved(self, pool: SlotFilePool) -> list[Slot]:
-        """The slots that `reserve` was asked for, whatever they hold."""
+        """The slots that `reserve` was asked for and that are made, whatever they hold."""
         length, _ = self._wanted.get(pool, (None, 0))
-        return [slot for slot in pool.slots if slot.bytes == length]
+        return [slot for slot in pool.slots if slot.bytes == length and slot.state is not SlotState.MAKING]
 
     def settle(self) -> None:
         """Reserve what slots may still take; see `Budget.top_up`."""
@@ -200,8 +239,10 @@ class Arena:
             for slot in list(pool.slots):
                 if pool.is_abandoned(slot):
                     pool.remove(slot)
-                elif slot.is_being_filled:
+                elif slot.is_being_filled and is_at_once(slot.bytes):
                     pool.replace(slot)
+                elif slot.is_being_filled:
+                    pool.remove(slot)  # `reserve` has another made in its own time
 
     def add_layout(self, layout: Layout) -> None:
         """Remember a layout."""

@@ -286,6 +286,7 @@ class Holdings:
             except NoFreeSlot:
                 if not make_room:
                     raise
+                pool.unplan(length)  # it is needed now
                 self.arena.make_room(length, pool)
                 pool.create(length)
                 slot = pool.begin(snapshot, length, SlotState.RECEIVING)

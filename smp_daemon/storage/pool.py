@@ -1,7 +1,7 @@
 """The slots of one shard, or of one parity: their life cycle (`SlotPool`) and their files on tmpfs (`SlotFilePool`).
 
-``free -> writing | receiving -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a sealed snapshot
-is also protected is a matter of the whole group, so that is noted in the `Store` and not in the slot.
+``making -> free -> writing | receiving -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a
+sealed one is also protected is a matter of the whole group, so that is noted in the `Store` and not in the slot.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from holdfast.smp_daemon.shared.budget import Budget, wipe
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.records import write_json
+from holdfast.smp_daemon.shared.populate import slices
+from holdfast.smp_daemon.shared.records import PART, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.numa import prefer
 
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+ENLARGE = (
+    "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
+    "or use fewer slots or generations (HOLDFAST_GENERATIONS)"
+)
 
 log = get_log(__name__)
 
@@ -32,6 +38,8 @@ log = get_log(__name__)
 class SlotState(StrEnum):
     """What a slot's bytes are worth."""
 
+    MAKING = "making"
+    """Its memory is being reserved; there is no file of its name yet."""
     FREE = "free"
     WRITING = "writing"
     """By the trainer whose shard it is."""
@@ -42,12 +50,17 @@ class SlotState(StrEnum):
 
 @dataclass(slots=True)
 class Slot:
-    """One slot of a pool. `snapshot` is None exactly while it is free."""
+    """One slot of a pool. `snapshot` is None exactly while it is free, or made.
+
+    Attributes:
+        reserved: of one that is being made, how many of its bytes are.
+    """
 
     index: int
     bytes: int
     state: SlotState = SlotState.FREE
     snapshot: SnapshotId | None = None
+    reserved: int = 0
 
     @property
     def is_being_filled(self) -> bool:
@@ -168,15 +181,56 @@ class SlotFilePool(SlotPool):
         Raises:
             ArenaTooSmall: the file system is full, or more than the arena may take would be taken.
         """
+        self._budget.claim(length)
         self._budget.take(length)
         slot = self.add(length)
         self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
         try:
-            _reserve(self.path(slot), length, self._system, self.near)
+            self._reserve(slot)
         except BaseException:
             self._drop(slot)
             raise
         return slot
+
+    def plan(self, length: int) -> Slot:
+        """A new slot of which nothing is there yet; see `Reserver`.
+
+        Raises:
+            ArenaTooSmall: more than the arena may take would be taken.
+        """
+        self._budget.claim(length)
+        slot = self.add(length)
+        slot.state = SlotState.MAKING
+        self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
+        return slot
+
+    def part_path(self, slot: Slot) -> Path:
+        """The file of a slot that is being made: one that no successor takes for a slot."""
+        path = self.path(slot)
+        return path.with_name(path.name + PART)
+
+    def unplan(self, length: int) -> None:
+        """Give up one slot of that length that is planned, or being made, if there is one."""
+        for slot in self.slots:
+            if slot.state is SlotState.MAKING and slot.bytes == length:
+                self.remove(slot)
+                return
+
+    def open_part(self, slot: Slot) -> SlotMemory:
+        """Make that file. Raises `OSError`."""
+        return SlotMemory(self.part_path(slot), slot.bytes, self._system, self.near)
+
+    def reserve(self, slot: Slot, count: int) -> None:
+        """`count` more bytes of a slot that is being made are about to be reserved."""
+        self._budget.take(count)
+        slot.reserved += count
+
+    def made(self, slot: Slot, memory: SlotMemory) -> None:
+        """All of its memory is reserved: the slot is free from now on."""
+        self.part_path(slot).replace(self.path(slot))
+        self._maps[slot.index] = memory.mapped
+        slot.free()
+        failpoint("slot.made")
 
     def commit(self, slot: Slot, record: Any) -> None:
         """Write the commit record: from here on the slot counts.
@@ -219,22 +273,43 @@ class SlotFilePool(SlotPool):
         self.discard(slot)
         self._forget(slot)
         try:
-            _reserve(self.path(slot), slot.bytes, self._system, self.near)
+            self._reserve(slot)
         except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
             self._drop(slot)
             raise
 
     def remove(self, slot: Slot) -> None:
         """Delete the slot and its file."""
+        if slot.state is SlotState.MAKING:
+            self.part_path(slot).unlink(missing_ok=True)
+            self._drop(slot)
+            slot.free()
+            return
         self.discard(slot)
         if self.is_abandoned(slot):
             self._wipe(slot)
         self._forget(slot)
         self._drop(slot)
 
+    def _reserve(self, slot: Slot) -> None:
+        """Make the slot's file, all of it allocated now: later writes cannot fail with SIGBUS."""
+        left = room(self.arena, self._system)
+        if slot.bytes > left:  # or everything would be filled before that is noticed
+            raise too_small(self.arena, slot.bytes, left)
+        try:
+            with self.open_part(slot) as memory:
+                for start, count in slices(slot.bytes):
+                    memory.reserve(start, count)
+        except OSError as error:
+            self.part_path(slot).unlink(missing_ok=True)
+            if error.errno == errno.ENOSPC:
+                raise too_small(self.arena, slot.bytes, room(self.arena, self._system)) from error
+            raise
+        self.made(slot, memory)
+
     def _drop(self, slot: Slot) -> None:
         self.slots.remove(slot)
-        self._budget.give(slot.bytes)
+        self._budget.give(slot.bytes, slot.bytes - slot.reserved if slot.state is SlotState.MAKING else 0)
 
     def _wipe(self, slot: Slot) -> None:
         if self._zero and slot.bytes:
@@ -255,63 +330,75 @@ def room(path: Path, system: System = MACHINE) -> int:
 
 def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
     """The error that says what to do."""
-    return ArenaTooSmall(
-        f"the arena {path} needs {need:,} bytes more and its file system has {left:,} left: enlarge it "
-        f"(mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
-        "or use fewer slots or generations (HOLDFAST_GENERATIONS)"
+    return ArenaTooSmall(f"the arena {path} needs {need:,} bytes more and its file system has {left:,} left: {ENLARGE}")
+
+
+def ran_out(path: Path, need: int, got: int, left: int) -> str:
+    """What to do where memory was there when it was counted, and gone when it was reserved."""
+    return (
+        f"the arena {path} was to have {need:,} bytes more, and memory ran out at {got:,} of them: others took it, and "
+        f"its file system has {left:,} left. What was reserved is given back: {ENLARGE}"
     )
 
 
-def _reserve(path: Path, length: int, system: System, near: int | None) -> None:
-    """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
-    left = room(path.parent, system)
-    if length > left:  # or everything would be filled before that is noticed
-        raise too_small(path.parent, length, left)
-    fd = system.os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        failpoint("slot.opened")
+class SlotMemory:
+    """A new slot file, of which memory is reserved slice by slice. Raises `OSError`, as its methods do."""
+
+    def __init__(self, path: Path, length: int, system: System, near: int | None) -> None:
+        """`near`: the NUMA node on which its pages are made."""
+        self._system = system
+        self._fd = system.os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            failpoint("slot.opened")
+            system.os.ftruncate(self._fd, length)
+            self.mapped: mmap.mmap = system.mmap.mmap(self._fd, length)
+        except BaseException:
+            system.os.close(self._fd)
+            raise
+        self.mapped.madvise(mmap.MADV_DONTDUMP)
+        self._advise(near)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Close the file; its mapping stays for as long as it is used."""
+        self._system.os.close(self._fd)
+
+    def reserve(self, start: int, count: int) -> None:
+        """Allocate and touch these bytes. Blocks for about as long as zeroing them takes.
+
+        The first touch decides whether pages are huge: what `posix_fallocate` has made of small ones stays so. Where
+        they are refused, or there is no room, nothing is lost: what is missing is allocated after that, or the error
+        seen.
+        """
+        if self._huge:
+            self._touch(start, count)
+        self._system.os.posix_fallocate(self._fd, start, count)
+        if not self._huge:
+            self._touch(start, count)
+
+    def _advise(self, near: int | None) -> None:
         if near is not None:
-            _bring_near(fd, length, near, system)
-        _populate_huge(fd, length, system)
-        system.os.posix_fallocate(fd, 0, length)
-    except OSError as error:
-        path.unlink()
-        if error.errno == errno.ENOSPC:
-            raise too_small(path.parent, length, room(path.parent, system)) from error
-        raise
-    finally:
-        system.os.close(fd)
-    failpoint("slot.made")
+            try:
+                prefer(self.mapped, near)
+            except OSError as error:
+                log.warning("slots are not placed on NUMA node %d: %s", near, error)
+        self._huge = gives_huge_pages()
+        if self._huge:
+            try:
+                self.mapped.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                log.debug("no huge pages: %s", error)
 
-
-def _bring_near(fd: int, length: int, node: int, system: System) -> None:
-    """Have a new file's pages made on a NUMA node, where they are copied to from a device of that node."""
-    system.os.ftruncate(fd, length)
-    with system.mmap.mmap(fd, length) as mapped:
+    def _touch(self, start: int, count: int) -> None:
         try:
-            prefer(mapped, node)
+            self._system.populate(self.mapped, start, count)
         except OSError as error:
-            log.warning("slots are not placed on NUMA node %d: %s", node, error)
+            log.debug("a slot is not touched ahead of time, and the first use of it will be slower: %s", error)
 
 
-def _populate_huge(fd: int, length: int, system: System) -> None:
-    """Touch all of a new file in huge pages, where the kernel gives them to tmpfs on request.
-
-    Only the first touch decides: what `posix_fallocate` has made of small pages stays so. Where they are refused, or
-    there is no room, nothing is lost: the caller allocates what is missing, and sees the error.
-    """
-    if not _gives_huge_pages():
-        return
-    system.os.ftruncate(fd, length)
-    with system.mmap.mmap(fd, length) as mapped:
-        try:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-            system.populate(mapped)
-        except OSError as error:
-            log.debug("no huge pages: %s", error)
-
-
-def _gives_huge_pages() -> bool:
+def gives_huge_pages() -> bool:
     """Whether tmpfs gets huge pages if it is asked to, as Linux says it."""
     try:
         return "[advise]" in SHMEM_HUGE.read_text()

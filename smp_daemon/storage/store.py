@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch, VersionMismatch
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError, StaleEpoch, VersionMismatch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
@@ -28,6 +28,7 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Holdings, Key, ShardKey
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.reserver import Reserver
 
 log = get_log(__name__)
 
@@ -64,6 +65,7 @@ class Store:
         on_protected: called once a snapshot is protected, as far as this node's group is concerned.
         on_epoch: called with it once a newer epoch has begun.
         spare: slots for each shard beside those that the layout names, for snapshots that are held.
+        priority: of reserving memory, see `smp_daemon.shared.priority`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Store:
         on_protected: Callable[[SnapshotId], None],
         on_epoch: Callable[[int], None],
         spare: int = 0,
+        priority: str = "normal",
         system: System = MACHINE,
     ) -> None:
         self.system = system
@@ -85,11 +88,11 @@ class Store:
         self.job = job
         self.node = node
         # The store's lock, also called `changed`: it guards everything here, in the arena and its pools, in `holdings`
-        # and in `codings`. Threads of connections take it, and so do those that protect, persist, scrub, rejoin and
-        # regroup. It is reentrant, as callbacks come back in. It is the outermost lock but for `Monitor._one`: whoever
-        # holds it may take those of the persister, of a `ParityGathering`, of `Recoveries`, of the channels to peers,
-        # of counters and of logs, and nobody who holds one of those may take it. Bytes are copied, digested and sent
-        # without it.
+        # and in `codings`. Threads of connections take it, and so do those that protect, persist, scrub, rejoin,
+        # regroup and reserve memory. It is reentrant, as callbacks come back in. It is the outermost lock but for
+        # `Monitor._one`: whoever holds it may take those of the persister, of a `ParityGathering`, of `Recoveries`, of
+        # the channels to peers, of counters and of logs, and nobody who holds one of those may take it. Bytes are
+        # copied, digested, sent and reserved without it.
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
         self.holdings = Holdings(arena, self.changed, self.counters, backend, system)
@@ -108,6 +111,7 @@ class Store:
             on_done=self._settle,
             system=system,
         )
+        self.reserver = Reserver(arena, self.changed, priority, system)
         self._failures = Episodes(log)
         self._on_sealed = on_sealed
         self._on_protected = on_protected
@@ -190,8 +194,9 @@ class Store:
                 self.record = record
                 self._write_node()
 
-    def configure(self, layout: Layout) -> None:
-        """Reserve what this node needs in `layout`; harmless if that has been done.
+    def configure(self, layout: Layout) -> int:
+        """Reserve what this node needs in `layout`, or have it reserved in the background if it is much; harmless if
+        that has been done, or is under way. How many slots of every shard, and of parity, are there.
 
         Raises:
             StaleEpoch: the layout is of another epoch.
@@ -205,12 +210,34 @@ class Store:
             if self.layout is not None:
                 if self.layout != layout:
                     raise ProtocolError(f"epoch {layout.epoch} has another layout already")
-                return
+                return self._ready(layout)
             self._reserve(layout)
             failpoint("configure.reserved")
             self.arena.add_layout(layout)
             failpoint("configure.done")
             self.changed.notify_all()
+            return self._ready(layout)
+
+    def await_reserved(self, epoch: int, count: int, deadline_s: float) -> int:
+        """Block until so many slots of every shard, and of parity, are there; how many are, by the deadline.
+
+        Raises:
+            StaleEpoch: a newer epoch has begun.
+            ArenaTooSmall: there was no memory for them.
+        """
+        with self.changed:
+            layout = self._configured(epoch)
+            self.changed.wait_for(
+                lambda: self.epoch != epoch or bool(self.reserver.error) or self._ready(layout) >= count, deadline_s
+            )
+            self.check_epoch(epoch)
+            return self._ready(layout)
+
+    def _ready(self, layout: Layout) -> int:
+        if self.reserver.error:
+            raise ArenaTooSmall(self.reserver.error)
+        ready = self.arena.ready()
+        return layout.slots if ready is None else min(ready, layout.slots)
 
     # ------------------------------------------------------------------ a snapshot's way
 
@@ -421,6 +448,7 @@ class Store:
             pool = self.arena.parity_pool(layout.tag(group), position)
             wanted[pool] = (layout.stripes(group).parity_bytes(position), layout.slots_of_parity)
         self.arena.reserve(wanted)
+        self.reserver.start()
 
     def _configured(self, epoch: int) -> Layout:
         self.check_epoch(epoch)
@@ -533,4 +561,7 @@ class Store:
         self.holdings.adopt()
         failpoint("adopt.done")
         if self.layout is not None:
-            self._reserve(self.layout)
+            try:
+                self._reserve(self.layout)
+            except ArenaTooSmall as error:  # others need what is held here all the same
+                self.reserver.give_up(str(error))

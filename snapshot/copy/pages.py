@@ -1,8 +1,8 @@
 """Slots whose pages a device reaches by itself: they are registered with CUDA, which locks them in memory.
 
 Registering takes 0.1 to 1 s per gigabyte, and the driver lets nobody else of the node launch anything meanwhile. So it
-is done when memory for snapshots is reserved, in small pieces, by one process of a node at a time, and never beside a
-step. What CUDA refuses to register is copied through pinned buffers.
+is done in small pieces, by one process of a node at a time, with pauses between them in which training goes on. What is
+not registered yet, or CUDA refuses to register, is copied through pinned buffers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class _Registered:
 class Pages:
     """The slots that every device of this process knows.
 
-    `prepare` is the training thread's, the rest the copy thread's, or whoever's while nothing else is under way.
+    `prepare` is the thread's that has slots reserved, or the training thread's; the rest is the copy thread's, or
+    whoever's while nothing else is under way.
     """
 
     def __init__(self) -> None:
-        # Guards `_slots`, for moments: the copy thread looks while the training thread adds. CUDA is called without it.
+        # Guards `_slots`, for moments: the copy thread looks while another adds. CUDA is called without it.
         self._lock = threading.Lock()
         self._slots: dict[tuple[int, int], _Registered] = {}
         self._refused = False
@@ -52,7 +53,7 @@ class Pages:
         """Register slots, unless they are or CUDA has refused one. Blocks.
 
         Args:
-            turn: entered for each piece, and left after it: processes of one node take turns.
+            turn: entered for each piece, and left after it: processes of one node take turns. What it raises ends this.
         """
         for slot in slots:
             place = (address_of(slot), slot.nbytes)
@@ -87,19 +88,24 @@ class Pages:
     ) -> list[int] | None:
         """The addresses of the pieces that were registered: all, or None if one is refused."""
         done: list[int] = []
-        for start in range(0, count, REGISTER_BYTES):
-            pages = -(-min(REGISTER_BYTES, count - start) // mmap.PAGESIZE)
-            with turn():
-                code = runtime.register(address + start, pages * mmap.PAGESIZE)
-            if code == ALREADY:
-                continue
-            if code:
-                self._refused = True
-                self._unregister(runtime, done)
-                hint = "copies take the slower way through pinned buffers; is locked memory limited here (ulimit -l)?"
-                log.warning("cudaHostRegister of a slot on %s: error %d; %s", runtime.device, code, hint)
-                return None
-            done.append(address + start)
+        try:
+            for start in range(0, count, REGISTER_BYTES):
+                pages = -(-min(REGISTER_BYTES, count - start) // mmap.PAGESIZE)
+                with turn():
+                    code = runtime.register(address + start, pages * mmap.PAGESIZE)
+                    if not code:
+                        done.append(address + start)
+                if code and code != ALREADY:
+                    self._refused = True
+                    self._unregister(runtime, done)
+                    hint = (
+                        "copies take the slower way through pinned buffers; is locked memory limited here (ulimit -l)?"
+                    )
+                    log.warning("cudaHostRegister of a slot on %s: error %d; %s", runtime.device, code, hint)
+                    return None
+        except BaseException:  # its turn was not waited for
+            self._unregister(runtime, done)
+            raise
         return done
 
     def _unregister(self, runtime: Runtime, addresses: Sequence[int]) -> None:

@@ -1,0 +1,109 @@
+"""Reserving the memory of slots beside the training: hundreds of gigabytes take minutes, and nobody waits for them."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.populate import slices
+from holdfast.smp_daemon.shared.priority import make_background
+from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, ran_out, room
+
+log = get_log(__name__)
+
+
+class Reserver:
+    """Makes the slots that an arena has planned, one after the other, in a thread that is there while there are any.
+
+    Attributes:
+        error: why what was planned last was given up; empty: it was not.
+    """
+
+    def __init__(self, arena: Arena, lock: threading.Condition, priority: str, system: System = MACHINE) -> None:
+        """`lock`: the store's, which guards the arena and everything here. Memory is reserved without it."""
+        self.error = ""
+        self._arena = arena
+        self._lock = lock
+        self._priority = priority
+        self._system = system
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """See that what is planned is made. The lock is held."""
+        self.error = ""
+        if self._thread is None and self._arena.next_planned() is not None and not self._closed:
+            self._thread = self._system.Thread(target=self._run, name="reserve", daemon=True)
+            self._thread.start()
+
+    def give_up(self, why: str) -> None:
+        """There is no memory for what was to be planned. The lock is held, unless nobody else can have it yet."""
+        self.error = why
+        log.error("no snapshots can be taken: %s", why)
+
+    def close(self) -> None:
+        """End the thread. What is not made yet is left to a successor."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        make_background(self._priority)
+        while (planned := self._next()) is not None:
+            try:
+                self._make(*planned)
+            except OSError as error:
+                self._give_up(planned[1], error)
+
+    def _next(self) -> tuple[SlotFilePool, Slot] | None:
+        with self._lock:
+            planned = None if self._closed else self._arena.next_planned()
+            if planned is None:
+                self._thread = None
+            return planned
+
+    def _make(self, pool: SlotFilePool, slot: Slot) -> None:
+        """Reserve all of it, unless it is given up meanwhile. Raises `OSError`."""
+        with self._lock:
+            if slot.state is not SlotState.MAKING:
+                return
+            memory = pool.open_part(slot)
+        with memory:
+            for start, count in slices(slot.bytes):
+                with self._lock:
+                    if self._is_over(pool, slot):
+                        return
+                    pool.reserve(slot, count)
+                memory.reserve(start, count)
+                failpoint("reserve.slice")
+            with self._lock:
+                if not self._is_over(pool, slot):
+                    pool.made(slot, memory)
+                    self._lock.notify_all()
+
+    def _is_over(self, pool: SlotFilePool, slot: Slot) -> bool:
+        """Whether the slot was given up, and its file with it; or this SMP ends, and nobody will finish the file."""
+        if slot.state is not SlotState.MAKING:
+            return True
+        if self._closed:
+            pool.part_path(slot).unlink(missing_ok=True)
+        return self._closed
+
+    def _give_up(self, slot: Slot, error: OSError) -> None:
+        """What was planned and is not in use goes, and whoever waits for it is told; unless it was given up before."""
+        with self._lock:
+            if slot.state is not SlotState.MAKING:
+                return
+            need, got = self._arena.give_up_planned()
+            path = self._arena.path
+            if error.errno == errno.ENOSPC:
+                self.give_up(ran_out(path, need, got, room(path, self._system)))
+            else:
+                self.give_up(f"{need:,} bytes of memory for {path} cannot be reserved: {error}")
+            self._lock.notify_all()
