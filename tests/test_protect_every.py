@@ -255,7 +255,21 @@ def test_plan_says_what_each_choice_costs_and_recommends_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    asked = ["plan", "--model", "405b", "--nodes", "64", "--step", "12s", "--protect", "7+1", "--json", str(file)]
+    asked = [
+        "plan",
+        "--model",
+        "405b",
+        "--nodes",
+        "64",
+        "--step",
+        "12s",
+        "--protect",
+        "7+1",
+        "--network-rate",
+        "25GB/s",
+        "--json",
+        str(file),
+    ]
     assert main(asked) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "a crash costs" in said and said.count("recommended") == 1

@@ -44,7 +44,7 @@ def test_a_profile_survives_json(measured: Measured) -> None:
         ({"step_s": "2 s"}, "step_s is '2 s': give a number"),
         ({"step_s": True}, "step_s is True: give a number"),
         ({"slots": 2.5}, "slots is 2.5: give a whole number"),
-        ({"slots": 2}, "slots is 2: give 3 to 16"),
+        ({"slots": 1}, "slots is 1: give 2 to 16"),
         ({"quiet_steps": 0}, "quiet_steps is 0: at least 1"),
         ({"encode_s": float("nan")}, "encode_s is nan: give 0 or more"),
         ({"data": 0}, "parity is 2 and data 0"),
@@ -126,7 +126,7 @@ def test_there_is_a_level_for_each_class_that_can_be_served() -> None:
         ({"network_rate": 0.0}, "network rate is 0 bytes per second"),
         ({"persist_rate": -1.0}, "persist rate is -1"),
         ({"interference": 1.5}, "interference is 1.5: give 0 to 1"),
-        ({"slots": 17}, "slots is 17: give 3 to 16"),
+        ({"slots": 17}, "slots is 17: give 2 to 16"),
         ({}, "say --step, such as 12s"),
     ],
 )

@@ -250,17 +250,22 @@ def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, targets: Ta
 
 
 def _refine(plan: _Candidate, costs: Costs, targets: Targets) -> tuple[tuple[int, ...], Played]:
-    """Play the plan, and where first order is `ROUGH` feasible neighbours of it, with the same failures; one of them
-    wins only by two standard errors."""
+    """Play the plan, and where first order is `ROUGH` feasible neighbours of it, and theirs, with the same failures.
+    One of them wins only by two standard errors."""
     limits = costs.limits(plan.code.parity, targets.overhead_budget, targets.longest_steps)
     best, played = plan.periods, play(plan.levels, plan.periods, costs.step_s, seed=targets.seed)
-    for factor in (0.5, 0.7, 1.4, 2.0) if plan.waste > ROUGH else ():
-        first = max(1, round(plan.periods[0] * factor))
-        periods = tuple(first * (p // plan.periods[0]) for p in plan.periods)
-        spent = overhead(plan.levels, [p * costs.step_s for p in periods])
-        if periods == best or spent > (targets.overhead_budget or 1.0) + 1e-12 or not limits.feasible(periods):
-            continue
-        other = play(plan.levels, periods, costs.step_s, seed=targets.seed)
-        if other.mean > played.mean + 2.0 * (other.error**2 + played.error**2) ** 0.5:
-            best, played = periods, other
+    known, centre = {best}, None
+    while plan.waste > ROUGH and centre != best:
+        centre = best
+        for factor in (0.5, 0.7, 1.4, 2.0):
+            first = max(1, round(centre[0] * factor))
+            periods = tuple(first * (p // centre[0]) for p in centre)
+            spent = overhead(plan.levels, [p * costs.step_s for p in periods])
+            affordable = spent <= (targets.overhead_budget or 1.0) + 1e-12
+            if periods in known or not affordable or not limits.feasible(periods):
+                continue
+            known.add(periods)
+            other = play(plan.levels, periods, costs.step_s, seed=targets.seed)
+            if other.mean > played.mean + 2.0 * (other.error**2 + played.error**2) ** 0.5:
+                best, played = periods, other
     return best, played
