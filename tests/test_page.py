@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -80,6 +81,8 @@ def been_through(ground: Ground) -> SmpProcess:
     for step in (12339, 12340):
         after.protect(step)
     smps[5].lose()
+    status = f"http://127.0.0.1:{smps[0].owner.http_port}/status.json"
+    urllib.request.urlopen(status, timeout=DEADLINE_S).close()  # so that it knows, whatever the first page is asked for
     return smps[0]
 
 
