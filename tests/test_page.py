@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -19,10 +18,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.recoveries import SPANS
 from tests.browser import CHROMIUM, SIGHTS, Browser, browser
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.test_smp import wait_until
 
 PHONE, WIDE = 375, 1000
 WORD = 20
@@ -81,8 +82,8 @@ def been_through(ground: Ground) -> SmpProcess:
     for step in (12339, 12340):
         after.protect(step)
     smps[5].lose()
-    status = f"http://127.0.0.1:{smps[0].owner.http_port}/status.json"
-    urllib.request.urlopen(status, timeout=DEADLINE_S).close()  # so that it knows, whatever the first page is asked for
+    control = smps[0].owner.control
+    assert wait_until(lambda: any("does not answer" in event.text for _, event in look(JOB, control).events))
     return smps[0]
 
 
