@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -18,11 +19,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.recoveries import SPANS
 from tests.browser import CHROMIUM, SIGHTS, Browser, browser
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.test_smp import wait_until
 
 PHONE, WIDE = 375, 1000
@@ -82,8 +82,8 @@ def been_through(ground: Ground) -> SmpProcess:
     for step in (12339, 12340):
         after.protect(step)
     smps[5].lose()
-    control = smps[0].owner.control
-    assert wait_until(lambda: any("does not answer" in event.text for _, event in look(JOB, control).events))
+    status = f"http://127.0.0.1:{smps[0].owner.http_port}/status.json"  # it notices when it looks, and tells next time
+    assert wait_until(lambda: b"does not answer: " in urllib.request.urlopen(status, timeout=DEADLINE_S).read())
     return smps[0]
 
 
