@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,13 +388,14 @@ def test_an_smp_that_dies_while_it_reserves_is_followed_by_one_that_does(
 
 def test_a_trainer_without_memory_is_told_why_on_its_way(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = ground.prepare()
-    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, system=Scarce(1))
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, system=Scarce(0))
     monkeypatch.setenv("HOLDFAST_JOB", JOB)
     monkeypatch.setenv("HOLDFAST_ARENA", str(prepared.arena.parent))
     model, optim = large_job()
     try:
         with pytest.raises(ArenaTooSmall, match="memory ran out at"), InMemorySnapshot(model, optim, protect="none"):
-            while True:
+            limit = time.monotonic() + DEADLINE_S
+            while time.monotonic() < limit:
                 step(model, optim)
     finally:
         smp.stop(remove=True)
