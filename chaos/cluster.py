@@ -43,6 +43,10 @@ TARGET = "holdfast.chaos.drill:train"
 """What a trainer runs if nothing else is said."""
 
 
+LOG_TAIL = 12_000
+"""Characters of each log that an error ends with: where an SMP crashed, all its threads, and what its successor said."""
+
+
 class JobFailed(HoldfastError):
     """A trainer failed although nothing was done to it."""
 
@@ -463,5 +467,5 @@ class VirtualCluster(Runner):
         for path in sorted(self._base.glob("**/*.log")):
             text = path.read_text(errors="replace").strip()
             if text:
-                texts.append(f"--- {path.name} of {path.parent.parent.name}\n{text[-3000:]}")
+                texts.append(f"--- {path.name} of {path.parent.parent.name}\n{text[-LOG_TAIL:]}")
         return "\n".join(texts)
