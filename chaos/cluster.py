@@ -44,7 +44,7 @@ TARGET = "holdfast.chaos.drill:train"
 
 
 LOG_TAIL = 12_000
-"""Characters of each log that an error ends with: where an SMP crashed, all its threads, and what its successor said."""
+"""Characters of each log that an error ends with: all threads of an SMP that crashed, and what its successor said."""
 
 
 class JobFailed(HoldfastError):
