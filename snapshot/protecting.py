@@ -331,12 +331,14 @@ class Protecting:
     def _state(self, snapshot: SnapshotId) -> SnapshotState:
         """How far it is here: what is sealed this rank knows by itself, the rest its SMP says."""
         copy = self.copies.get(snapshot)
+        # Asked first: what is found afterwards, an error or what the SMP says, is then of a copy that is over.
+        done = copy is not None and copy.done.is_set()
         if copy is None or copy.error is not None:
             return SnapshotState.FAILED
         outcome = self._rank.client.outcome(snapshot) if snapshot in self.ledger.encoded else SnapshotOutcome.FAILED
         if outcome is SnapshotOutcome.PROTECTED:
             return SnapshotState.PROTECTED
-        if not copy.done.is_set():
+        if not done:
             return SnapshotState.PENDING
         return SnapshotState.ENCODING if outcome is SnapshotOutcome.PENDING else SnapshotState.SEALED
 
