@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import importlib.util
 import os
 import socket
@@ -52,10 +51,10 @@ def receive(sock: socket.socket, payload: memoryview, timeout_s: float) -> tuple
 @cache
 def _library() -> tuple[Any, Any] | None:
     """The function, and those of xxHash in a row as it wants them."""
-    found = importlib.util.find_spec("holdfast.smp_daemon.shared._wire")
-    if found is None or found.origin is None:
+    found, hashing = (importlib.util.find_spec(name) for name in ("holdfast.smp_daemon.shared._wire", "xxhash._xxhash"))
+    if found is None or found.origin is None or hashing is None or hashing.origin is None:
         return None
-    hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    hashes = ctypes.CDLL(hashing.origin)
     try:
         functions = [ctypes.cast(getattr(hashes, name), ctypes.c_void_p).value for name in _HASH]
     except AttributeError:  # this build of the package keeps them to itself
