@@ -53,11 +53,12 @@ from holdfast.snapshot.collective.routes import distances, sockets_needed
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.entering import Entering, exchange
-from holdfast.snapshot.resume.reserve import reserve
+from holdfast.snapshot.resume.reserve import lay_out
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.replicas import agree_on_shares
 
 RANKS_A_NODE = 8
+SLOTS = 3
 SHARD_BYTES = 297_123_840
 """Of 405 billion parameters with Adam on 16,384 ranks."""
 
@@ -435,12 +436,12 @@ def entering(ranks: int) -> dict[str, Any]:
     weights = [
         LiveTensor(f"weight{i}", torch.full((8,), float(i)), Change.STEP, replicated=True) for i in range(LEAVES)
     ]
-    anew = PlayedAgreement(ranks, [[encode_json(info) for info in infos]])
+    anew = PlayedAgreement(ranks, [[encode_json(info) for info in infos], [str(SLOTS).encode()] * ranks])
     with noting(told, "layout", shares, anew):
         agree_on_shares(shares, sets[0].decode(), iter(weights))
         first = infos[0]
         domains, protection = first.domains, Protection(7, 1)
-        reserve(client, anew, "job", 4, first.coord, SHARD_BYTES, protection, 3, domains, prepare=lambda slots: None)
+        lay_out(client, anew, "job", 4, first.coord, SHARD_BYTES, protection, SLOTS, domains)
     return told
 
 
@@ -468,12 +469,10 @@ class FirstSmp:
     def join(self, epoch: int) -> None:
         """It has."""
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: Layout, *, wait: bool) -> int:
         """What goes over the unix socket is made, and goes nowhere."""
         encode_json(layout)
-
-    def slots(self, epoch: int, coord: str) -> list[memoryview]:
-        return []
+        return layout.slots
 
 
 def in_process_of_its_own(work: Callable[[int], dict[str, Any]], size: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ FAST_CLOCKS = ("tsc", "arch_sys_counter", "kvm-clock", "hyperv_clocksource_tsc_p
 
 GET_ISAL = "pip install --force-reinstall pyeclib, or apt install libisal2"
 ENLARGE = "mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory"
+COMPILE = "apt install gcc, and pip install --force-reinstall --no-deps holdfast"
 OWN_ADDRESSES = "export HOLDFAST_HOST=..., of this node, one for each network card: ip -brief addr"
 MAKE_TOKEN = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > ~/.holdfast-token); the same file on every "
@@ -115,6 +116,7 @@ class Facts:
         populate: whether the kernel knows ``MADV_POPULATE_WRITE``.
         idle: whether a process may choose ``SCHED_IDLE``.
         streaming: whether copies use streaming stores.
+        receives: whether units are received and digested by compiled code.
         host, insecure: ``HOLDFAST_HOST`` and ``HOLDFAST_INSECURE``.
         bindings: by ``address:port`` why it cannot be listened on; empty if it can. Port 0: any.
         clock: what the monotonic clock reads. `synchronised`: whether the wall clock is; None: it cannot be told.
@@ -144,6 +146,7 @@ class Facts:
     populate: bool
     idle: bool
     streaming: bool
+    receives: bool
     host: str
     insecure: bool
     bindings: dict[str, str]
@@ -169,6 +172,7 @@ def examine(facts: Facts) -> list[Finding]:
         _kernel(facts),
         _idle(facts.idle),
         _copies(facts.streaming),
+        _units(facts.receives),
         *_ports(facts),
         _clock(facts),
         _wall_clock(facts),
@@ -331,8 +335,15 @@ def _copies(streaming: bool) -> Finding:
     needed = "by streaming stores"
     if streaming:
         return Finding("copies", "by streaming stores", needed)
-    fix = "they take up to 1.7 times as long: apt install gcc, and pip install --force-reinstall --no-deps holdfast"
-    return Finding("copies", "by memmove", needed, "note", fix)
+    return Finding("copies", "by memmove", needed, "note", f"they take up to 1.7 times as long: {COMPILE}")
+
+
+def _units(receives: bool) -> Finding:
+    needed = "received and digested by compiled code"
+    if receives:
+        return Finding("units", needed, needed)
+    fix = f"receiving them takes more processor time: {COMPILE}"
+    return Finding("units", "received and digested in Python", needed, "note", fix)
 
 
 def _ports(facts: Facts) -> Iterator[Finding]:

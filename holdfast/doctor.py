@@ -29,6 +29,7 @@ from holdfast.ec.backends import BACKENDS
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
+from holdfast.smp_daemon.shared.receive import is_compiled
 from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams
@@ -80,6 +81,7 @@ def gather() -> Facts:
         populate=_can_populate(),
         idle=_can_be_idle(),
         streaming=streams(),
+        receives=is_compiled(),
         host=host,
         insecure=os.environ.get("HOLDFAST_INSECURE") == "1",
         bindings=_bindings(host, os.environ.get("HOLDFAST_HTTP", "auto")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.resume.entering import exchange
-from holdfast.snapshot.resume.reserve import node_turn, reserve
+from holdfast.snapshot.resume.reserve import await_slots, lay_out, node_turn
 from holdfast.snapshot.state.record import place_tensors, plan_format
 
 SLOTS = 3
@@ -98,17 +99,13 @@ class SlotWriter:
         if self._layout is not None:
             self.epoch += 1
             self._client.join(self.epoch)
-        self._layout = reserve(
-            self._client,
-            self._agreement,
-            self._job,
-            self.epoch,
-            self._coord,
-            form.total_bytes,
-            self._protection,
-            SLOTS,
-            prepare=lambda slots: self._engine.prepare(slots, lambda: node_turn(self._client)),
+        client, agreement = self._client, self._agreement
+        layout, there = lay_out(
+            client, agreement, self._job, self.epoch, self._coord, form.total_bytes, self._protection, SLOTS
         )
+        turn = partial(node_turn, client)
+        await_slots(client, agreement, layout, self._coord, there, lambda slots: self._engine.prepare(slots, turn))
+        self._layout = layout
         self._capacity = form.total_bytes
 
     def _write(

@@ -246,9 +246,13 @@ def check_foreign(wheel: Path, machine: str) -> bool:
 
 
 def copies_exactly(python: list[str], home: Path) -> bool:
-    """Whether the installed compiled copy passes the walk of `tests.test_runs`, between pages that no one may enter."""
+    """Whether the installed compiled copy passes the walk of `tests.test_runs`, between pages that no one may enter.
+    What receives units must be compiled, too."""
     shutil.copytree(ROOT / "tests", home / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    compiled = "from holdfast.snapshot.copy.runs import streams; print(streams())"
+    compiled = (
+        "from holdfast.snapshot.copy.runs import streams; from holdfast.smp_daemon.shared.receive import is_compiled; "
+        "print(streams() and is_compiled())"
+    )
     is_there = run(Path(python[0]), *python[1:], "-c", compiled, cwd=home).strip() == "True"
     walk = run(Path(python[0]), *python[1:], "-m", "tests.test_runs", "compiled", cwd=home)
     shutil.rmtree(home / "tests")

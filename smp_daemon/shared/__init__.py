@@ -27,6 +27,7 @@ __all__ = [
     "populate",
     "priority",
     "quantities",
+    "receive",
     "records",
     "scratch",
     "signatures",

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from holdfast.smp_daemon.shared import wire
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
@@ -36,6 +35,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_UNIT_BYTES,
 )
 from holdfast.smp_daemon.shared.plain import pack, unpack
+from holdfast.smp_daemon.shared.receive import PIECE_BYTES, is_compiled, receive
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.uids import peer_of
 
@@ -159,14 +159,14 @@ class SocketStream:
     def receive_into(self, payload: memoryview) -> int:
         timeout_s = self._deadline_s or CALL_DEADLINE_S
         with self._use:
-            if self._is_plain and wire.is_compiled():
-                count, digest = wire.receive(self._sock, payload, timeout_s)
+            if self._is_plain and is_compiled():
+                count, digest = receive(self._sock, payload, timeout_s)
                 if count < payload.nbytes:
                     raise SmpUnavailable(CUT_OFF)
                 return digest
             limit, hasher = self._monotonic() + timeout_s, xxhash.xxh3_64()
-            for start in range(0, payload.nbytes, wire.PIECE_BYTES):
-                piece = payload[start : start + wire.PIECE_BYTES]
+            for start in range(0, payload.nbytes, PIECE_BYTES):
+                piece = payload[start : start + PIECE_BYTES]
                 self._fill(piece, limit)
                 hasher.update(piece)
             return hasher.intdigest()

@@ -84,7 +84,8 @@ def lay_out(
     Args:
         parity_slots: see `Layout`. protect_every: which snapshots are protected; the same on every rank.
 
-    Returns the layout, and how many slots of every shard, and of parity, are there on this node.
+    Returns:
+        The layout, and how many slots of every shard, and of parity, are there on this node.
 
     Raises:
         SmpUnavailable: an SMP is away; so on every rank.
@@ -115,35 +116,33 @@ def lay_out(
     return layout, int(told[next(rank for rank, info in enumerate(everyone) if info.coord == speaker)])
 
 
-def reserve(
+def await_slots(
     client: SmpClient,
     agreement: Agreement,
-    job: str,
-    epoch: int,
+    layout: Layout,
     coord: str,
-    slot_bytes: int,
-    protection: Protection,
-    slots: int,
-    *,
+    there: int,
     prepare: Callable[[list[memoryview]], None],
-) -> Layout:
-    """As `lay_out`, and wait until all memory is reserved, and the caller's slots are mapped and prepared.
+) -> None:
+    """Wait until all memory of a layout is reserved, and the caller's slots are mapped and prepared. A collective call.
 
     Args:
-        prepare: called with them.
+        there: how many slots of every shard were there, as `lay_out` has returned.
+        prepare: called with the caller's slots.
+
+    Raises:
+        HoldfastError: as `lay_out`.
     """
-    layout, there = lay_out(client, agreement, job, epoch, coord, slot_bytes, protection, slots)
 
     def wait() -> None:
         count, limit = there, client.system.monotonic() + move_deadline(layout.node(client.node).state_bytes)
-        while count < slots:
-            count = client.await_reserved(layout, slots)
-            if count < slots and client.system.monotonic() > limit:
+        while count < layout.slots:
+            count = client.await_reserved(layout, layout.slots)
+            if count < layout.slots and client.system.monotonic() > limit:
                 raise DeadlineExceeded(f"the memory of {client.arena} is not reserved in time")
 
     _together(agreement, wait)
-    _together(agreement, lambda: prepare(client.slots(epoch, coord)))
-    return layout
+    _together(agreement, lambda: prepare(client.slots(layout.epoch, coord)))
 
 
 class Reserving:
@@ -171,6 +170,8 @@ class Reserving:
             there: how many slots are reserved already.
             prepare: called with slots that are mapped, which may be used meanwhile, and again.
         """
+        # `_there`, `_usable` and `failure` are written by the one thread that runs `work`. The training thread reads
+        # them through `standing`; each is one reference, so it sees a value from before or after, and needs no lock.
         self.is_small = there >= layout.slots and is_at_once(layout.slots * layout.shard_bytes(coord))
         self.failure: HoldfastError | None = None
         self._client = client

@@ -1,6 +1,6 @@
 """Raw bytes from a socket, digested as they come, in one call for each unit and with the GIL released.
 
-`smp_daemon/shared/wire.c` is compiled when the package is installed; it has xxHash from the library inside the
+`smp_daemon/shared/receive.c` is compiled when the package is installed; it takes xxHash from the library inside the
 ``xxhash`` package. Where either is missing, `shared.transport` receives and digests piece by piece.
 """
 
@@ -51,7 +51,8 @@ def receive(sock: socket.socket, payload: memoryview, timeout_s: float) -> tuple
 @cache
 def _library() -> tuple[Any, Any] | None:
     """The function, and those of xxHash in a row as it wants them."""
-    found, hashing = (importlib.util.find_spec(name) for name in ("holdfast.smp_daemon.shared._wire", "xxhash._xxhash"))
+    found = importlib.util.find_spec("holdfast.smp_daemon.shared._receive")
+    hashing = importlib.util.find_spec("xxhash._xxhash")
     if found is None or found.origin is None or hashing is None or hashing.origin is None:
         return None
     hashes = ctypes.CDLL(hashing.origin)
