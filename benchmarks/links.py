@@ -26,10 +26,10 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # or this file would stand before the room of its name
 
-from benchmarks.load_parts import run
+from benchmarks.load_parts import new_namespace, run
 from holdfast.bench.cluster import Cluster, random_content
 from holdfast.chaos.network.namespaces import inside
-from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.quantities import parse_rate, parse_size
 from holdfast.smp_daemon.shared.scratch import Scratch
 
@@ -77,7 +77,7 @@ class Cables:
     """Two hosts in namespaces without a name, and cables between them. They go when this process does."""
 
     def __init__(self, stack: ExitStack, rate: float) -> None:
-        self._pids = [self._host(stack) for _ in range(NODES)]
+        self._pids = [new_namespace(stack) for _ in range(NODES)]
         for number in range(CABLES):
             near, far = (f"cable{number}.{end}" for end in range(NODES))
             run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
@@ -110,19 +110,6 @@ class Cables:
                 "1",
             )  # it drops whatever is longer than a byte
             self._inside(end, "tc", "qdisc", "replace", "dev", f"cable{number}.{end}", *rule)
-
-    def _host(self, stack: ExitStack) -> int:
-        holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        stack.callback(holder.wait)
-        assert holder.stdin is not None
-        stack.callback(holder.stdin.close)
-        path, mine = Path(f"/proc/{holder.pid}/ns/net"), Path("/proc/self/ns/net").stat().st_ino
-        limit = time.monotonic() + 10.0
-        while path.stat().st_ino == mine:
-            if time.monotonic() > limit:
-                raise DeadlineExceeded("unshare made no namespace")
-        run("nsenter", f"--net={path}", "ip", "link", "set", "lo", "up")
-        return holder.pid
 
     def _inside(self, end: int, *command: str) -> None:
         run("nsenter", f"--net={self.namespace(end)}", *command)

@@ -57,13 +57,28 @@ def run(*command: str) -> None:
         raise HoldfastError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
+def new_namespace(stack: ExitStack) -> int:
+    """A network namespace without a name: the process that keeps it, until `stack` is left or this process ends."""
+    holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    stack.callback(holder.wait)
+    assert holder.stdin is not None
+    stack.callback(holder.stdin.close)
+    path, mine = Path(f"/proc/{holder.pid}/ns/net"), Path("/proc/self/ns/net").stat().st_ino
+    limit = time.monotonic() + 10.0
+    while path.stat().st_ino == mine:
+        if time.monotonic() > limit:
+            raise DeadlineExceeded("unshare made no namespace")
+    run("nsenter", f"--net={path}", "ip", "link", "set", "lo", "up")
+    return holder.pid
+
+
 class Links:
     """Hosts, each in a namespace without a name, on one bridge. Every link has a rate, each way. Root; call it in a
     namespace of its own: the bridge stands where this process is."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self._pids: dict[str, int] = {}
         self._ports: dict[str, str] = {}
         run("ip", "link", "add", SWITCH, "type", "bridge")
         stack.callback(run, "ip", "link", "del", SWITCH)
@@ -71,31 +86,22 @@ class Links:
 
     def add(self, host: str) -> str:
         """A host with that address; the path of its namespace. It goes when this process does."""
-        holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        self._stack.callback(holder.wait)
-        assert holder.stdin is not None
-        self._stack.callback(holder.stdin.close)
-        path, mine = f"/proc/{holder.pid}/ns/net", Path("/proc/self/ns/net").stat().st_ino
-        limit = time.monotonic() + 10.0
-        while Path(path).stat().st_ino == mine:
-            if time.monotonic() > limit:
-                raise DeadlineExceeded("unshare made no namespace")
+        self._pids[host] = pid = new_namespace(self._stack)
+        path = f"/proc/{pid}/ns/net"
         number = next(NUMBERS)  # a device goes some time after its namespace, so no name is used again
         port, near = f"port{number}", f"near{number}"
         self._ports[host] = port
         run("ip", "link", "add", port, "type", "veth", "peer", "name", near)
-        run("ip", "link", "set", near, "netns", str(holder.pid), "name", "eth0")
+        run("ip", "link", "set", near, "netns", str(pid), "name", "eth0")
         run("ip", "link", "set", port, "master", SWITCH, "up")
         inside_it = ("nsenter", f"--net={path}", "ip")
         run(*inside_it, "addr", "add", f"{host}/16", "dev", "eth0")
         run(*inside_it, "link", "set", "eth0", "up")
-        run(*inside_it, "link", "set", "lo", "up")
-        self._hosts[host] = holder
         return path
 
     def shape(self, host: str, rate: float) -> None:
         """From now on at most so many bytes a second go to `host`, and as many from it."""
-        pid = self._hosts[host].pid
+        pid = self._pids[host]
         rule = ("root", "tbf", "rate", f"{int(rate * 8)}bit", "burst", "128kb", "latency", "200ms")
         run("tc", "qdisc", "replace", "dev", self._ports[host], *rule)
         run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", *rule)

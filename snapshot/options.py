@@ -26,7 +26,7 @@ from holdfast.snapshot.resume.choice import (
 )
 from holdfast.snapshot.resume.comparison import check_environment
 from holdfast.snapshot.resume.elastic import elastic_from_environment
-from holdfast.snapshot.step.ledger import ProtectEvery
+from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,10 @@ class Options:
 
     @property
     def parity_slots(self) -> int | None:
-        """Parity slots per node: one for each protected snapshot, one for the next, and, where there are three slots or
-        more, one for what was restored and is not known to be protected. None: as many as slots, as every snapshot is
-        protected."""
-        return None if self.protect_every == 1 else min(self.slots_with_generations, self.generations + 2)
+        """See `Layout`: None, as many as slots, if every snapshot is protected."""
+        if self.protect_every == 1:
+            return None
+        return parity_slots(self.slots_with_generations, self.protect_every, self.generations)
 
     @property
     def protection(self) -> Protection:

@@ -33,7 +33,7 @@ from holdfast.snapshot.interval.rates import FailureRate
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
-from holdfast.snapshot.step.ledger import Ledger, ProtectEvery
+from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, parity_slots
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import PROTECTED, Run, playground, run_on
 
@@ -248,7 +248,7 @@ def test_parity_slots_are_those_that_trainers_ask_for() -> None:
     for slots in (2, 3, 4):
         for every in planner.PROTECT_EVERY:
             options = Options(job="j", slots=slots, protect_every=every, elastic=False)
-            assert (options.parity_slots or slots) == planner.parity_slots(slots, every)
+            assert (options.parity_slots or slots) == parity_slots(slots, every)
 
 
 def test_plan_says_what_each_choice_costs_and_recommends_one(

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.smp_daemon.coding import sending
 from holdfast.smp_daemon.coding.sending import MAX_LINKS, parse_links
 from holdfast.smp_daemon.net import links
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import Episodes
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.transport import SocketStream, connect
 from tests.relay import Relay, relaying
@@ -24,6 +26,12 @@ from tests.test_protect import SmpHere, counted
 
 UNIT_BYTES = 4096
 SHARD_BYTES = 200_000
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test before was told, may be told again."""
+    monkeypatch.setattr(sending, "_episodes", Episodes(sending.log))
 
 
 def over(run: Run, **addresses: tuple[tuple[str, int], ...]) -> Run:
@@ -88,6 +96,20 @@ def test_a_way_that_ends_in_the_middle_costs_nothing_and_is_told_once(
         assert len(told) == 1 and "node1" in told[0] and "others carry on" in told[0]
         assert cut.connections == 1, "it is left alone for a while"
         assert [trainer.client.scrub()["damaged"] for trainer in run] == [0, 0]
+
+
+def test_a_way_that_works_again_is_told_and_could_be_told_of_anew(
+    ground: Ground, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "AVOIDED_S", 0.0)
+    with job(ground, 2) as (_, peer, run), relays(peer, 1) as (whole,), relaying(peer.bulk, cut_after=[5000]) as cut:
+        over(run, node1=(whole.address, cut.address))
+        with caplog.at_level(logging.INFO):
+            run.protect(1)
+            run.protect(2)
+        told = [record.getMessage() for record in caplog.records if "a connection to node1" in record.getMessage()]
+        assert ["does not work" in text for text in told] == [True, False]
+        assert "works again" in told[1]
 
 
 def test_all_ways_that_end_are_made_again_by_the_last(ground: Ground) -> None:

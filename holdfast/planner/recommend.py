@@ -9,13 +9,13 @@ from typing import Any
 from holdfast.planner.codes import Code, Domains, candidates, judge
 from holdfast.planner.costs import Costs
 from holdfast.planner.montecarlo import Played, play
-from holdfast.planner.slots import parity_slots
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MIN_SLOTS
 from holdfast.snapshot.interval.checks import positive, within
 from holdfast.snapshot.interval.failures import DAY_S, FailureModel, spare_nodes
 from holdfast.snapshot.interval.periods import LONGEST_STEPS, Interval, choose_interval
 from holdfast.snapshot.interval.waste import Level, best_periods, first_order, lost, overhead
+from holdfast.snapshot.step.ledger import parity_slots
 
 CLOSE = 2e-4
 """Plans whose effective training time differs by no more count as equal: the simpler one wins, and the one of least

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState
+from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState, parity_slots
 
 SLOTS = (2, 3, 4)
 PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 2, 4, 8, 16, "auto")
@@ -47,11 +47,6 @@ class SlotChoice:
     def lost_s(self, memory_share: float) -> float:
         """What a failure costs on average, of which such a share takes a node's memory."""
         return (1 - memory_share) * self.crash_s + memory_share * self.loss_s
-
-
-def parity_slots(slots: int, protect_every: ProtectEvery, generations: int = 1) -> int:
-    """Parity slots of a node: see `Options.parity_slots`."""
-    return slots if protect_every == 1 else min(slots, generations + 2)
 
 
 def play(

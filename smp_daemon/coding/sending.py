@@ -119,6 +119,7 @@ class Sender:
         group, _ = layout.place(store.node)
         store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
         supply = _Supply(_outbound_units(store, snapshot, layout), self._lanes, check, pace, store)
+        # The calling thread runs the first lane, and each other lane belongs to one of these until it is joined.
         threads = [
             store.system.Thread(target=self._run, args=(lane, supply), name="send", daemon=True)
             for lane in self._lanes[1:]
@@ -318,8 +319,10 @@ class _Lane:
             self._send(replace(unit, attempt=unit.attempt + 1))
             return
         self._sent.popleft()
-        self._supply.acknowledged(unit.owner.name, self._system.monotonic())
+        owner = unit.owner.name
+        self._supply.acknowledged(owner, self._system.monotonic())
         _episodes.end("damaged", "units arrive whole again", extra=about(peer=address))
+        _episodes.end((owner, self.number), "a connection to %s works again", owner, extra=about(peer=address))
 
     def _lose_patience(self, address: Address, waited_s: float) -> None:
         """Nothing has moved over a connection for so long: raises `SmpUnavailable` if that is not the peer's doing."""

@@ -210,7 +210,7 @@ class Load:
                 self._buffers.append(buffer)
 
     def _connect(self, job: _Fetch) -> Address:
-        """Have a connection to the node that is asked: requests go round all of its addresses. At which it is."""
+        """Connect to the node that is asked, and return the address used: requests go round all of its addresses."""
         ways = self._layout.ways_to(job.request.through[0])
         first = job.request.number % len(ways)
         problem: HoldfastError | None = None

@@ -37,11 +37,10 @@ class ParityGathering:
         self._sources: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
         # Each guards the bytes of every sixteenth stripe and what is in them, for as long as one unit is accumulated:
         # threads of connections take them. `cancel` takes all of them, one after the other, with the store's lock held,
-        # so nothing under one may take the store's lock.
+        # so nothing under one may take the store's lock. `complete` counts `_digests` without any: each is put there
+        # once, under its stripe's lock.
         self._locks = tuple(system.Lock() for _ in range(min(LOCKS, len(self._mine))))
         self._cancelled = False
-        # Guards the digests of finished stripes; innermost.
-        self._counting = system.Lock()
         self._digests = {stripe: digest(self._unit(stripe)) for stripe in self._mine if not self._contributors(stripe)}
 
     @property
@@ -82,9 +81,7 @@ class ParityGathering:
             sources[position] = unit_digest
             if len(sources) == len(contributors):
                 same = len(sources) == 1 and length == parity.nbytes and self._codec.factor(index, row) == 1
-                found = unit_digest if same else digest(parity)  # while it is in the cache
-                with self._counting:
-                    self._digests[stripe] = found
+                self._digests[stripe] = unit_digest if same else digest(parity)  # while it is in the cache
 
     def record(self) -> ParityRecord:
         """The commit record of the complete slot."""

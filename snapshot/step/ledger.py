@@ -20,6 +20,13 @@ ProtectEvery = int | Literal["auto"]
 """Every so many snapshots one is protected; ``"auto"``: the next one whenever no other is being encoded."""
 
 
+def parity_slots(slots: int, protect_every: ProtectEvery, generations: int = 1) -> int:
+    """Parity slots of a node with so many slots per shard: one for each protected snapshot, one for the next, and,
+    where there are three slots or more, one for what was restored and is not known to be protected. As many as slots if
+    every snapshot is protected."""
+    return slots if protect_every == 1 else min(slots, generations + 2)
+
+
 class SnapshotState(IntEnum):
     """How far a snapshot has come. Ordered so that the job's is the minimum over its ranks."""
 

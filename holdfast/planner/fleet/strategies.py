@@ -13,12 +13,11 @@ from typing import Protocol
 from holdfast.planner.fleet.groups import Groups, place
 from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.progress import Save
-from holdfast.planner.slots import parity_slots
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.snapshot.collective.routes import distances
 from holdfast.snapshot.interval.periods import optimal
-from holdfast.snapshot.step.ledger import ProtectEvery
+from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 COPY_COST = 0.09
 """Training time lost to a snapshot, over the time of one copy of the state: measured, `holdfast bench stall`, one rank
