@@ -56,7 +56,7 @@ from holdfast.smp_daemon.shared.messages import (
     Suspect,
     TrainerRequest,
     Verify,
-    read_request,
+    read_trainer_request,
 )
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.starts import KILLED, TrainerEnd
@@ -127,7 +127,7 @@ class TrainerConversation:
         if self._hang_up is None:
             self._hang_up = stream.close
             self._smp.watchdog.connected(self._pid, self._hang_up)
-        request: TrainerRequest = read_request(TrainerRequest, message)
+        request: TrainerRequest = read_trainer_request(message)
         if isinstance(request, InEpoch) and request.epoch is not None:
             self._store.check_epoch(request.epoch)
         self._lent = None

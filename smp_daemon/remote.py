@@ -38,7 +38,7 @@ from holdfast.smp_daemon.shared.messages import (
     SumReply,
     UnitReply,
     check_request,
-    read_request,
+    read_peer_bulk,
 )
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.priority import make_background
@@ -89,7 +89,7 @@ class PeerConversation:
 
     def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Outbound, memoryview | None]:
         try:
-            request: PeerBulk = read_request(PeerBulk, message)
+            request: PeerBulk = read_peer_bulk(message)
             if payload and not isinstance(request, Accumulate):
                 raise ProtocolError(f"raw bytes with the operation {message.get('op')!r}")
         except ProtocolError:

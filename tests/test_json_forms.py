@@ -16,6 +16,12 @@ from hypothesis import strategies as st
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.messages import (
+    AskInventory,
+    read_peer_bulk,
+    read_peer_control,
+    read_trainer_request,
+)
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
     ParityRecord,
@@ -218,6 +224,20 @@ def test_layouts_of_one_epoch_are_told_apart_by_their_revision(layout: Layout) -
 
 def test_an_inventory_says_where_bytes_are_served() -> None:
     assert Inventory("a", "10.0.0.1", 7000, 7001).bulk == ("10.0.0.1", 7001)
+
+
+def test_a_message_is_read_as_one_of_those_that_are_answered_there() -> None:
+    message = to_plain(AskInventory())
+    assert read_trainer_request(message) == AskInventory()
+    for read in (read_peer_bulk, read_peer_control):
+        with pytest.raises(ProtocolError, match="not a message that is answered here"):
+            read(message)
+
+
+@pytest.mark.parametrize("value", [object(), 1 << 70, "\ud800"])
+def test_what_no_json_carries_is_refused(value: object) -> None:
+    with pytest.raises(ProtocolError, match="not a message that is answered here"):
+        read_trainer_request({"op": value})
 
 
 THREADS_READ_A_CLASS_FOR_THE_FIRST_TIME = """

@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.client import SmpClient, _reserved
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
-from holdfast.smp_daemon.shared.messages import Configure, TrainerRequest, read_request
+from holdfast.smp_daemon.shared.messages import Configure, read_trainer_request
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import System
@@ -415,5 +415,5 @@ def test_a_trainer_that_says_nothing_of_it_waits_for_all(ground: Ground) -> None
     run = Run([Trainer(smp, "dp0")])
     told = to_plain(Configure(layout=layout_of(run["dp0"], 1)))
     assert "wait" not in told
-    request: Any = read_request(TrainerRequest, told)
+    request: Any = read_trainer_request(told)
     assert request.wait

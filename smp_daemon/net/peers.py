@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.messages import (
     Pong,
     check_request,
     introduced,
-    read_request,
+    read_peer_control,
 )
 from holdfast.smp_daemon.shared.plain import encode_json, from_plain, pack, unpack
 from holdfast.smp_daemon.shared.signatures import Signer
@@ -116,7 +116,7 @@ class PeerServer:
                 done()
 
         try:
-            request: PeerControl = read_request(PeerControl, unpack(dict[str, Any], body, "a message"))
+            request: PeerControl = read_peer_control(unpack(dict[str, Any], body, "a message"))
             check_request(request, self._job)
             return pack(self._answer(request, at_end))
         except HoldfastError as error:

@@ -12,7 +12,7 @@ import msgspec
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_NODES, MAX_SAYING
-from holdfast.smp_daemon.shared.plain import Count, Identifier, Unsigned, from_plain
+from holdfast.smp_daemon.shared.plain import Count, Identifier, Unsigned, reader
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Failure, Start
 from holdfast.smp_daemon.shared.versions import RELEASE, UNSAID, Range, check_range, spoken
@@ -342,6 +342,10 @@ TrainerRequest = (
     | Stop
 )
 
+ANSWERED = "a message that is answered here"
+
+read_trainer_request = reader(TrainerRequest, ANSWERED)
+
 # ---------------------------------------------------------------------- from another SMP, or a command
 
 
@@ -552,8 +556,12 @@ PeerControl = (
 )
 """Small messages, over gRPC."""
 
+read_peer_control = reader(PeerControl, ANSWERED)
+
 PeerBulk = Accumulate | AskShard | AskShardUnit | AskParityUnit | AskPartialSum
 """What carries raw bytes, or is answered with some, over connections of its own."""
+
+read_peer_bulk = reader(PeerBulk, ANSWERED)
 
 
 def introduced(request: P) -> P:
@@ -566,8 +574,3 @@ def check_request(request: PeerRequest, job: str) -> None:
     check_range("whoever asks", request.speaks, request.release)
     if request.job != job:
         raise ProtocolError(f"this SMP serves job {job!r}, not {request.job!r}")
-
-
-def read_request(kinds: Any, message: dict[str, Any]) -> Any:
-    """A message as one of `kinds`, a union. Raises `ProtocolError` if it is none."""
-    return from_plain(kinds, message, "a message that is answered here")

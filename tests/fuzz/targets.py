@@ -43,7 +43,9 @@ from holdfast.smp_daemon.shared.messages import (
     Term,
     TrainerRequest,
     UnitReply,
-    read_request,
+    read_peer_bulk,
+    read_peer_control,
+    read_trainer_request,
 )
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
@@ -122,9 +124,9 @@ def read_frames(data: bytes) -> None:
             piece = nowhere[: min(payload, 4096)]
             stream.receive_into(piece)
             payload -= len(piece)
-        for kinds in (TrainerRequest, PeerControl, PeerBulk):
+        for read in (read_trainer_request, read_peer_control, read_peer_bulk):
             try:
-                read_request(kinds, message)
+                read(message)
             except ProtocolError:
                 pass
 
