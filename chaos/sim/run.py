@@ -30,11 +30,9 @@ REST_S = 700.0
 TURNS_A_RANK = 8_000
 """A run of a large job may take this many for each of its ranks."""
 
-COLLECT_EVERY = 8
-"""After so many runs the memory of those that are over is given back."""
-
-FREEZE_AFTER = (COLLECT_EVERY, 8 * COLLECT_EVERY)
-"""After so many runs all that is imported as it is needed is there, and is not looked at by the collector again."""
+COLLECT_EVERY = 256
+"""After so many runs the memory of those that are over is given back: it is some 0.4 MB a run, and to look for it takes
+longer than a sixth of the run."""
 
 _runs = itertools.count(1)
 
@@ -105,7 +103,8 @@ def play(
         scheduler.unwind()
         if trace is not None:
             logging.disable()
-        _collect(next(_runs))
+        if next(_runs) % COLLECT_EVERY == 0:
+            gc.collect()
     return SeedReport(
         plan.seed,
         list(scheduler.violations),
@@ -128,13 +127,6 @@ def _states(plan: SeedPlan) -> Counter[str]:
         return Counter()
     sharing = "replicas" if state.replicated else "shards"
     return Counter((*state.kinds, state.optimizer, state.pace, "elastic" if state.sizes else sharing))
-
-
-def _collect(runs: int) -> None:
-    if runs % COLLECT_EVERY == 0:
-        gc.collect()
-        if runs in FREEZE_AFTER:
-            gc.freeze()
 
 
 class _Driver:

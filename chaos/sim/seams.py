@@ -149,7 +149,6 @@ def _boundary(optimizers: Any, *arguments: Any) -> Any:
 def _without_collector() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
-    gc.collect()
     gc.freeze()
     try:
         yield
