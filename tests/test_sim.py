@@ -175,7 +175,7 @@ def test_a_seed_that_fails_becomes_a_history_of_a_dozen_lines_and_a_file_that_pl
 
 def test_a_file_that_is_no_case_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "case.json"
-    path.write_text("{}")
+    path.write_bytes(b"{}")
     assert command.main(["--replay", str(path)]) == 2
     assert f"cannot read {path}: not a case" in capsys.readouterr().err
 
@@ -212,15 +212,15 @@ def test_a_rename_replaces_and_a_directory_goes_with_all_that_is_in_it() -> None
     disk = Disk()
     arena = MemoryPath(disk, "", "node") / "job"
     arena.mkdir(parents=True)
-    (arena / "a.json.part").write_text("new")
-    (arena / "a.json").write_text("old")
+    (arena / "a.json.part").write_bytes(b"new")
+    (arena / "a.json").write_bytes(b"old")
     (arena / "a.json.part").replace(arena / "a.json")
     assert [path.name for path in arena.glob("*.json*")] == ["a.json"]
     assert (arena / "a.json").read_text() == "new"
     disk.remove(str(arena.parent))
     assert not arena.exists() and not arena.parent.exists()
     with pytest.raises(FileNotFoundError):
-        (arena / "a.json").write_text("late")
+        (arena / "a.json").write_bytes(b"late")
 
 
 # ---------------------------------------------------------------------- the scheduler
@@ -331,14 +331,14 @@ def _sealed_everywhere(found: list[str]) -> Oracle:
     disk = Disk()
     arena = MemoryPath(disk, "", "arena")
     arena.mkdir(mode=0o700)
-    (arena / "node.json").write_text(json.dumps({"epoch": 1}))
+    (arena / "node.json").write_bytes(b'{"epoch": 1}')
     oracle = Oracle(lambda check, message: found.append(check))
     layout = _layout(1, ("a", "b"))
     layout["nodes"] = [{"name": "a", "shards": [{"coord": "dp0"}]}, {"name": "b", "shards": []}]
     oracle.committed(arena / "layout-1-0.json", "layout", layout)
     for step, content in ((2, b"two"), (3, b"three")):
         oracle.captured((1, step), "dp0", Bytes(content), "a")
-        (arena / f"{step}").write_text(content.decode())
+        (arena / f"{step}").write_bytes(bytes(content))
         oracle.committed(arena / f"{step}.json", "shard", {"snapshot": [1, step], "coord": "dp0"})
     oracle.protected((1, 2))
     return oracle

@@ -21,6 +21,9 @@ from typing import Any, NamedTuple, Self
 ROOM_BYTES = 1 << 30
 """What the file system says it has left."""
 
+USER = os.getuid()
+"""Whose all files are."""
+
 
 class FileStatus(NamedTuple):
     """`os.stat_result`, as far as it is asked for."""
@@ -56,7 +59,7 @@ class File:
 
     def status(self) -> FileStatus:
         """Its `os.stat`."""
-        return FileStatus(self.number, len(self.content), stat.S_IFREG | 0o600, os.getuid())
+        return FileStatus(self.number, len(self.content), stat.S_IFREG | 0o600, USER)
 
 
 class Disk:
@@ -176,7 +179,7 @@ class MemoryPath:
         """Of a directory or a file. Raises `FileNotFoundError`."""
         if str(self) not in self._disk.directories:
             return self.stat()
-        return FileStatus(0, 0, stat.S_IFDIR | 0o700, os.getuid())
+        return FileStatus(0, 0, stat.S_IFDIR | 0o700, USER)
 
     def glob(self, pattern: str) -> Iterator[MemoryPath]:
         matches, path = _matcher(pattern), str(self)
@@ -204,8 +207,8 @@ class MemoryPath:
     def read_text(self) -> str:
         return self.file().content.decode()
 
-    def write_text(self, text: str) -> None:
-        self.create().content = Mapped(text.encode())
+    def write_bytes(self, data: bytes) -> None:
+        self.create().content = Mapped(data)
 
 
 class Handle:

@@ -91,9 +91,9 @@ def _record_point(path: MemoryPath, data: Any, when: str) -> None:
         return
     part = path.with_name(path.name + PART)
     whole = part.read_text()
-    part.write_text('{"cut')
+    part.write_bytes(b'{"cut')
     failpoint(point)
-    part.write_text(whole)  # it lives on
+    part.write_bytes(whole.encode())  # it lives on
 
 
 def _release(

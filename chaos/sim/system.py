@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from holdfast.chaos.sim import threads
-from holdfast.chaos.sim.memory import MemoryMmap, MemoryOs, MemoryShutil
+from holdfast.chaos.sim.memory import USER, MemoryMmap, MemoryOs, MemoryShutil
 from holdfast.chaos.sim.network import SimSocket
 from holdfast.chaos.sim.rpc import SimGrpc
 from holdfast.chaos.sim.scheduler import active
@@ -20,7 +20,10 @@ class SimOs(MemoryOs):
 
     O_CLOEXEC, O_CREAT, O_EXCL, O_NOFOLLOW, O_RDWR = os.O_CLOEXEC, os.O_CREAT, os.O_EXCL, os.O_NOFOLLOW, os.O_RDWR
     O_RDONLY, O_NONBLOCK = os.O_RDONLY, os.O_NONBLOCK
-    getuid = staticmethod(os.getuid)
+
+    @staticmethod
+    def getuid() -> int:
+        return USER
 
     def __init__(self, locks: dict[str, SimProcess]) -> None:
         """`locks`: whose arenas are; every SMP has one."""

@@ -88,8 +88,9 @@ class Board:
             words = np.frombuffer(mapped, dtype=np.int64)
         finally:
             files.close(fd)
-        at = [WORDS, WORDS + PAUSE_WORDS, len(words) - 1]
-        self._words, self._pauses, self._heartbeats, self._due = np.split(words, at)
+        pauses, heartbeats = WORDS, WORDS + PAUSE_WORDS
+        self._words, self._pauses = words[:pauses], words[pauses:heartbeats]
+        self._heartbeats, self._due = words[heartbeats:-1], words[-1:]
         self._count = 0
         newest = int(self._words[1:].argmax())
         self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have said some

@@ -16,15 +16,13 @@ from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint, is_armed
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
-from holdfast.smp_daemon.shared.plain import Count, Unsigned
+from holdfast.smp_daemon.shared.plain import Count, Unsigned, encode_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 PART = ".part"
 """At the end of the name of what is being written."""
 
 UnitBytes = Annotated[int, msgspec.Meta(ge=1)]
-
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def digest(data: memoryview) -> int:
@@ -95,7 +93,7 @@ def write_json(path: Path, data: Any) -> None:
     part = path.with_name(path.name + PART)
     _failpoint(path, data, "before")
     try:
-        part.write_text(_encode(data))
+        part.write_bytes(encode_json(data))
         _failpoint(path, data, "part")
         part.replace(path)
     except OSError as error:

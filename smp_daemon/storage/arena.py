@@ -89,16 +89,18 @@ class Arena:
 
     def shard_pool(self, coord: str) -> SlotFilePool:
         """The pool of a shard, empty if it is new."""
-        return self.shards.setdefault(
-            coord, SlotFilePool(self.path, coord, SHARD_SUFFIX, self.budget, self._zero, self._system)
-        )
+        pool = self.shards.get(coord)
+        return self.shards.setdefault(coord, self._new_pool(coord, SHARD_SUFFIX)) if pool is None else pool
 
     def parity_pool(self, tag: str, position: int) -> SlotFilePool:
         """The pool of the parity of one position of the group with that tag, empty if it is new."""
-        name = f"{tag}-{position}"
-        return self.parities.setdefault(
-            (tag, position), SlotFilePool(self.path, name, PARITY_SUFFIX, self.budget, self._zero, self._system)
-        )
+        pool = self.parities.get((tag, position))
+        if pool is None:
+            pool = self.parities.setdefault((tag, position), self._new_pool(f"{tag}-{position}", PARITY_SUFFIX))
+        return pool
+
+    def _new_pool(self, name: str, suffix: str) -> SlotFilePool:
+        return SlotFilePool(self.path, name, suffix, self.budget, self._zero, self._system)
 
     def pools(self) -> Iterator[SlotFilePool]:
         """Every pool."""
