@@ -28,7 +28,7 @@ from typing import Any
 
 from holdfast.chaos.accounting import beyond_access_times
 from holdfast.chaos.actions import inject
-from holdfast.chaos.faults import CATALOGUE, Fault, check
+from holdfast.chaos.faults import CATALOGUE, Fault, check, due_at
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network.clocks import set_clock
 from holdfast.chaos.network.wire import Wire
@@ -290,7 +290,7 @@ class VirtualCluster(Runner):
 
     def _reached(self, event: Event, sock: socket.socket) -> None:
         frozen, held_s = False, 0.0
-        for fault in [f for f in self._faults if f.matches(event["who"], event["point"], event["step"])]:
+        for fault in due_at(self._faults, event["who"], event["point"], event["step"]):
             fault.seen += 1
             if fault.seen < fault.nth:
                 continue

@@ -7,6 +7,7 @@ take names and sentences from here, and each has its own way to do them.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -92,8 +93,19 @@ class Fault:
     fired_at: float | None = field(default=None, compare=False)
 
     def matches(self, who: str, point: str, step: int) -> bool:
-        """Whether it is due."""
+        """Whether it waits for that."""
         return not self.due and (self.who, self.point) == (who, point) and self.step in (None, step)
+
+
+def due_at(faults: Sequence[Fault], who: str, point: str, step: int) -> list[Fault]:
+    """Those that wait for this process to come to this point. One that waits for no certain step strikes a recovery:
+    from those before it in the list, so it waits for them, too."""
+    found, all_done = [], True
+    for fault in faults:
+        if fault.matches(who, point, step) and (fault.step is not None or all_done):
+            found.append(fault)
+        all_done = all_done and fault.fired_at is not None
+    return found
 
 
 def check(fault: Fault) -> None:

@@ -16,7 +16,7 @@ from holdfast import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.chaos.actions import ACTIONS
 from holdfast.chaos.campaign import Campaign, summary
 from holdfast.chaos.cluster import History, Restart
-from holdfast.chaos.faults import Fault, Where, injected_by
+from holdfast.chaos.faults import Fault, Where, due_at, injected_by
 from holdfast.chaos.scenario import (
     ON_THE_NETWORK,
     Scenario,
@@ -206,6 +206,23 @@ def test_drawn_scenarios_survive_json() -> None:
 )
 def test_each_has_a_command_that_runs_it_again(scenario: Scenario, command: str) -> None:
     assert replay_command(scenario) == command
+
+
+def test_what_strikes_a_recovery_waits_for_what_it_is_to_recover_from() -> None:
+    first, again, second, more = faults = [
+        Fault("rank1", "copy.done", 4, "lose-node", (1,)),
+        Fault("smp1", "rebuild.middle", None, "lose-node", (0,)),
+        Fault("rank0", "copy.middle", 8, "lose-node", (0,)),
+        Fault("smp0", "rebuild.middle", None, "lose-node", (4,)),
+    ]
+    assert due_at(faults, "smp1", "rebuild.middle", 3) == []
+    first.fired_at = 1.0
+    assert due_at(faults, "smp1", "rebuild.middle", 3) == [again]
+    again.fired_at = 2.0
+    assert due_at(faults, "smp0", "rebuild.middle", 3) == []  # it is rebuilt as it was lost with the first
+    assert due_at(faults, "rank0", "copy.middle", 8) == [second]
+    second.fired_at = 3.0
+    assert due_at(faults, "smp0", "rebuild.middle", 7) == [more]
 
 
 def test_some_of_what_is_drawn_is_on_the_network() -> None:
