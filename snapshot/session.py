@@ -35,7 +35,7 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.inputs import Batch
 from holdfast.snapshot.state.reach import Theirs
-from holdfast.snapshot.step.beginning import Beginning, Doubtful
+from holdfast.snapshot.step.beginning import EVALUATED, Beginning, Doubtful
 from holdfast.snapshot.step.boundary import BEGIN, Boundary
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import CopyJob, Retaken
@@ -368,6 +368,7 @@ class Session:
             self._beginning.with_this_forward()
             self.protecting.newest = None
             copy.abort(Retaken("an evaluation, which did not begin the step"))
+            self.protecting.episodes.begin("evaluation", EVALUATED, self.progress.step)
             self._take(due, instead=copy)
 
     def _begin_unseen(self) -> None:

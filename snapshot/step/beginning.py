@@ -8,6 +8,12 @@ from holdfast.snapshot.step.boundary import BEGIN
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import CopyJob
 
+EVALUATED = (
+    "after step %d the model ran forward in training mode and with gradients, which did not begin a step. If both that "
+    f"and reading data draw random numbers, a restart is refused: {BEGIN}; or evaluate under model.eval() and "
+    "torch.no_grad()"
+)
+
 
 class Doubtful(GivenUp):
     """It cannot be told where a step began."""
