@@ -48,6 +48,7 @@ from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from holdfast.snapshot.step.ledger import Ledger
+from holdfast.snapshot.step.position import Position
 from tests.mutants import forgetting_what_was_promised, one_node_behind
 
 SEEDS = 150
@@ -137,10 +138,14 @@ def _ends_well(plan: SeedPlan) -> SeedPlan:
 
 
 def _with_state(
-    *kinds: str, declared: bool = False, replicated: bool = False, sizes: tuple[int, ...] = ()
+    *kinds: str,
+    declared: bool = False,
+    replicated: bool = False,
+    sizes: tuple[int, ...] = (),
+    loop: str = "counted",
 ) -> Callable[[SeedPlan], SeedPlan]:
     """Of real modules, on two nodes that nothing happens to: the job ends, and goes on once more."""
-    state = DrawnState(kinds, "adamw", replicated, declared, 1, sizes, "steady")
+    state = DrawnState(kinds, "adamw", replicated, declared, 1, sizes, "steady", loop)
 
     def plan(drawn: SeedPlan) -> SeedPlan:
         lives = 2 if sizes else 1
@@ -547,6 +552,18 @@ MUTANTS: dict[str, SimMutant] = {
         "restored",
         (("holdfast.snapshot.resume.elastic", "stream_owners", _nobody_is_carried),),
         _with_state("dropout", replicated=True, sizes=(3, 3, 2)),
+    ),
+    "given-up-and-sealed": SimMutant(
+        "a copy is sealed though it was given up, as the step begins later",
+        "sealed",
+        ((CopyJob, "check", _never),),
+        _with_state(loop="probes"),
+    ),
+    "place-forgotten": SimMutant(
+        "how far the data was read is not restored",
+        "returns",
+        ((Position, "tree", lambda self: {"turn": None, "data": {}}),),
+        lambda plan: replace(_with_state(loop="data")(plan), **_KILLED),
     ),
     "a-draw-of-ours": SimMutant(
         "to take a snapshot draws from a generator of the loop",

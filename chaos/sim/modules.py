@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.chaos.sim.plan import DrawnState
 from holdfast.chaos.sim.scheduler import active
@@ -31,6 +32,7 @@ from holdfast.snapshot.step.copier import CopyJob
 WIDTH = 5
 ROWS = 4
 SAMPLES = 24
+PASSED = 20
 OVERFLOWS = 2.0**127
 """A loss that is scaled by this has gradients that are infinite, until the scaler has gone back a few times."""
 
@@ -186,7 +188,8 @@ class SimScript:
         sleep: for some of a step's time.
 
     Attributes:
-        boundary: its state as the turn of the loop began that is under way.
+        boundary: its state as the turn of the loop began that is under way; `NEVER` while the model runs for another
+            end than to begin one.
     """
 
     def __init__(self, drawn: DrawnState, seed: int, rank: int, meet: Meet, sleep: Callable[[], None]) -> None:
@@ -210,8 +213,11 @@ class SimScript:
         )
         self._loader = Loader() if "loader" in kinds else None
         self._own = torch.Generator() if "own generator" in kinds else None
+        passed = TensorDataset(self._samples[:PASSED])
+        self._passed = DataLoader(passed, ROWS, shuffle=True) if drawn.loop == "data" else None
         self._losses: list[float] = []
         self.boundary = State({})
+        self._reading: Iterator[torch.Tensor] = iter(())  # outlives the loop, or its pass over the data would be left
         seeded = random.Random(f"data {seed} {rank}").getrandbits(31)
         torch.manual_seed(seeded)
         np.random.seed(seeded)
@@ -236,14 +242,16 @@ class SimScript:
 
     def train(self, snap: SnapshotHook, steps: int, drain: Callable[[], None] | None) -> None:
         """So many steps more; and one more, in which all that was taken is drained, if that is asked for."""
+        batches = self._reading = self._batches(snap)
         for turn in range(steps + (drain is not None)):
             self.boundary = self.state()
-            if self._drawn.declared:
+            if self._drawn.declared and self._passed is None:
                 snap.begin()
+            batch = next(batches)
             number = snap.step
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-            loss = self._model(self._batch()).square().sum()
+            loss = self._model(batch).square().sum()
             if "written in a step" in self._kinds:
                 self._net.last.bias.data.add_(0.125)
             self._sleep()
@@ -265,11 +273,19 @@ class SimScript:
             self._between(number + 1, float(loss.detach()), skipped)
         self.boundary = self.state()
 
+    def _batches(self, snap: SnapshotHook) -> Iterator[torch.Tensor]:
+        while self._passed is not None:
+            for (batch,) in snap.data(self._passed):
+                yield self._augmented(batch)
+        while True:
+            yield self._augmented(self._batch())
+
     def _batch(self) -> torch.Tensor:
         if self._loader is not None:
-            x = self._samples[[next(self._loader) for _ in range(ROWS)]]
-        else:
-            x = torch.randn(ROWS, WIDTH)
+            return self._samples[[next(self._loader) for _ in range(ROWS)]]
+        return torch.randn(ROWS, WIDTH)
+
+    def _augmented(self, x: torch.Tensor) -> torch.Tensor:
         if "numpy" in self._kinds:
             x = x + torch.from_numpy(np.random.normal(0, 0.1, x.shape).astype(np.float32))
         if "python" in self._kinds:
@@ -288,6 +304,11 @@ class SimScript:
     def _between(self, step: int, loss: float, skipped: bool) -> None:
         """What scripts do between two steps; `skipped`: no optimizer has stepped, as gradients were infinite."""
         kinds = self._kinds
+        if self._drawn.loop == "probes":
+            self.boundary = NEVER
+            self._model(self._samples[:ROWS])
+            self._sleep()
+            self._net.last.weight.data.mul_(0.99)
         if self._schedule is not None and not skipped:
             self._schedule.step()
         self._losses = [*self._losses[-3:], loss]
@@ -420,6 +441,9 @@ class State:
         mine, its = self.parts.get(name, b""), other.parts.get(name, b"")
         return mine is None or its is None or mine == its
 
+
+NEVER = State({})
+"""What no snapshot may be of that is sealed: the step that it is taken for does not begin there."""
 
 STREAMS = ("python's generator", "numpy's generator", "torch's generator")
 

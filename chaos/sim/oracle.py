@@ -70,8 +70,9 @@ class Oracle:
 
     # ------------------------------------------------------------------ what it is told
 
-    def captured(self, snapshot: Snapshot, coord: str, content: Content, node: str) -> None:
-        """A trainer on this node takes a snapshot of its state."""
+    def captured(self, snapshot: Snapshot, coord: str, content: Content, node: str, *, begins: bool = True) -> None:
+        """A trainer on this node takes a snapshot of its state. `begins`: as it is where a step begins; else the
+        trainer has yet to find out, and to take it anew."""
         snapshot = (snapshot[0], snapshot[1])
         writers = set(self._writers.setdefault(snapshot, {}).values())
         if writers and writers <= set(self._losses) and not self._began_together(snapshot[0], writers | {node}):
@@ -83,12 +84,16 @@ class Oracle:
         if coord in known:
             self._violate("fenced", f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
         known[coord] = content
-        usual = content if self._varies else self._course.setdefault((snapshot[1], coord), content)
+        usual = content if self._varies or not begins else self._course.setdefault((snapshot[1], coord), content)
         self.checks["exact"] += usual is not content
         if usual != content:
             self._violate(
                 "exact", f"{coord} begins step {snapshot[1]} with other {_some(content, usual)} than it once did"
             )
+
+    def retaken(self, snapshot: Snapshot, coord: str) -> None:
+        """What this trainer took of its state is not to count: it takes the snapshot anew."""
+        del self._contents[snapshot][coord]
 
     def _began_together(self, epoch: int, nodes: set[str]) -> bool:
         """Whether these nodes took part in one start of the job."""

@@ -95,6 +95,7 @@ KINDS_OF_STATE = (
 OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adagrad")
 PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 1, 1, 2, 2, 3, "auto", "auto")
 PACES = ("steady", "steady", "budget", "auto")
+LOOPS = ("counted", "counted", "data", "probes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class DrawnState:
         thaws: the step after which a frozen layer is trained, if `kinds` says so: optimizer state is added.
         sizes: how many ranks each life has in turn, on the same nodes; empty: as many as the plan says.
         pace: of `PACES`: a snapshot every so many steps whatever it costs; within the default budget; or ``auto``.
+        loop: of `LOOPS`: counts its turns; goes through a shuffled `DataLoader` by ``snap.data``; or also runs forward
+            between two steps, in training mode and with gradients, and writes to weights after that.
     """
 
     kinds: tuple[str, ...]
@@ -118,11 +121,12 @@ class DrawnState:
     thaws: int
     sizes: tuple[int, ...]
     pace: str
+    loop: str = "counted"
 
     @property
     def gives_up(self) -> bool:
         """Whether a snapshot may rightly be given up by name: the loop writes to what is being copied."""
-        return "written in a step" in self.kinds
+        return "written in a step" in self.kinds or (self.loop == "probes" and not self.declared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +362,12 @@ def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
         thaws=pick.choice((1, 2, 3)),
         sizes=tuple(pick.randint(1, plan.nodes + 1) for _ in range(3)) if elastic else (),
         pace=pick.choice(PACES),
+        loop=pick.choice(LOOPS[:-2] if elastic else LOOPS),  # a place in data is found again by as many ranks
     )
+    if state.loop == "probes" and replicated:  # else what has a share of it that nobody writes to sees no change
+        state = replace(state, declared=True)
+    if state.loop == "probes" and not state.declared:  # a restart is refused by name where forward draws, too
+        state = replace(state, kinds=tuple(kind for kind in state.kinds if kind != "dropout"))
     slots = max(3, plan.slots) if state.sizes else plan.slots
     return replace(plan, state=state, slots=slots, unit_bytes=pick.choice((1024, 4096)), beside=False)
 

@@ -126,7 +126,7 @@ def _states(plan: SeedPlan) -> Counter[str]:
     if state is None:
         return Counter()
     sharing = "replicas" if state.replicated else "shards"
-    return Counter((*state.kinds, state.optimizer, state.pace, "elastic" if state.sizes else sharing))
+    return Counter((*state.kinds, state.optimizer, state.pace, state.loop, "elastic" if state.sizes else sharing))
 
 
 class _Driver:

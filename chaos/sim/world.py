@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 
 from holdfast.chaos.sim.memory import Disk, MemoryPath
-from holdfast.chaos.sim.modules import SimScript
+from holdfast.chaos.sim.modules import NEVER, SimScript
 from holdfast.chaos.sim.network import Network, use
 from holdfast.chaos.sim.oracle import Content, Oracle, Snapshot
 from holdfast.chaos.sim.plan import SeedPlan
@@ -130,6 +130,7 @@ class World:
         Hooks.agreement = self._agreement
         Hooks.captured = self._note_captured
         Hooks.begun = self._note_begun
+        Hooks.retaken = self._note_retaken
         Hooks.committed = self._committed
         Hooks.given_up = self.oracle.given_up
         Hooks.promised = self._note_promise
@@ -415,12 +416,17 @@ class World:
 
     def _note_begun(self, snapshot: SnapshotId, coord: str) -> None:
         """A snapshot is taken of a script."""
-        self._note_captured(snapshot, coord, self._scripts[self.scheduler.current.process].boundary)
+        content = self._scripts[self.scheduler.current.process].boundary
+        self._note_captured(snapshot, coord, content, begins=content is not NEVER)
 
-    def _note_captured(self, snapshot: SnapshotId, coord: str, content: Content) -> None:
+    def _note_retaken(self, snapshot: SnapshotId) -> None:
+        rank = next(trainer.rank for trainer in self.trainers if trainer.process is self.scheduler.current.process)
+        self.oracle.retaken((snapshot.epoch, snapshot.step), f"dp{rank}")
+
+    def _note_captured(self, snapshot: SnapshotId, coord: str, content: Content, *, begins: bool = True) -> None:
         host = self.scheduler.current.process.host
         node = next(node.name for node in self.nodes if node.host == host)
-        self.oracle.captured(snapshot, coord, content, node)
+        self.oracle.captured(snapshot, coord, content, node, begins=begins)
 
     def _note_promise(self, ledger: Ledger) -> None:
         if ledger.protected is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -334,7 +333,6 @@ class Data:
         if not place.taken:
             return
         log.info("data %r: batches read again of pass %d: %d", self.name, place.epoch, place.taken)
-        began = time.monotonic()
         drawn = dict(place.drawn)
         batch, history = None, ""
         for number in range(place.taken):
@@ -353,7 +351,6 @@ class Data:
             self._complain("its batches are others than they were" + (DRAWN if place.drawn else ""))
         elif not checked and _look(batch) != place.last:
             self._complain(f"batch {place.taken} of pass {place.epoch} is another than it was")
-        log.info("data %r: that took %.1f s", self.name, time.monotonic() - began)
 
     def _first(self, iterator: Iterator[Any], expected: str) -> tuple[Iterator[Any], Any]:
         """The first batch after a restore, and the iterator that gave it. Raises `StopIteration`, if that may be."""
