@@ -373,16 +373,18 @@ class Session:
 
     def _begin_unseen(self) -> None:
         """``optim.step()`` is about to be called, and no step was seen to begin since the last one."""
-        unseen = self._beginning.has_backward and not self.position.declared
-        if unseen and not self._beginning.blind:
+        declared = self.position.declared
+        if not declared and not self._beginning.blind:
             self._beginning.blind = True
             log.warning(
-                "no forward of the model was seen in step %d, as if it were compiled: copies cannot run beside the "
-                "step, and what code between two steps does to buffers is not captured: %s",
+                "no forward of the model was seen in step %d, as if it were compiled, or trained by another method: "
+                "copies cannot run beside the step, what code between two steps does to buffers is not captured, and "
+                "after a restart nobody sees whether the first step is given the right batch: %s",
                 self.progress.step,
                 BEGIN,
             )
-        self._first.check_state(declared=True, forward_ran=unseen)
+        unseen = self._beginning.has_backward and not declared
+        self._first.check_state(declared=declared, forward_ran=unseen)
         if self.protecting.due is not None:
             self._take(self.protecting.due, marked=unseen, begins=True)
         self._beginning.certain()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 
 from holdfast.integrations.adapters.transformer_engine import put_back_scaling, scaling
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
@@ -18,7 +20,7 @@ from holdfast.snapshot.copy.tensors import block_of, local
 from holdfast.snapshot.state import rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Stateful, Tree, Updated
-from holdfast.snapshot.state.optimizers import OptimizerState, check_names
+from holdfast.snapshot.state.optimizers import OptimizerState, check_names, some
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
 
@@ -53,6 +55,8 @@ class BaseAdapter:
         self._flags = Flags(self._modules)
         self._tracked: dict[str, Tracked] = {}
         self._with_extra_state = _with_extra_state(self._roots())
+        _warn_of_own_tensors(self._roots())
+        self._warned: set[str] = set()
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -125,7 +129,19 @@ class BaseAdapter:
         }
 
     def verify(self) -> None:
-        """Nothing to check: all of the state is captured."""
+        """What is given is captured; what is not given, and shows, is warned of, once each."""
+        given = [*self._schedulers, *self._extra.values()]
+        if not self._tracked and not any(hasattr(each, "optimizer") for each in given):
+            for state in self._states:
+                if hasattr(getattr(state.optimizer, "step", None), "_wrapped_by_lr_sched"):
+                    kind = type(state.optimizer).__qualname__
+                    self.warn("a schedule changes options of %s, and is not captured: give it as scheduler=", kind)
+
+    def warn(self, text: str, what: str) -> None:
+        """Log it if it was not said before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, what)
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         for state in self._states:
@@ -216,6 +232,12 @@ def check_modules(model: Any) -> list[torch.nn.Module]:
     for module in modules:
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"model is a {type(module).__qualname__}: give a torch.nn.Module or a list of them")
+        lazy = [name for name, each in chain(module.named_parameters(), module.named_buffers()) if is_lazy(each)]
+        if lazy:
+            raise ConfigError(
+                f"{some(lazy)}: no shape is known yet, as in a lazy module before its first forward: run it once on a "
+                "batch, under torch.no_grad(), before the hook is made"
+            )
     return modules
 
 
@@ -243,6 +265,8 @@ def warn_of_unnamed(states: Sequence[OptimizerState]) -> None:
 def settles_late(part: Stateful) -> bool:
     """Whether an extra goes on between two steps, as schedules, gradient scalers and averages do; what can be iterated
     over, such as data loaders, goes on when data is read."""
+    if isinstance(part, torch.nn.Module):
+        return True  # an average of weights; many a module can be iterated over, too
     return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
 
 
@@ -274,4 +298,25 @@ def _check_stateful(what: str, part: Any) -> Stateful:
     """`part`, if it has a state. Raises `ConfigError` if it is not `Stateful`."""
     if not isinstance(part, Stateful):
         raise ConfigError(f"{what} is a {type(part).__qualname__} without state_dict and load_state_dict")
-    return part
+    if isinstance(part, torch.nn.Module) and not part.state_dict():
+        log.warning("%s, a %s, has nothing in its state_dict: nothing of it is captured", what, type(part).__qualname__)
+    found: Stateful = part
+    return found
+
+
+def _warn_of_own_tensors(roots: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """Say that a module with a ``state_dict`` of its own, as a metric of torchmetrics, keeps tensors that no other
+    module would have."""
+    for path, root in roots:
+        for inner, module in root.named_modules():
+            if type(module).state_dict is torch.nn.Module.state_dict:
+                continue
+            names = [name for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+            if names:
+                log.warning(
+                    "%s, a %s, keeps %s beside its parameters and buffers: that is not captured. Name it, by "
+                    "snap.track(name, get, set), or make it a buffer",
+                    f"{path}.{inner}" if inner else path,
+                    type(module).__qualname__,
+                    some(names),
+                )

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import block_of, local, piece_of
+from holdfast.snapshot.state.hidden import untracked
 from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
-from holdfast.snapshot.state.optimizers import OptimizerState, unwrapped
+from holdfast.snapshot.state.optimizers import OptimizerState, some, unwrapped
 
 
 class TorchAdapter(BaseAdapter):
@@ -51,6 +52,14 @@ class TorchAdapter(BaseAdapter):
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
+
+    def verify(self) -> None:
+        super().verify()
+        roots = [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._optimizers)]
+        if hidden := untracked(roots, (item.tensor for item in self.tensors())):
+            self.warn(
+                "%s: kept by an optimizer beside its state, and not captured: name it by snap.track", some(hidden)
+            )
 
     def fixed(self) -> Tree:
         """And, for those who export a snapshot: whether names begin with DDP's own part, and where in the whole a

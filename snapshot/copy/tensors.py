@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,36 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
             "share memory, as expand() makes them, and cannot be filled again: keep a copy of it, made by clone()"
         )
     return Leaf(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def strides_of(tensor: torch.Tensor) -> list[int] | None:
+    """In which order its elements lie in memory; None: row by row, without gaps.
+
+    Kernels may add up in another order where that is another, and so round otherwise: it belongs to the state.
+    """
+    return None if tensor.is_contiguous() else list(tensor.stride())
+
+
+def relaid(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor | None:
+    """An uninitialised tensor like it with those strides, see `strides_of`; None if it has them, or if they leave
+    gaps, as a view's do: then the rest of its memory is somebody else's."""
+    if strides == strides_of(tensor):
+        return None
+    if strides is None:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    if len(strides) != tensor.dim() or not _is_dense(tensor.shape, strides):
+        return None
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    reached = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride != reached:
+                return False
+            reached *= size
+    return True
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -56,6 +56,7 @@ from holdfast.snapshot.state.record import (
     decode_record,
     decode_values,
     is_of_record,
+    lay_out_as,
     place_tensors,
     shared_leaves,
 )
@@ -449,6 +450,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: Cop
     if not whole_everywhere:
         return problem
     gathering = plan_gathering(agreement, adapter.replica_set(), held, shared, attempt.node)
+    lay_out_as(record, live)
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(

@@ -4,8 +4,9 @@ another, and this tells."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -83,17 +84,30 @@ def sample_inputs(engine: CopyEngine, given: Any) -> Inputs | None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in containers of any depth."""
+    """The tensors in containers and in what objects hold, of any depth. Modules, and whatever can be called, are not
+    looked into: they are no data."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    parts: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield value
     elif is_dataclass(value):
-        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
+        parts = [getattr(value, field.name) for field in fields(value)]
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
+        parts = value.values()
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
+        parts = value
+    elif id(value) not in seen and _is_data(value):
+        seen.add(id(value))  # objects refer to each other
+        parts = vars(value).values()
+    for part in parts:
+        yield from _tensors_in(part, seen)
+
+
+def _is_data(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType)
 
 
 def _thinned(tensor: torch.Tensor) -> torch.Tensor:

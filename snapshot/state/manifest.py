@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.copy.tensors import leaf_of
+from holdfast.snapshot.copy.tensors import leaf_of, strides_of
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Container, LiveTensor
 from holdfast.snapshot.state.replicas import ALONE, Sharing
@@ -47,6 +47,7 @@ class Manifest:
             {
                 "state": encode(adapter.fixed(), FIXED, {}),
                 "shared": sharing.plain(),
+                "strides": {item.name: each for item in found if (each := strides_of(item.tensor)) is not None},
                 "blocks": {item.name: [item.block.whole, item.block.start] for item in found if item.block is not None},
             },
             separators=(",", ":"),

@@ -125,6 +125,8 @@ class OptimizerState:
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
         self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
         self._before: dict[Any, dict[str, Any]] = {}
+        self._made_with = _numbers(optimizer)
+        self._counts: set[str] = set()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter that the optimizer updates, once."""
@@ -206,9 +208,13 @@ class OptimizerState:
     def plain(self) -> Tree:
         """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor.
 
-        A class among the options, as of the optimizers to be made inside, is code of the job and no state.
+        A class among the options, as of the optimizers to be made inside, is code of the job and no state. Numbers that
+        an optimizer keeps in attributes are state if they change, as the count of steps since it last merged weights.
         """
+        numbers = _numbers(self.optimizer)
+        self._counts |= {name for name, value in numbers.items() if self._made_with.get(name) != value}
         return {
+            "numbers": {name: numbers[name] for name in sorted(self._counts & numbers.keys())},
             "groups": [
                 {k: v for k, v in group.items() if k not in PLACES and not isinstance(v, type)}
                 for group in self.optimizer.param_groups
@@ -254,6 +260,9 @@ class OptimizerState:
     def load(self, plain: Tree, fixed: Tree) -> None:
         """Take over what `plain` and `fixed` gave. Options that are tensors are filled in place."""
         self._before = {}  # else it would keep tensors alive that are replaced
+        for name, number in plain.get("numbers", {}).items():  # an earlier release did not keep them
+            setattr(self.optimizer, name, number)
+            self._counts.add(name)
         order = fixed["order"]
         for group, saved in zip(self.optimizer.param_groups, self._matching(plain, fixed), strict=True):
             for key, value in saved.items():
@@ -303,6 +312,13 @@ class OptimizerState:
         """Take away again what `materialise` created."""
         self.optimizer.state.clear()
         self.optimizer.state.update(self._before)
+
+
+def _numbers(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer keeps in attributes of its own; torch's keep nothing there that lasts."""
+    if type(optimizer).__module__.startswith("torch."):
+        return {}
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (bool, int, float)}
 
 
 def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:

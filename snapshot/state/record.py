@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from holdfast.snapshot.copy.engines import SlotTensor
-from holdfast.snapshot.copy.tensors import leaf_of
+from holdfast.snapshot.copy.tensors import leaf_of, relaid
 from holdfast.snapshot.copy.witness import Subjects
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
@@ -158,7 +158,7 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
     if missing := {EARLY, LATE, FIXED} - record.keys():
         raise ProtocolError(f"the record holds {sorted(record)}, and not {sorted(missing)}")
     fixed = record[FIXED]
-    if not isinstance(fixed, dict) or fixed.keys() - {"blocks"} != {"state", "shared"}:
+    if not isinstance(fixed, dict) or fixed.keys() - {"blocks", "strides"} != {"state", "shared"}:
         raise ProtocolError("the record does not say what is fixed and what is shared")
     return decode(record[EARLY], tensor), decode(record[LATE], tensor), decode(fixed["state"], tensor)
 
@@ -166,6 +166,18 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
 def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
     """What the snapshot shares with replicas, whole, from a record that `decode_values` has accepted."""
     return shared_leaves_of(record[FIXED]["shared"])
+
+
+def lay_out_as(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
+    """Give live tensors the strides that they had, where they have others: other memory, which is yet to be filled. A
+    record of a release that did not note them leaves them as they are."""
+    strides = record[FIXED].get("strides")
+    if strides is None:
+        return
+    for item in live:
+        empty = relaid(item.tensor, strides.get(item.name))
+        if empty is not None:
+            item.tensor.data = empty
 
 
 def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int) -> SlotFormat:

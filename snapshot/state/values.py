@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.snapshot.copy.tensors import relaid, strides_of
 
 LONGEST_JSON_INT = 4096
 """Bits. Python refuses to read or write decimal numbers of more than 4300 digits."""
@@ -42,7 +43,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             while name in tensors:  # {"a.b": ...} and {"a": {"b": ...}}, or the keys 1 and "1"
                 name += "+"
             tensors[name] = value
-            return {"$": "tensor", "name": name}
+            strides = strides_of(value)
+            return {"$": "tensor", "name": name} | ({} if strides is None else {"strides": strides})
         case np.ndarray() if type(value) is np.ndarray and value.dtype.kind in "biufc":
             return {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape, "data": _text(value.tobytes())}
         case np.generic() if value.dtype.kind in "biufc":
@@ -106,7 +108,9 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torc
 def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
     match value["$"]:
         case "tensor":
-            return tensor(value["name"])
+            found = tensor(value["name"])
+            empty = relaid(found, value.get("strides"))
+            return found if empty is None else empty.copy_(found)
         case "ndarray":
             flat = np.frombuffer(_bytes(value["data"]), dtype=_number_type(value["dtype"]))
             return flat.reshape(value["shape"]).copy()

@@ -194,7 +194,7 @@ class Boundary:
 def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """The modules that are called: of those that only hold others, such as a `ModuleDict`, these."""
     for module in modules:
-        if type(module).forward is torch.nn.Module.forward:
+        if type(module).forward is torch.nn.Module.forward and "forward" not in vars(module):
             yield from _running(list(module.children()))
         else:
             yield module
