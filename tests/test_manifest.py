@@ -411,6 +411,7 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
         },
         "shared": {},
         "blocks": {},
+        "strides": {},
     }
 
 
