@@ -180,6 +180,7 @@ class Session:
         self._batch = Batch(rank.engine)
         self._stepped = False  # an optimizer has stepped since the last step ended
         self._stepping = False  # the first optimizer of the step is about to step, and none has
+        self._forward_before: int | None = None  # if none had run as it was about to: the newest one then
         self._marked = False  # data was read, or a step declared, for the first time
         self._unheard: CopyJob | None = None  # a copy of which it is not known yet what its first forward is given
         self._smp_is_slow = False
@@ -288,6 +289,9 @@ class Session:
         """An optimizer has stepped. Unless the loop says where its steps begin, the step is over."""
         self._stepped = True
         self._stepping, self._first.inputs = False, None
+        if self._forward_before == self._beginning.forward:
+            self._say_blind()
+        self._forward_before = None
         if self._unheard is not None:
             self._be_sure(self._unheard)
         if not self.position.declared:
@@ -374,7 +378,18 @@ class Session:
     def _begin_unseen(self) -> None:
         """``optim.step()`` is about to be called, and no step was seen to begin since the last one."""
         declared = self.position.declared
-        if not declared and not self._beginning.blind:
+        unseen = self._beginning.has_backward and not declared
+        if unseen:
+            self._say_blind()
+        elif not declared:
+            self._forward_before = self._beginning.forward  # a closure may run the next
+        self._first.check_state(declared=declared, forward_ran=unseen)
+        if self.protecting.due is not None:
+            self._take(self.protecting.due, marked=unseen, begins=True)
+        self._beginning.certain()
+
+    def _say_blind(self) -> None:
+        if not self._beginning.blind:
             self._beginning.blind = True
             log.warning(
                 "no forward of the model was seen in step %d, as if it were compiled, or trained by another method: "
@@ -383,11 +398,6 @@ class Session:
                 self.progress.step,
                 BEGIN,
             )
-        unseen = self._beginning.has_backward and not declared
-        self._first.check_state(declared=declared, forward_ran=unseen)
-        if self.protecting.due is not None:
-            self._take(self.protecting.due, marked=unseen, begins=True)
-        self._beginning.certain()
 
     def _take(
         self,

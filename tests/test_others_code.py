@@ -15,7 +15,7 @@ from holdfast.integrations.adapters.base import settles_late
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.snapshot.copy.tensors import relaid, strides_of
 from holdfast.snapshot.state.inputs import tensors_in
-from tests.test_beginning import STEPS, STOP, Job, Simple, trial, warnings_of
+from tests.test_beginning import STEPS, STOP, Job, Simple, life, trial, warnings_of
 
 pytestmark = pytest.mark.usefixtures("arena")
 
@@ -65,7 +65,9 @@ def test_strides_come_back() -> None:
 def test_a_view_is_left_where_it_is() -> None:
     whole = torch.arange(12.0).view(3, 4)
     assert relaid(whole, None) is None
-    assert relaid(whole[:, :2], [8, 2]) is None  # other gaps: the rest of its memory is somebody else's
+    for strides in (None, [8, 2], [1, 3]):
+        assert relaid(whole[:, :2], strides) is None  # there are gaps: the rest of its memory is somebody else's
+    assert relaid(whole, [8, 2]) is None
     other = relaid(whole, [1, 3])
     assert other is not None
     assert other.stride() == (1, 3)
@@ -124,6 +126,30 @@ def test_data_that_begins_anew_is_refused_though_no_forward_was_seen(
     with pytest.raises(StateMismatch, match="the random generator of torch: no longer what was restored"):
         trial(loop, Unseen)
     assert any("nobody sees whether the first step is given the right batch" in text for text in warnings_of(caplog))
+
+
+def test_a_closure_that_runs_forward_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    class Searching(Simple):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optim = torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=2)
+            self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for _ in range(snap.step, STEPS):
+            x = torch.randn(6, 4)
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                job.optim.zero_grad()
+                loss: torch.Tensor = job.model(x).square().sum()
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            yield
+            job.optim.step(closure)
+
+    life(loop, Searching(), None)
+    assert not [text for text in warnings_of(caplog) if "no forward" in text]
 
 
 @pytest.fixture
@@ -218,6 +244,9 @@ class Hiding(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.05)
         self.momenta = [torch.zeros(3)]
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "momenta": self.momenta}
 
 
 def test_what_is_not_captured_is_told(caplog: pytest.LogCaptureFixture) -> None:

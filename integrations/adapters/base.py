@@ -130,8 +130,8 @@ class BaseAdapter:
 
     def verify(self) -> None:
         """What is given is captured; what is not given, and shows, is warned of, once each."""
-        given = [*self._schedulers, *self._extra.values()]
-        if not self._tracked and not any(hasattr(each, "optimizer") for each in given):
+        schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
+        if not (self._tracked or self._schedulers or schedules):
             for state in self._states:
                 if hasattr(getattr(state.optimizer, "step", None), "_wrapped_by_lr_sched"):
                     kind = type(state.optimizer).__qualname__

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import block_of, local, piece_of
 from holdfast.snapshot.state.hidden import untracked
 from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
-from holdfast.snapshot.state.optimizers import OptimizerState, some, unwrapped
+from holdfast.snapshot.state.optimizers import OptimizerState, nested, says_more, some, unwrapped
 
 
 class TorchAdapter(BaseAdapter):
@@ -55,7 +55,8 @@ class TorchAdapter(BaseAdapter):
 
     def verify(self) -> None:
         super().verify()
-        roots = [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._optimizers)]
+        named = [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._optimizers)]
+        roots = [(path, inner) for name, each in named for path, inner in nested(name, each) if says_more(inner)]
         if hidden := untracked(roots, (item.tensor for item in self.tensors())):
             self.warn(
                 "%s: kept by an optimizer beside its state, and not captured: name it by snap.track", some(hidden)

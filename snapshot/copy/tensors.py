@@ -79,8 +79,8 @@ def strides_of(tensor: torch.Tensor) -> list[int] | None:
 
 def relaid(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor | None:
     """An uninitialised tensor like it with those strides, see `strides_of`; None if it has them, or if they leave
-    gaps, as a view's do: then the rest of its memory is somebody else's."""
-    if strides == strides_of(tensor):
+    gaps, or its own do, as a view's: then the rest of its memory is somebody else's."""
+    if strides == strides_of(tensor) or not _is_dense(tensor.shape, tensor.stride()):
         return None
     if strides is None:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -21,6 +21,9 @@ SHAREABLE = ("torch.optim.",)
 """Where optimizers come from that keep nothing but functions of the reduced gradients, alike on all replicas. Others
 may keep what is a rank's own, such as a compressor's error feedback, which may be zero for the first thousand steps."""
 
+WITH_TABLES = ("torch.", "apex.", "bitsandbytes.", "transformer_engine.")
+"""Where optimizers come from whose tensors in attributes are buffers and tables, and no state."""
+
 NAMED = "named."
 
 PLACES = frozenset({"params", "param_names"})
@@ -64,6 +67,13 @@ def has_step_hooks(optimizer: Any) -> bool:
     """Whether torch calls hooks for its steps: it is made by the constructor of `torch.optim.Optimizer`, which some
     wrappers that are one by type do not call."""
     return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+def says_more(optimizer: Any) -> bool:
+    """Whether it has a ``state_dict`` of its own, and so may keep more than its state and its groups."""
+    kind = type(optimizer)
+    own = getattr(kind, "state_dict", None) is not torch.optim.Optimizer.state_dict
+    return own and not kind.__module__.startswith(WITH_TABLES)
 
 
 def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
