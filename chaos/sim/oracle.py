@@ -108,6 +108,10 @@ class Oracle:
         self._unwanted.discard(snapshot)
         self._gone.discard(snapshot)
 
+    def goes_back(self, snapshot: Snapshot) -> None:
+        """The trainers settle on what to go on from: parity of it may be made from now on."""
+        self._unwanted.discard((snapshot[0], snapshot[1]))
+
     def wanted(self, snapshot: Snapshot, protected: bool) -> None:
         """All ranks take this snapshot, and agree whether it is to be protected."""
         if not protected:

@@ -51,6 +51,7 @@ class Hooks:
     captured: Callable[[Any, str, Any], None]
     begun: Callable[[Any, str], None]
     retaken: Callable[[Any], None]
+    goes_back: Callable[[Any], None]
     committed: Callable[[MemoryPath, str, Any], None]
     given_up: Callable[[Any, str], None]
     promised: Callable[[Any], None]
@@ -134,6 +135,15 @@ def _load(attempt: Any, agreement: Any, adapter: Any, engine: Any) -> Any:
     return (trainer.load if isinstance(adapter, trainer.SimAdapter) else load)(attempt, agreement, adapter, engine)
 
 
+def _repair_parity(client: Any, plan: Any, *arguments: Any) -> Any:
+    """`restore.repair_parity`: the trainers have settled on what they go back to, and want parity of it."""
+    Hooks.goes_back(plan.snapshot)
+    return repair_parity(client, plan, *arguments)
+
+
+repair_parity = restore.repair_parity
+
+
 def _capture(adapter: Any, *arguments: Any) -> Any:
     """`Capture`, which the oracle listens to; of a few bytes, `trainer.SimCapture`."""
     if isinstance(adapter, trainer.SimAdapter):
@@ -202,6 +212,7 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.connect.start_smp": _start_smp,
         "holdfast.snapshot.resume.restore._load": _load,
+        "holdfast.snapshot.resume.restore.repair_parity": _repair_parity,
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,
         "holdfast.snapshot.session.Capture": _capture,
         "holdfast.snapshot.session.Boundary": _boundary,

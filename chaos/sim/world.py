@@ -131,6 +131,7 @@ class World:
         Hooks.captured = self._note_captured
         Hooks.begun = self._note_begun
         Hooks.retaken = self._note_retaken
+        Hooks.goes_back = self.oracle.goes_back
         Hooks.committed = self._committed
         Hooks.given_up = self.oracle.given_up
         Hooks.promised = self._note_promise
