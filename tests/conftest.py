@@ -138,3 +138,13 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield base
     kill_smps(base)
     shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Leaves nothing compiled behind."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

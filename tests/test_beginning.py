@@ -423,14 +423,6 @@ class Compiled(Job):
         self.called(torch.randn(6, 4)).square().sum().backward()
 
 
-@pytest.fixture
-def compiling() -> Iterator[None]:
-    """Leaves nothing compiled behind."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("arena", "compiling")
 def test_a_forward_that_nobody_sees_is_warned_of_once_and_its_snapshots_are_exact(
     caplog: pytest.LogCaptureFixture,

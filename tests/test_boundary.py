@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -483,13 +483,6 @@ def test_a_step_that_fails_ends_no_step_and_the_next_does() -> None:
 
 
 # ------------------------------------------------------------------ compiled
-
-
-@pytest.fixture
-def compiling() -> Iterator[None]:
-    """Leaves nothing compiled behind."""
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("compiling")

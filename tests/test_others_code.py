@@ -13,18 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.integrations.adapters.base import settles_late
 from holdfast.smp_daemon.shared.errors import StateMismatch
-from holdfast.snapshot.copy.tensors import relaid, strides_of
+from holdfast.snapshot.copy.tensors import empty_restrided, strides_of
 from holdfast.snapshot.state.inputs import tensors_in
-from tests.test_beginning import STEPS, STOP, Job, Simple, life, trial, warnings_of
+from tests.test_beginning import STEPS, STOP, Job, Simple, counted, life, plain, trial, warnings_of
 
 pytestmark = pytest.mark.usefixtures("arena")
-
-
-def counted(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in snap.steps(STEPS):
-        job.backward()
-        yield
-        job.step()
 
 
 # ---------------------------------------------------------------------- where elements lie in memory
@@ -64,14 +57,14 @@ def test_strides_come_back() -> None:
 
 def test_a_view_is_left_where_it_is() -> None:
     whole = torch.arange(12.0).view(3, 4)
-    assert relaid(whole, None) is None
+    assert empty_restrided(whole, None) is None
     for strides in (None, [8, 2], [1, 3]):
-        assert relaid(whole[:, :2], strides) is None  # there are gaps: the rest of its memory is somebody else's
-    assert relaid(whole, [8, 2]) is None
-    other = relaid(whole, [1, 3])
+        assert empty_restrided(whole[:, :2], strides) is None  # its gaps are somebody else's
+    assert empty_restrided(whole, [8, 2]) is None
+    other = empty_restrided(whole, [1, 3])
     assert other is not None
     assert other.stride() == (1, 3)
-    back = relaid(other, None)
+    back = empty_restrided(other, None)
     assert back is not None
     assert back.is_contiguous()
 
@@ -152,13 +145,6 @@ def test_a_closure_that_runs_forward_is_seen(caplog: pytest.LogCaptureFixture) -
     assert not [text for text in warnings_of(caplog) if "no forward" in text]
 
 
-@pytest.fixture
-def compiling() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("compiling")
 def test_the_forward_of_a_compiled_model_is_seen_if_that_is_given(caplog: pytest.LogCaptureFixture) -> None:
     class Compiled(Simple):
@@ -166,13 +152,7 @@ def test_the_forward_of_a_compiled_model_is_seen_if_that_is_given(caplog: pytest
             super().__init__()
             self.model = torch.compile(self.model, backend="eager")
 
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for _ in range(snap.step, STEPS):
-            job.backward()
-            yield
-            job.step()
-
-    trial(loop, Compiled)
+    trial(plain, Compiled)
     assert not [text for text in warnings_of(caplog) if "no forward" in text]
 
 

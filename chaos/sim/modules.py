@@ -33,6 +33,8 @@ WIDTH = 5
 ROWS = 4
 SAMPLES = 24
 PASSED = 20
+"""Samples of a pass through a `DataLoader`."""
+
 OVERFLOWS = 2.0**127
 """A loss that is scaled by this has gradients that are infinite, until the scaler has gone back a few times."""
 

@@ -14,11 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.integrations.adapters.transformer_engine import put_back_scaling, scaling
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
-from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, local
 from holdfast.snapshot.state import rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
+from holdfast.snapshot.state.hidden import owners
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Stateful, Tree, Updated
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names, some
 from holdfast.snapshot.state.steppers import Steppers
@@ -56,7 +57,7 @@ class BaseAdapter:
         self._tracked: dict[str, Tracked] = {}
         self._with_extra_state = _with_extra_state(self._roots())
         _warn_of_own_tensors(self._roots())
-        self._warned: set[str] = set()
+        self._episodes = Episodes(log)
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -135,13 +136,8 @@ class BaseAdapter:
             for state in self._states:
                 if hasattr(getattr(state.optimizer, "step", None), "_wrapped_by_lr_sched"):
                     kind = type(state.optimizer).__qualname__
-                    self.warn("a schedule changes options of %s, and is not captured: give it as scheduler=", kind)
-
-    def warn(self, text: str, what: str) -> None:
-        """Log it if it was not said before."""
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning(text, what)
+                    text = "a schedule changes options of %s, and is not captured: give it as scheduler="
+                    self._episodes.begin("schedule", text, kind)
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         for state in self._states:
@@ -277,15 +273,13 @@ def _with_extra_state(roots: Iterable[tuple[str, torch.nn.Module]]) -> list[tupl
         ConfigError: one could not take back what it gives.
     """
     found = []
-    for path, root in roots:
-        for inner, module in root.named_modules():
-            kind = type(module)
-            if kind.get_extra_state is torch.nn.Module.get_extra_state:
-                continue
-            name = f"{path}.{inner}" if inner else path
-            if kind.set_extra_state is torch.nn.Module.set_extra_state:
-                raise ConfigError(f"{name}: {kind.__qualname__} has get_extra_state without set_extra_state: add it")
-            found.append((name, module))
+    for name, module in owners(roots):
+        kind = type(module)
+        if kind.get_extra_state is torch.nn.Module.get_extra_state:
+            continue
+        if kind.set_extra_state is torch.nn.Module.set_extra_state:
+            raise ConfigError(f"{name}: {kind.__qualname__} has get_extra_state without set_extra_state: add it")
+        found.append((name, module))
     return found
 
 
@@ -307,16 +301,15 @@ def _check_stateful(what: str, part: Any) -> Stateful:
 def _warn_of_own_tensors(roots: Iterable[tuple[str, torch.nn.Module]]) -> None:
     """Say that a module with a ``state_dict`` of its own, as a metric of torchmetrics, keeps tensors that no other
     module would have."""
-    for path, root in roots:
-        for inner, module in root.named_modules():
-            if type(module).state_dict is torch.nn.Module.state_dict:
-                continue
-            names = [name for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
-            if names:
-                log.warning(
-                    "%s, a %s, keeps %s beside its parameters and buffers: that is not captured. Name it, by "
-                    "snap.track(name, get, set), or make it a buffer",
-                    f"{path}.{inner}" if inner else path,
-                    type(module).__qualname__,
-                    some(names),
-                )
+    for path, module in owners(roots):
+        if type(module).state_dict is torch.nn.Module.state_dict:
+            continue
+        names = [name for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+        if names:
+            log.warning(
+                "%s, a %s, keeps %s beside its parameters and buffers: that is not captured. Name it, by "
+                "snap.track(name, get, set), or make it a buffer",
+                path,
+                type(module).__qualname__,
+                some(names),
+            )

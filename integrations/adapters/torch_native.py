@@ -58,9 +58,8 @@ class TorchAdapter(BaseAdapter):
         named = [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._optimizers)]
         roots = [(path, inner) for name, each in named for path, inner in nested(name, each) if says_more(inner)]
         if hidden := untracked(roots, (item.tensor for item in self.tensors())):
-            self.warn(
-                "%s: kept by an optimizer beside its state, and not captured: name it by snap.track", some(hidden)
-            )
+            text = "%s: kept by an optimizer beside its state, and not captured: name it by snap.track"
+            self._episodes.begin("hidden", text, some(hidden))
 
     def fixed(self) -> Tree:
         """And, for those who export a snapshot: whether names begin with DDP's own part, and where in the whole a

@@ -77,7 +77,7 @@ def strides_of(tensor: torch.Tensor) -> list[int] | None:
     return None if tensor.is_contiguous() else list(tensor.stride())
 
 
-def relaid(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor | None:
+def empty_restrided(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor | None:
     """An uninitialised tensor like it with those strides, see `strides_of`; None if it has them, or if they leave
     gaps, or its own do, as a view's: then the rest of its memory is somebody else's."""
     if strides == strides_of(tensor) or not _is_dense(tensor.shape, tensor.stride()):

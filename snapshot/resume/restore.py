@@ -56,8 +56,8 @@ from holdfast.snapshot.state.record import (
     decode_record,
     decode_values,
     is_of_record,
-    lay_out_as,
     place_tensors,
+    restore_strides,
     shared_leaves,
 )
 from holdfast.snapshot.state.replicas import is_part_of, part_of, plan_gathering
@@ -450,7 +450,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: Cop
     if not whole_everywhere:
         return problem
     gathering = plan_gathering(agreement, adapter.replica_set(), held, shared, attempt.node)
-    lay_out_as(record, live)
+    restore_strides(record, live)
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(

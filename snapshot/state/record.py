@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from holdfast.snapshot.copy.engines import SlotTensor
-from holdfast.snapshot.copy.tensors import leaf_of, relaid
+from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of
 from holdfast.snapshot.copy.witness import Subjects
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
@@ -168,14 +168,14 @@ def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
     return shared_leaves_of(record[FIXED]["shared"])
 
 
-def lay_out_as(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
+def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
     """Give live tensors the strides that they had, where they have others: other memory, which is yet to be filled. A
     record of a release that did not note them leaves them as they are."""
     strides = record[FIXED].get("strides")
     if strides is None:
         return
     for item in live:
-        empty = relaid(item.tensor, strides.get(item.name))
+        empty = empty_restrided(item.tensor, strides.get(item.name))
         if empty is not None:
             item.tensor.data = empty
 

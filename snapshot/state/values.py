@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
-from holdfast.snapshot.copy.tensors import relaid, strides_of
+from holdfast.snapshot.copy.tensors import empty_restrided, strides_of
 
 LONGEST_JSON_INT = 4096
 """Bits. Python refuses to read or write decimal numbers of more than 4300 digits."""
@@ -109,7 +109,7 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
     match value["$"]:
         case "tensor":
             found = tensor(value["name"])
-            empty = relaid(found, value.get("strides"))
+            empty = empty_restrided(found, value.get("strides"))
             return found if empty is None else empty.copy_(found)
         case "ndarray":
             flat = np.frombuffer(_bytes(value["data"]), dtype=_number_type(value["dtype"]))
