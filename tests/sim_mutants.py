@@ -133,6 +133,13 @@ def _killed(plan: SeedPlan) -> SeedPlan:
     return replace(plan, every=1, steps=3, lives=(faults,), gaps=(Gap(0.0, True),))
 
 
+def _dies_as_it_encodes(plan: SeedPlan) -> SeedPlan:
+    """An SMP dies as it encodes: the job goes back to what is only sealed, and has no slot besides."""
+    fault = DrawnFault("kill-process", point="encode.before", nth=2 + plan.seed % 2)
+    lives, gaps = ((fault,),), (Gap(0.0, True),)
+    return replace(plan, state=None, slots=2, every=1, protect_every=1, steps=3, lives=lives, gaps=gaps, quiet=2)
+
+
 def _ends_well(plan: SeedPlan) -> SeedPlan:
     return replace(plan, final="finish")
 
@@ -295,6 +302,12 @@ def _refuse_what_is_there(self: Arena) -> Iterator[Any]:
 
 def _never(*arguments: Any, **options: Any) -> None:
     """Do nothing."""
+
+
+def _give_back_silently(self: Holdings, pool: Any, slot: Any, view: memoryview) -> None:
+    with self._lock:
+        if pool.is_at(slot, view):
+            pool.discard(slot)
 
 
 def _wait_for_ever(*arguments: Any) -> None:
@@ -558,6 +571,12 @@ MUTANTS: dict[str, SimMutant] = {
         "sealed",
         ((CopyJob, "check", _never),),
         _with_state(loop="probes"),
+    ),
+    "repair-in-the-way": SimMutant(
+        "parity of what was given up is repaired all the same, and who waits for its slot hears nothing",
+        "progress",
+        ((Holdings, "stop_repairs", _never), (Holdings, "give_back", _give_back_silently)),
+        _dies_as_it_encodes,
     ),
     "place-forgotten": SimMutant(
         "how far the data was read is not restored",

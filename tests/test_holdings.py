@@ -483,6 +483,41 @@ def test_a_parity_that_lacks_a_unit_is_not_held(place: Place) -> None:
     assert [slot.state for slot in place.pool(PARITY).slots] == [SlotState.FREE]
 
 
+def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place) -> None:
+    pool, stripes = place.pool(PARITY), LAYOUT.stripes(0)
+    place.arena.reserve({pool: (stripes.parity_bytes(0), 1)})
+    stripe, length = stripes.parity_stripes(0)[0], stripes.parity_bytes(0)
+    with pytest.raises(StaleEpoch, match=r"step 1 .* was given up"):
+        with place.holdings.receiving_parity(PARITY, LAYOUT, 0) as gathering:
+            place.holdings.stop_repairs(lambda snapshot: snapshot == SECOND)
+            with pytest.raises(NoFreeSlot):
+                place.holdings.take(pool, SECOND, length, make_room=False)
+            place.holdings.stop_repairs(lambda snapshot: snapshot == FIRST)
+            _, slot, view = place.holdings.take(pool, SECOND, length, make_room=False)
+            before = bytes(view)
+            _, position, piece = next(iter(stripes.contributors(stripe)))
+            unit = memoryview(bytes(range(1, piece.length + 1)))
+            gathering.accumulate(stripe, position, unit, digest(unit))
+    assert (slot.state, slot.snapshot, bytes(view)) == (SlotState.RECEIVING, SECOND, before)
+
+
+def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None:
+    lock, waits, heard = place.holdings._lock, threading.Event(), []
+    pool, slot, view = place.holdings.take(place.pool(SHARD), FIRST, 20)
+
+    def wait() -> None:
+        with lock:
+            waits.set()
+            heard.append(lock.wait(DEADLINE_S))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waits.wait(DEADLINE_S)
+    place.holdings.give_back(pool, slot, view)  # needs the lock: so the thread waits
+    thread.join(DEADLINE_S)
+    assert heard == [True]
+
+
 # ---------------------------------------------------------------------- taking slots
 
 

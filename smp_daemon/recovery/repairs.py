@@ -7,7 +7,7 @@ from functools import partial
 
 from holdfast.smp_daemon.recovery.rebuild import repair_parity
 from holdfast.smp_daemon.shared.board import RepairState
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, StaleEpoch, Unrecoverable
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -57,6 +57,8 @@ class ParityRepairs:
             text, fields = "parity of position %d repaired for %s: %d bytes fetched", about(key.snapshot, bytes=count)
             log.info(text, position, key.snapshot, count, extra=fields)
             self._episodes.end(key, "it was tried again and again before", extra=extra)
+        except StaleEpoch as error:
+            log.info("parity of position %d of %s is not repaired: %s", position, key.snapshot, error, extra=extra)
         except HoldfastError as error:
             if isinstance(error, Unrecoverable | DamagedSnapshot):
                 with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
@@ -18,9 +17,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
-from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool
+from holdfast.smp_daemon.storage.holdings import GatheringSlot, Holdings, ParityKey
 
 
 class Coding(NamedTuple):
@@ -28,16 +25,6 @@ class Coding(NamedTuple):
 
     snapshot: SnapshotId
     tag: str
-
-
-@dataclass(slots=True)
-class GatheringSlot:
-    """Parity that is being gathered here, and the slot it grows in."""
-
-    pool: SlotFilePool
-    slot: Slot
-    view: memoryview
-    parity: ParityGathering
 
 
 class Codings:

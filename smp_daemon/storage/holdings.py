@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -61,6 +62,16 @@ Key = ShardKey | ParityKey
 Record = ShardRecord | ParityRecord
 
 
+@dataclass(slots=True)
+class GatheringSlot:
+    """Parity that is being gathered here, and the slot it grows in."""
+
+    pool: SlotFilePool
+    slot: Slot
+    view: memoryview
+    parity: ParityGathering
+
+
 class Holdings:
     """What is sealed in an arena."""
 
@@ -80,6 +91,7 @@ class Holdings:
         self._lock = lock
         self._records: dict[Key, Record] = {}
         self._damaged: set[tuple[Key, int]] = set()
+        self._repairs: dict[ParityKey, GatheringSlot] = {}  # the newest attempt for each; see `receiving_parity`
         self._episodes = Episodes(log)
 
     def held(self) -> list[Key]:
@@ -239,25 +251,42 @@ class Holdings:
         """A gathering of a parity that this node was not there for; committed if the block leaves it complete.
 
         Raises:
-            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or because the snapshot
+                was given up.
         """
         stripes = layout.stripes(group)
         with self._lock:
             self.drop(key)
             pool = self.arena.parity_pool(key.tag, key.position)
             pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
+            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, stripes, view))
         try:
             failpoint("repair_parity.taken", key.snapshot.step)
-            gathering = self.gathering(key, stripes, view)
-            yield gathering
-            record = gathering.record()
+            yield mine.parity
+            record = mine.parity.record()
             failpoint("repair_parity.accumulated", key.snapshot.step)
             with self._lock:
+                if self._repairs.get(key) is not mine:
+                    raise _taken_away(key.snapshot)
                 _check_mine(pool, slot, view, key.snapshot)
                 self.commit_parity(pool, slot, record)
+                del self._repairs[key]
         except BaseException:
-            self.give_back(pool, slot, view)
+            with self._lock:
+                if self._repairs.get(key) is mine:
+                    self._stop_repair(key)
             raise
+
+    def stop_repairs(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Of these no parity is wanted any more: what was being gathered of it gives its slot to another."""
+        with self._lock:
+            for key in [key for key in self._repairs if gone(key.snapshot)]:
+                self._stop_repair(key)
+
+    def _stop_repair(self, key: ParityKey) -> None:
+        repair = self._repairs.pop(key)
+        repair.parity.cancel()  # or it would go on writing to what is somebody else's by then
+        self.give_back(repair.pool, repair.slot, repair.view)
 
     def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
         """A gathering that grows in `view`."""
@@ -297,6 +326,7 @@ class Holdings:
         with self._lock:
             if pool.is_at(slot, view):
                 pool.discard(slot)
+                self._lock.notify_all()  # somebody may wait for a free one
 
     def adopt(self) -> None:
         """Take over what a predecessor left in the arena; units that do not match their digests are noted."""
@@ -361,4 +391,8 @@ def _fits(record: Record, length: int) -> bool:
 
 def _check_mine(pool: SlotFilePool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
     if not pool.is_at(slot, view):
-        raise StaleEpoch(f"the slot that {snapshot} was received into was taken away")
+        raise _taken_away(snapshot)
+
+
+def _taken_away(snapshot: SnapshotId) -> StaleEpoch:
+    return StaleEpoch(f"the slot that {snapshot} was received into was taken away")

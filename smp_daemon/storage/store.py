@@ -495,6 +495,7 @@ class Store:
 
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
+        self.holdings.stop_repairs(lambda snapshot: snapshot not in parities and snapshot < before)
         self.arena.release(keep, before, self._held, parities)
         self.holdings.keep_only(stays)
         self.changed.notify_all()
