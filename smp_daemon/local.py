@@ -254,6 +254,9 @@ class TrainerConversation:
         if self._lender is not None:
             self._lender.close()
         self._store.is_restored(sources.snapshot)
+        self._store.keep_layout(
+            sources.layout
+        )  # the next start may have to ask the same nodes again, and only this one
         self._lender = Lender(self._store, sources)
 
     def _unit(self, request: AskUnit) -> LentUnit:

@@ -83,6 +83,18 @@ def test_who_is_of_an_older_epoch_gets_nothing(job: tuple[Run, list[SmpProcess]]
         run["dp0"].client.unit("dp0", 0, memoryview(bytearray(1)))
 
 
+def test_who_lends_remembers_whose_units_they_are() -> None:
+    """A node that is new to the job holds nothing of it, and may be the only one that is asked at the next start."""
+    with playground() as ground:
+        smps = ground.smps(3)
+        run, new = run_on(smps[:2], [[ELEMENTS], [ELEMENTS]]), smps[2].client()
+        run.protect(1)
+        new.join(2)
+        assert new.inventory().layouts == {}
+        new.lend(run.plan(*(trainer.client.inventory() for trainer in run)).sources)
+        assert new.inventory().layouts == {(1, 0): run.layout}
+
+
 def test_an_smp_asks_others_what_they_hold(job: tuple[Run, list[SmpProcess]]) -> None:
     run, smps = job
     run.protect(1)
