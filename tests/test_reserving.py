@@ -95,6 +95,24 @@ def test_an_smp_answers_while_it_reserves_and_gives_slots_as_they_come(ground: G
     assert all(map(is_whole, slot_files(smp.arena))) and len(slot_files(smp.arena)) == 3
 
 
+def test_the_slot_of_what_is_persisted_is_made_before_the_second(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
+    smp = ground.smp(rules=[(SLICE, None)])
+    run, there = laid_out(smp)
+    client, counts = run["dp0"].client, [there]
+    stop = ground.points.wait_any(smp.name, SLICE)
+    for _ in range(3):
+        stop.go()
+        stop = ground.points.wait_any(smp.name, SLICE)
+        counts.append(client.configure(run.layout, wait=False))
+    stop.go()
+    assert counts == [0, 1, 1, 2]
+    assert client.await_reserved(run.layout, 3) == 3
+    assert len(slot_files(smp.arena)) == 4
+
+
 def test_a_trainer_that_waits_has_all_of_it(ground: Ground) -> None:
     smp = ground.smp()
     run, _ = laid_out(smp)

@@ -237,7 +237,10 @@ class Store:
         if self.reserver.error:
             raise ArenaTooSmall(self.reserver.error)
         ready = self.arena.ready()
-        return layout.slots if ready is None else min(ready, layout.slots)
+        if ready is None:
+            return layout.slots
+        # What is held takes its slot from the second snapshot on: until it is made, the trainers count one less.
+        return min(max(min(ready, 1), ready - self._spare), layout.slots)
 
     # ------------------------------------------------------------------ a snapshot's way
 
