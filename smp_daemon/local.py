@@ -201,7 +201,9 @@ class TrainerConversation:
 
     def _begin(self, request: Begin) -> SlotFile:
         snapshot, coord = request.snapshot, request.coord
-        pool, slot = self._store.begin(snapshot, coord, request.keep, request.protected, request.with_parity)
+        pool, slot = self._store.begin(
+            snapshot, coord, request.keep, request.protected, request.with_parity, ahead=request.ahead
+        )
         self._writing = {begun for begun in self._writing if begun[0] in request.keep} | {(snapshot, coord)}
         return _slot_file(pool, slot)
 

@@ -51,7 +51,7 @@ class Slots:
     def reserve(self, total_bytes: int) -> None:
         self.slots = [memoryview(mmap.mmap(-1, total_bytes)) for _ in range(SLOTS)]
 
-    def begin(self, snapshot: SnapshotId, *_: Any) -> memoryview:
+    def begin(self, snapshot: SnapshotId, *_: Any, ahead: bool = False) -> memoryview:
         self.given[snapshot] = self.slots[len(self.given) % SLOTS]
         return self.given[snapshot]
 

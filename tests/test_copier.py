@@ -218,7 +218,7 @@ class Slots:
         self.abandoned: list[SnapshotId] = []
         self.unused: list[SnapshotId] = []
 
-    def begin(self, snapshot: SnapshotId, *_: Any) -> memoryview:
+    def begin(self, snapshot: SnapshotId, *_: Any, ahead: bool = False) -> memoryview:
         self.asked.set()
         assert self.gives.wait(DEADLINE_S)
         self.begun.append(snapshot)

@@ -355,6 +355,18 @@ class TestWhatIsNotASnapshotIsRefused:
             trainer.client.configure(layout)
 
 
+def test_a_slot_for_a_guess_takes_nothing_from_ranks_that_know_better(ground: Ground) -> None:
+    """One rank of a node expects step 3 next, as the last two were two steps apart, and another is at step 2."""
+    run = run_on([ground.smp()], [[3000, 3000]])
+    first = run.protect(1)
+    run["dp0"].take(run.snapshot(2), (first,), first)
+    guess = run.snapshot(3)
+    run["dp1"].client.begin(guess, "dp1", (first,), first, ahead=True)
+    run["dp1"].client.abandon(guess, "dp1", unused=True)
+    run["dp1"].take(run.snapshot(2), (first,), first)
+    assert run.outcomes(run.snapshot(2)) == {PROTECTED}
+
+
 # ---------------------------------------------------------------------- who may write
 
 

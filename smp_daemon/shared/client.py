@@ -236,15 +236,18 @@ class SmpClient:
         keep: Collection[SnapshotId],
         protected: SnapshotId | None,
         with_parity: Collection[SnapshotId] | None = None,
+        *,
+        ahead: bool = False,
     ) -> memoryview:
         """A slot to write `coord` of `snapshot` into; frees what is not in `keep`, and parity of what is not in
-        `with_parity`."""
+        `with_parity`. `ahead`: that snapshot is a guess, and nothing younger than all of `keep` is freed for it."""
         message = Begin(
             snapshot=snapshot,
             coord=coord,
             keep=tuple(keep),
             protected=protected,
             with_parity=None if with_parity is None else tuple(with_parity),
+            ahead=ahead,
         )
         return self._map(from_plain(SlotFile, self._call(message), "a slot"))
 

@@ -128,7 +128,8 @@ class Reserved(Reply, kw_only=True):
 class Begin(Request, tag="begin", kw_only=True):
     """Give a slot for a shard. What is not in `keep` may go; `protected`: the newest that is, job-wide.
 
-    `with_parity`: of what is kept, only these keep their parity, or are still to get it; None: all.
+    `with_parity`: of what is kept, only these keep their parity, or are still to get it; None: all. `ahead`: `snapshot`
+    is a guess, so what is younger than all of `keep` stays: another rank may have begun what comes before it.
     """
 
     snapshot: SnapshotId
@@ -136,6 +137,7 @@ class Begin(Request, tag="begin", kw_only=True):
     keep: tuple[SnapshotId, ...]
     protected: SnapshotId | None = None
     with_parity: tuple[SnapshotId, ...] | None = None
+    ahead: bool = False
 
 
 class SlotFile(Reply, kw_only=True):

@@ -86,8 +86,9 @@ class Holdings:
         self.verifying = system.Lock()
         """Held by the one thread that checks the newest shards in the background, for as long as it does; never waited
         for. That thread takes the store's lock under it. It may be released by another thread than took it."""
-        # The store's lock: it guards the records and the damage noted here with the slots that they are about. Reads of
-        # bytes go without it, so a slot may be freed under a reader, who then sees bytes that match no digest.
+        # The store's lock: it guards the records, the damage and the repairs noted here with the slots that they are
+        # about. Reads of bytes go without it, so a slot may be freed under a reader, who then sees bytes that match no
+        # digest.
         self._lock = lock
         self._records: dict[Key, Record] = {}
         self._damaged: set[tuple[Key, int]] = set()

@@ -251,12 +251,16 @@ class Store:
         keep: Collection[SnapshotId],
         protected: SnapshotId | None,
         with_parity: Collection[SnapshotId] | None = None,
+        *,
+        ahead: bool = False,
     ) -> tuple[SlotFilePool, Slot]:
         """Hand out a slot for `coord`; older snapshots that are not in `keep` are freed first.
 
         Args:
             protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
             with_parity: which of them keep their parity, or are still to get it; None: all.
+            ahead: `snapshot` is a guess. Another rank of this node may know better, and have begun one that comes
+                before it: only what is older than the newest of `keep` is freed.
 
         Raises:
             StaleEpoch, NoFreeSlot, ProtocolError.
@@ -267,7 +271,8 @@ class Store:
                 raise ProtocolError(f"{protected} is protected and must be kept")
             length = layout.shard_bytes(coord)
             self._note_protected(protected)
-            self._release(keep, keep if with_parity is None else with_parity, snapshot)
+            before = max(keep, default=snapshot) if ahead else snapshot
+            self._release(keep, keep if with_parity is None else with_parity, before)
             failpoint("begin.released", snapshot.step)
             pool = self.arena.shard_pool(coord)
             for slot in [s for s in pool.slots if s.snapshot not in keep]:

@@ -337,7 +337,8 @@ class Copier:
             with_parity = job.with_parity
             if with_parity is not None and job.encode:
                 with_parity = (*with_parity, job.snapshot)
-            slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected, with_parity)
+            keep = (*job.keep, job.snapshot)
+            slot = self._client.begin(guess, job.coord, keep, job.protected, with_parity, ahead=True)
         except NoFreeSlot:
             return  # one will be free by the time it is known that it may be
         except HoldfastError as error:
