@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -310,7 +310,7 @@ class SimScript:
             self.boundary = NEVER
             self._model(self._samples[:ROWS])
             self._sleep()
-            self._net.last.weight.data.mul_(0.99)
+            self._net.last.weight.data.nan_to_num_(0.5, 0.5, -0.5).mul_(0.99)  # what is infinite would stay as it is
         if self._schedule is not None and not skipped:
             self._schedule.step()
         self._losses = [*self._losses[-3:], loss]
@@ -435,9 +435,16 @@ class State:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, State) and not self.differing(other)
 
-    def of_a_new_rank(self, before: State | None) -> State:
-        """All as the first rank has it, but for its generators: those go on where they were. New ones are anything."""
-        return State({**self.parts, **{name: None if before is None else before.parts[name] for name in STREAMS}})
+    def of_a_new_rank(self, before: State | None, beside: Collection[State] = ()) -> State:
+        """All as the first rank has it, but for its generators: those go on where they were. New ones are anything, and
+        so are those that were the same on all ranks when it was last there, which went on without it.
+
+        Args:
+            before: what it had when it was last there; None: it never was. beside: what the others had then.
+        """
+        kept = {} if before is None else {name: before.parts[name] for name in STREAMS}
+        common = {name for name in kept if beside and all(each.parts[name] == kept[name] for each in beside)}
+        return State({**self.parts, **{name: None if name in common else kept.get(name) for name in STREAMS}})
 
     def _is_alike(self, other: State, name: str) -> bool:
         mine, its = self.parts.get(name, b""), other.parts.get(name, b"")

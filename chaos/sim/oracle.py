@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from holdfast.chaos.sim.memory import MemoryPath
@@ -32,7 +32,7 @@ class Content(Protocol):
         """What is not the same in both."""
         ...
 
-    def of_a_new_rank(self, before: Any) -> Content:
+    def of_a_new_rank(self, before: Any, beside: Collection[Any]) -> Content:
         """What a rank goes on with that was not there when the snapshot was taken, of which this is the first rank's.
 
         Args:
@@ -310,12 +310,13 @@ class Oracle:
         shards = self._contents.get(snapshot, {})
         if coord in shards or not shards:
             return shards.get(coord)
-        before: Content | None = None
+        there: Mapping[str, Content] = {}
         earlier = self._parents.get(snapshot[0])
-        while before is None and earlier is not None:
-            before = self._contents.get(earlier, {}).get(coord)
+        while coord not in there and earlier is not None:
+            there = self._contents.get(earlier, {})
             earlier = self._parents.get(earlier[0])
-        return shards[min(shards)].of_a_new_rank(before)
+        beside = [content for other, content in there.items() if other != coord]
+        return shards[min(shards)].of_a_new_rank(there.get(coord), beside)
 
     def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:
         """Whatever was lost: what a node that is left knows to be protected is never undone.

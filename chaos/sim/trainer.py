@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -136,7 +136,7 @@ class Bytes(bytes):
         """What is not the same in both."""
         return [] if self == other else ["bytes"]
 
-    def of_a_new_rank(self, before: Bytes | None) -> Bytes:
+    def of_a_new_rank(self, before: Bytes | None, beside: Collection[Bytes]) -> Bytes:
         """There are none."""
         raise AssertionError("a job of bytes has always the same ranks")
 
