@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -307,6 +308,20 @@ def test_a_scaled_step_is_one_boundary_whether_it_is_skipped_or_not(
         assert step_scaled(loop, scaler, [loss]) == STEP
         same = all(map(torch.equal, weights, loop.models[0].parameters()))
         assert same == (loss == INF)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "not given"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "off"])
+def test_a_scaler_that_was_not_given_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, given: bool, enabled: bool
+) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    loop = Loop(scaler=scaler if given else None)
+    for _ in range(2):
+        step_scaled(loop, scaler, [1.0])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (enabled and not given)
+    assert all(re.search(r"a GradScaler steps \w+ and was not given", text) for text in said)
 
 
 def test_gradients_may_be_unscaled_before_the_step(scaler: GradScaler) -> None:

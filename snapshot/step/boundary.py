@@ -12,12 +12,15 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.snapshot.state.inputs import tensors_in
 from holdfast.snapshot.state.optimizers import has_step_hooks
 from holdfast.snapshot.step.graphs import Graphs, capturing
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
 """What repairs it where a loop cannot be followed by itself."""
+
+log = get_log(__name__)
 
 
 class Listener(Protocol):
@@ -47,7 +50,8 @@ class Boundary:
     With several optimizers, the state may change before the step of each, and a step ends with that of the last. If the
     loop says itself where its steps begin (`declared`), the listener hears of each optimizer.
     What is captured into a CUDA graph is told of at each replay, see `snapshot.step.graphs`.
-    A `GradScaler` that finds an overflow skips the step; the boundary is then where the step would have been.
+    A `GradScaler` that finds an overflow skips the step; the boundary is then where the step would have been. One that
+    was not given is told of when it first steps an optimizer.
 
     Attributes:
         declared: the order of optimizers does not matter.
@@ -73,6 +77,8 @@ class Boundary:
         self._undo.append(self._graphs.remove)
         self._forwards = 0
         self._running: list[int] = []
+        self._scalers = list(scalers)
+        self._episodes = Episodes(log)
         # torch.compile must call these, not look into them: they talk to other threads and processes.
         before, after, backward = map(torch.compiler.disable, (self._before, self._after, self._backward))
         for module in _running(modules):
@@ -92,7 +98,7 @@ class Boundary:
                 self._undo += [first.remove, then.remove]
             else:
                 self._undo.append(self._wrap_optimizer(optimizer))
-        for scaler in scalers:
+        for scaler in self._scalers:
             self._undo.append(self._wrap_scaler(scaler))
 
     def remove(self) -> None:
@@ -135,6 +141,8 @@ class Boundary:
 
     def _steps(self, optimizer: Any) -> None:
         self._check_order(optimizer)
+        if not self._ended_once:
+            self._check_scaler(optimizer)
         self._ended = False
         self._listener.before_step()
 
@@ -162,6 +170,18 @@ class Boundary:
                 f"steps; or {BEGIN}"
             )
         self._stepped.append(optimizer)
+
+    def _check_scaler(self, optimizer: Any) -> None:
+        """Say so if a scaler that is at work was not given."""
+        scaler = _scaler_on_stack()
+        if scaler is not None and scaler.is_enabled() and not any(scaler is given for given in self._scalers):
+            self._episodes.begin(
+                "scaler",
+                "a %s steps %s and was not given: after a restart its scale is as at the start, unless it is tracked, "
+                'and a step that it skips is not counted: give it as extra={"scaler": scaler}',
+                type(scaler).__qualname__,
+                type(optimizer).__qualname__,
+            )
 
     def _wrap_optimizer(self, optimizer: Any) -> Callable[[], None]:
         """For those without step hooks, such as Megatron's and Accelerate's."""
@@ -215,6 +235,17 @@ def _is_within_its_step(optimizer: Any) -> bool:
             count += frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return count > 1
+
+
+def _scaler_on_stack() -> GradScaler | None:
+    """The scaler in whose ``step`` this is, if it is in one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            found: GradScaler = frame.f_locals["self"]
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _replace_step(owner: Any, stepping: Callable[..., Any]) -> Callable[[], None]:
