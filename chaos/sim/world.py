@@ -42,8 +42,8 @@ AGAIN_S = 0.5
 """After an SMP did not come up, another is started."""
 
 
-RESERVED_STEPS = 500
-"""In quiet, memory is there for all snapshots after so many."""
+ROOM_STEPS = 500
+"""In quiet, there is room for all snapshots after so many."""
 
 
 class SimNode:
@@ -338,14 +338,14 @@ class World:
         meet = self._meeting(circle, rank)
         with _Hook(adapter, options) as hook:
             self._note_restored(trainer, hook, floor, loaded[-1] if loaded else None)
-            left, patience = steps, RESERVED_STEPS
+            left, patience = steps, ROOM_STEPS
             while True:
                 hook.begin()
-                waits = drains and hook._session.protecting.is_reserving and patience > 0
+                waits = drains and patience > 0 and _has_no_room(hook)
                 patience -= waits
                 if not left and not waits:
                     break
-                if waits:  # in quiet, what is asked for follows once there is memory
+                if waits:  # in quiet, what is asked for follows once there is room
                     left = max(left, self.plan.every)
                     self.scheduler.sleep(SLICE_S)
                 else:
@@ -459,6 +459,13 @@ class World:
         if Hooks.is_due(point):
             self.at_point(point, self.scheduler.current.process)
             self.scheduler.yield_if_dead()
+
+
+def _has_no_room(hook: SnapshotHook) -> bool:
+    """Memory is still being reserved, or every slot is taken until what was restored has its parity again."""
+    protecting = hook._session.protecting
+    ledger = protecting.ledger
+    return protecting.is_reserving or (ledger.restored is not None and not ledger.may_begin)
 
 
 def _beginning(hook: SnapshotHook) -> str:
