@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.chaos.actions import ACTIONS
@@ -34,7 +36,7 @@ from holdfast.chaos.scenario import (
 from holdfast.chaos.sim import plan as sim_plan
 from holdfast.chaos.user import command as user_command
 from holdfast.chaos.verdict import CHECKS, judge, lost_protected, torn
-from holdfast.cli.chaos import shard
+from holdfast.cli.chaos import line, shard
 from holdfast.cli.chaos_report import markdown, page
 from holdfast.cli.main import main
 from holdfast.snapshot.interval.profiles import PROFILES
@@ -442,3 +444,11 @@ def test_shards_are_all_scenarios_together() -> None:
     for bad in ("0/2", "3/2", "1", "a/b", ""):
         with pytest.raises(ConfigError, match="--shard takes I/N"):
             shard(every, bad)
+
+
+def test_what_failed_is_printed_as_it_is() -> None:
+    """Errors of others have brackets, which rich takes for markup."""
+    problem = "dp0: RuntimeError: [/src/transport/pair.cc:537] Connection closed by peer"
+    scenario = SimpleNamespace(name="seed-1", beyond_parity=False)
+    failed = line(SimpleNamespace(scenario=scenario, skipped="", held=False, problems=[problem]))
+    assert Text.from_markup(failed).plain == f"FAILED seed-1: {problem}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -235,12 +236,12 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
 
 
 def line(verdict: Any) -> str:
-    """A verdict in a line."""
+    """A verdict in a line, with markup."""
     name = verdict.scenario.name
     if verdict.skipped:
-        return f"[yellow]skipped[/] {name}: {verdict.skipped}"
+        return f"[yellow]skipped[/] {name}: {escape(verdict.skipped)}"
     if not verdict.held:
-        return f"[red]FAILED[/] {name}: " + "; ".join(verdict.problems)[:2000]
+        return f"[red]FAILED[/] {name}: " + escape("; ".join(verdict.problems)[:2000])
     again = sum(verdict.steps_again)
     if verdict.scenario.beyond_parity:
         return f"[green]failed loudly[/], as it must: {name} ({verdict.injected} faults, {verdict.seconds:.1f} s)"

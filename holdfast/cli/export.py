@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
     """``holdfast export``; status 0 if something was exported, or listed."""
     from rich.console import Console
 
-    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    console = Console(stderr=parsed.json == "-", highlight=False, markup=False, soft_wrap=True)
     if parsed.list:
         return _list(parsed, console)
     if parsed.folder is None:
