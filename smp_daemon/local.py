@@ -256,9 +256,8 @@ class TrainerConversation:
         if self._lender is not None:
             self._lender.close()
         self._store.is_restored(sources.snapshot)
-        self._store.keep_layout(
-            sources.layout
-        )  # the next start may have to ask the same nodes again, and only this one
+        # This node may hold nothing of it. If only it has ranks at the next start, they find the others by this layout.
+        self._store.keep_layout(sources.layout)
         self._lender = Lender(self._store, sources)
 
     def _unit(self, request: AskUnit) -> LentUnit:

@@ -435,16 +435,20 @@ class State:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, State) and not self.differing(other)
 
-    def of_a_new_rank(self, before: State | None, beside: Collection[State] = ()) -> State:
-        """All as the first rank has it, but for its generators: those go on where they were. New ones are anything, and
-        so are those that were the same on all ranks when it was last there, which went on without it.
+    def of_a_new_rank(self, others: Collection[State], before: State | None, beside: Collection[State]) -> State:
+        """All as the first rank has it, but for its generators: those go on where they were. Those that all ranks had
+        alike when it was last there went on without it: if all have them alike now, so has the new one, else they are
+        anything, as they are for a rank that is new."""
 
-        Args:
-            before: what it had when it was last there; None: it never was. beside: what the others had then.
-        """
-        kept = {} if before is None else {name: before.parts[name] for name in STREAMS}
-        common = {name for name in kept if beside and all(each.parts[name] == kept[name] for each in beside)}
-        return State({**self.parts, **{name: None if name in common else kept.get(name) for name in STREAMS}})
+        def its(name: str) -> bytes | None:
+            if before is None:
+                return None
+            if not beside or any(each.parts[name] != before.parts[name] for each in beside):
+                return before.parts[name]
+            alike = all(each.parts[name] == self.parts[name] for each in others)
+            return self.parts[name] if alike else None
+
+        return State({**self.parts, **{name: its(name) for name in STREAMS}})
 
     def _is_alike(self, other: State, name: str) -> bool:
         mine, its = self.parts.get(name, b""), other.parts.get(name, b"")

@@ -32,11 +32,12 @@ class Content(Protocol):
         """What is not the same in both."""
         ...
 
-    def of_a_new_rank(self, before: Any, beside: Collection[Any]) -> Content:
+    def of_a_new_rank(self, others: Collection[Any], before: Any, beside: Collection[Any]) -> Content:
         """What a rank goes on with that was not there when the snapshot was taken, of which this is the first rank's.
 
         Args:
-            before: what that rank had when it was last there; None: it never was.
+            others: what all ranks have in that snapshot.
+            before: what the new one had when it was last there; None: it never was. beside: what the others had then.
         """
         ...
 
@@ -316,7 +317,7 @@ class Oracle:
             there = self._contents.get(earlier, {})
             earlier = self._parents.get(earlier[0])
         beside = [content for other, content in there.items() if other != coord]
-        return shards[min(shards)].of_a_new_rank(there.get(coord), beside)
+        return shards[min(shards)].of_a_new_rank(shards.values(), there.get(coord), beside)
 
     def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:
         """Whatever was lost: what a node that is left knows to be protected is never undone.

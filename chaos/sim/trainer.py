@@ -136,7 +136,7 @@ class Bytes(bytes):
         """What is not the same in both."""
         return [] if self == other else ["bytes"]
 
-    def of_a_new_rank(self, before: Bytes | None, beside: Collection[Bytes]) -> Bytes:
+    def of_a_new_rank(self, others: Collection[Bytes], before: Bytes | None, beside: Collection[Bytes]) -> Bytes:
         """There are none."""
         raise AssertionError("a job of bytes has always the same ranks")
 

@@ -225,7 +225,7 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     console.print(", ".join(f"{name} {value}" for name, value in plain))
     console.print(f"checks, and how often each looked at something: {checks}")
     for command in figures["replay"]:
-        console.print(f"to see it again: {command}", style="red")
+        console.print(f"to see it again: {command}", style="red", markup=False)
     cases = [{**verdict.to_json(), "definition": to_json(verdict.scenario)} for verdict in verdicts]
     write_json(parsed.json, {**figures, "cases": cases})
     if parsed.html:

@@ -131,6 +131,6 @@ def _command(parsed: argparse.Namespace) -> int:
     console.print(f"running the command until it has recorded {plan.steps} steps", soft_wrap=True)
     measured = run(plan)
     show(console, measured)
-    console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True)
+    console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True, markup=False)
     write_json(parsed.json, measured.to_json())
     return 0

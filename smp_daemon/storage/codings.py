@@ -241,9 +241,7 @@ class Codings:
             self._on_own(coding.snapshot, layout)
 
     def _stop(self, coding: Coding) -> None:
-        gathering = self._gatherings.pop(coding)
-        gathering.parity.cancel()
-        self._holdings.give_back(gathering.pool, gathering.slot, gathering.view)
+        self._holdings.stop(self._gatherings.pop(coding))
 
     def _is_superseded(self, coding: Coding) -> bool:
         """Whether its groups were regrouped, and again since."""

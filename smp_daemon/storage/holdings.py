@@ -275,19 +275,19 @@ class Holdings:
         except BaseException:
             with self._lock:
                 if self._repairs.get(key) is mine:
-                    self._stop_repair(key)
+                    self.stop(self._repairs.pop(key))
             raise
 
     def stop_repairs(self, gone: Callable[[SnapshotId], bool]) -> None:
         """Of these no parity is wanted any more: what was being gathered of it gives its slot to another."""
         with self._lock:
             for key in [key for key in self._repairs if gone(key.snapshot)]:
-                self._stop_repair(key)
+                self.stop(self._repairs.pop(key))
 
-    def _stop_repair(self, key: ParityKey) -> None:
-        repair = self._repairs.pop(key)
-        repair.parity.cancel()  # or it would go on writing to what is somebody else's by then
-        self.give_back(repair.pool, repair.slot, repair.view)
+    def stop(self, gathering: GatheringSlot) -> None:
+        """Nobody will finish it: free its slot."""
+        gathering.parity.cancel()  # or it would go on writing to what is somebody else's by then
+        self.give_back(gathering.pool, gathering.slot, gathering.view)
 
     def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
         """A gathering that grows in `view`."""

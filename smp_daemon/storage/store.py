@@ -239,7 +239,8 @@ class Store:
         ready = self.arena.ready()
         if ready is None:
             return layout.slots
-        # What is held takes its slot from the second snapshot on: until it is made, the trainers count one less.
+        # With two slots the trainers may order that a snapshot is held, see `hold`, which is what spare slots are for.
+        # Until all are made, as many are kept back of those that are.
         return min(max(min(ready, 1), ready - self._spare), layout.slots)
 
     # ------------------------------------------------------------------ a snapshot's way
@@ -503,14 +504,14 @@ class Store:
 
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
-        self.holdings.stop_repairs(lambda snapshot: snapshot not in parities and snapshot < before)
         self.arena.release(keep, before, self._held, parities)
         self.holdings.keep_only(stays)
         self.changed.notify_all()
 
     def _leave_unprotected(self, given_up: Callable[[SnapshotId], bool]) -> None:
-        """These are kept as they are sealed: nothing is encoded of them any more."""
+        """These are kept as they are sealed: no parity is made of them any more, nor repaired."""
         self.codings.forget(given_up)
+        self.holdings.stop_repairs(given_up)
         for snapshot, progress in self._progress.items():
             if given_up(snapshot) and progress.outcome is SnapshotOutcome.PENDING:
                 progress.outcome = SnapshotOutcome.FAILED

@@ -177,8 +177,8 @@ class Boundary:
         if scaler is not None and scaler.is_enabled() and not any(scaler is given for given in self._scalers):
             self._episodes.begin(
                 "scaler",
-                "a %s steps %s and was not given: after a restart its scale is as at the start, unless it is tracked, "
-                'and a step that it skips is not counted: give it as extra={"scaler": scaler}',
+                "a %s steps %s and was not given: after a restart it begins with its first scale, unless tracked, "
+                'and a step that it skips is not counted. Give it as extra={"scaler": scaler}',
                 type(scaler).__qualname__,
                 type(optimizer).__qualname__,
             )
@@ -229,23 +229,23 @@ def _first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Para
 def _is_within_its_step(optimizer: Any) -> bool:
     """Whether torch's wrapper of ``optimizer.step`` is on the stack twice, the one that has just begun included."""
     count = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in _stack():
         if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
             count += frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
     return count > 1
 
 
 def _scaler_on_stack() -> GradScaler | None:
     """The scaler in whose ``step`` this is, if it is in one."""
-    frame: FrameType | None = sys._getframe()
+    return next((frame.f_locals["self"] for frame in _stack() if frame.f_code is GradScaler.step.__code__), None)
+
+
+def _stack() -> Iterator[FrameType]:
+    """The frames of this thread, from that of the caller outwards."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is GradScaler.step.__code__:
-            found: GradScaler = frame.f_locals["self"]
-            return found
+        yield frame
         frame = frame.f_back
-    return None
 
 
 def _replace_step(owner: Any, stepping: Callable[..., Any]) -> Callable[[], None]:
