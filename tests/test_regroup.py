@@ -230,11 +230,11 @@ def come_back(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -> No
         coord: Trainer(next(smp for smp in smps if smp.name == run.layout.nodes[rank].name), coord, 3000 + rank)
         for rank, coord in enumerate(run.trainers)
     }
+    for trainer in trainers.values():
+        trainer.client.join(run.epoch + 1)  # from here on the survivors, who may be at it again, leave all as it is
     plan = plan_restore([trainer.client.inventory() for trainer in trainers.values()], trainers)
     assert plan is not None
     assert plan.snapshot == run.protected
-    for trainer in trainers.values():
-        trainer.client.join(run.epoch + 1)
     for trainer in trainers.values():
         assert trainer.recover(plan).view == trainer.image(plan.snapshot)
     leave(Run(list(trainers.values())))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,9 @@ from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
 from holdfast.chaos.sim.trainer import Bytes
 from holdfast.chaos.sim.turns import ORDERS, Recorder, Replayed, Uniform
+from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.smp_daemon.storage.store import Store
+from holdfast.snapshot.resume import restore
 from tests.sim_mutants import MUTANTS, noticed
 from tests.sim_mutants import SEEDS as SEEDS_OF_MUTANTS
 
@@ -91,6 +94,27 @@ def test_large_worlds_are_drawn_and_hold(simulation: None) -> None:
 def test_what_was_found_stays_mended(simulation: None, seed: int) -> None:
     """What each was is told in ``benchmarks/results``."""
     assert not simulate(seed).violations, command.replay(seed)
+
+
+@pytest.mark.proves("never-older")
+def test_what_does_not_fit_together_at_first_is_looked_at_again(
+    simulation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where SMPs regroup while they are asked: what the first look sees of a protected snapshot is not whole."""
+    exchange = vars(restore)["exchange"]
+    torn: list[object] = []
+
+    def see_the_first_torn(client: Any, agreement: Any, coord: str, options: Any = None) -> Any:
+        inventories, *rest = exchange(client, agreement, coord, options)
+        if agreement not in torn and newest_protected(inventories) and (not options or options.restore_step is None):
+            torn.append(agreement)
+            inventories = [replace(each, shards=frozenset(), parities=frozenset()) for each in inventories]
+        return inventories, *rest
+
+    monkeypatch.setattr(restore, "exchange", see_the_first_torn)
+    for seed in range(20):
+        assert not simulate(seed).violations, command.replay(seed)
+    assert len(torn) > 10
 
 
 @pytest.mark.parametrize("seed", [1, 6])

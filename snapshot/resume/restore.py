@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -174,7 +174,7 @@ def restore(
     streak: CrashLoop | None = None
     choice: Choice | None = None
     finished: int | None = None
-    joined = False
+    joined = looked_again = False
     while True:
         inventories, coords, everyones = exchange(client, agreement, coord, options)
         if elastic:
@@ -184,7 +184,15 @@ def restore(
             choice = choose(inventories, everyones[0])
             finished = steps_finished(inventories)
         unacknowledged.update(*(inventory.never_acknowledged for inventory in inventories))
-        plan, newest = _plan(client, agreement, inventories, coords, course, unacknowledged, choice, failure, elastic)
+        plan, lost = _in_memory(inventories, None if elastic else coords, course, unacknowledged, choice)
+        if lost is not None and not joined and not looked_again:
+            # SMPs that were regrouping answer one after the other: what one held before and another holds after may
+            # not fit together. Once a trainer is connected no regrouping begins, so a second look is not torn.
+            looked_again = True
+            continue
+        newest = 0
+        if plan is None:
+            plan, newest = _in_storage(client, agreement, coords, course, choice, lost, failure)
         resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
         if plan is not None and resharded:
             check_change(plan.sources.layout.coords, coords)
@@ -262,32 +270,37 @@ def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, b
     return bool(whole), bool(unspoilt)
 
 
-def _plan(
+def _in_memory(
+    inventories: Sequence[Inventory],
+    coords: Collection[str] | None,
+    course: Course,
+    unacknowledged: Collection[SnapshotId],
+    choice: Choice | None,
+) -> tuple[RestorePlan | None, Unrecoverable | None]:
+    """What to restore from memory; else why what there was cannot be had, if there was anything."""
+    if course.given_up:
+        return None, Unrecoverable(course.given_up)
+    try:
+        return plan_restore(inventories, coords, course.hopeless(unacknowledged), choice), None
+    except Unrecoverable as error:
+        return None, error
+
+
+def _in_storage(
     client: SmpClient,
     agreement: Agreement,
-    inventories: Sequence[Inventory],
     coords: dict[str, str],
     course: Course,
-    unacknowledged: set[SnapshotId],
     choice: Choice | None,
+    lost: Unrecoverable | None,
     failure: HoldfastError | None,
-    elastic: bool,
 ) -> tuple[RestorePlan | None, int]:
-    """What to restore, and the newest epoch that anything is persisted of; (None, ...): start from nothing. A
-    collective call.
+    """What to restore of what is persisted, and the newest epoch that anything is persisted of; (None, ...): start from
+    nothing. A collective call.
 
     Raises:
         Unrecoverable: there was something, and nothing of it can be had.
     """
-    lost = Unrecoverable(course.given_up) if course.given_up else None
-    if lost is None:
-        try:
-            plan = plan_restore(inventories, None if elastic else coords, course.hopeless(unacknowledged), choice)
-        except Unrecoverable as error:
-            lost = error
-        else:
-            if plan is not None:
-                return plan, 0
     if choice is not None:
         raise lost or Unrecoverable(f"{choice.snapshot} was chosen, and nothing of it is held") from failure
     course.note(f"memory: {lost or 'no SMP that answers holds a snapshot'}")
