@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.chaos.sim.plan import DrawnState
 from holdfast.chaos.sim.scheduler import active
+from holdfast.chaos.sim.trainer import Steps
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
@@ -242,10 +243,10 @@ class SimScript:
             hook.track("losses", lambda: list(self._losses), self._take_losses)
         return hook
 
-    def train(self, snap: SnapshotHook, steps: int, drain: Callable[[], None] | None) -> None:
-        """So many steps more; and one more, in which all that was taken is drained, if that is asked for."""
+    def train(self, snap: SnapshotHook, to_do: Steps) -> None:
+        """As many steps more."""
         batches = self._reading = self._batches(snap)
-        for turn in range(steps + (drain is not None)):
+        while to_do.left:
             self.boundary = self.state()
             if self._drawn.declared and self._passed is None:
                 snap.begin()
@@ -259,8 +260,7 @@ class SimScript:
             self._sleep()
             with active().without_awaits():  # the engine of autograd is one for all who share a thread
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-            if drain is not None and turn == steps:
-                drain()
+            to_do.begun()
             self._average_gradients()
             for optimizer in self._optimizers:
                 if self._scaler is None:

@@ -32,6 +32,9 @@ from holdfast.snapshot.step.copier import CopyJob
 RECORD_CAPACITY = 64
 COLLECTIVE_DEADLINE_S = 120.0
 LEAF = "state"
+PATIENCE_STEPS = 500
+WAIT_S = 0.02
+"""In quiet there is room for a snapshot within so many steps, each made longer by so much."""
 
 
 class TrainingLost(Exception):
@@ -123,6 +126,45 @@ class SimMember:
         if values is None:
             raise AgreementLost("another rank is gone")
         return values
+
+
+class Steps:
+    """How many steps a loop has `left` to make. It calls `begun` in each, once that has begun."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def begun(self) -> None:
+        self.left -= 1
+
+
+class QuietSteps(Steps):
+    """Those of a loop that no fault strikes: as many as asked for, and one in which all that was taken is drained.
+
+    While there is no room for a snapshot more steps are made, so that what was asked for follows once there is. Whether
+    there is changes as a step begins, on all ranks alike: they all make as many steps.
+
+    Args:
+        every: steps from one snapshot to the next.
+        has_no_room: whether a snapshot that is due would find no slot.
+    """
+
+    def __init__(self, count: int, every: int, has_no_room: Callable[[], bool], drain: Callable[[], None]) -> None:
+        super().__init__(count + 1)
+        self._every = every
+        self._has_no_room = has_no_room
+        self._drain = drain
+        self._patience = PATIENCE_STEPS
+
+    def begun(self) -> None:
+        if self._patience and self._has_no_room():
+            self._patience -= 1
+            self.left = max(self.left, self._every + 1)
+            active().sleep(WAIT_S)
+            return
+        if self.left == 1:
+            self._drain()
+        super().begun()
 
 
 class Bytes(bytes):

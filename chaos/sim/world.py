@@ -17,11 +17,11 @@ from holdfast.chaos.sim.network import Network, use
 from holdfast.chaos.sim.oracle import Content, Oracle, Snapshot
 from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
-from holdfast.chaos.sim.seams import SLICE_S, Hooks
+from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.system import SYSTEM
 from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Signal
-from holdfast.chaos.sim.trainer import Bytes, Circle, SimAdapter, SimMember, TrainingLost
+from holdfast.chaos.sim.trainer import Bytes, Circle, QuietSteps, SimAdapter, SimMember, Steps, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.service import Smp
@@ -40,10 +40,6 @@ START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
 AGAIN_S = 0.5
 """After an SMP did not come up, another is started."""
-
-
-ROOM_STEPS = 500
-"""In quiet, there is room for all snapshots after so many."""
 
 
 class SimNode:
@@ -338,18 +334,10 @@ class World:
         meet = self._meeting(circle, rank)
         with _Hook(adapter, options) as hook:
             self._note_restored(trainer, hook, floor, loaded[-1] if loaded else None)
-            left, patience = steps, ROOM_STEPS
-            while True:
+            to_do = self._steps(hook, coord, steps, drains)
+            while to_do.left:
                 hook.begin()
-                waits = drains and patience > 0 and _has_no_room(hook)
-                patience -= waits
-                if not left and not waits:
-                    break
-                if waits:  # in quiet, what is asked for follows once there is room
-                    left = max(left, self.plan.every)
-                    self.scheduler.sleep(SLICE_S)
-                else:
-                    left -= 1
+                to_do.begun()
                 self._work_a_while()
                 meet(adapter.step)
                 hook.before_step()
@@ -357,12 +345,7 @@ class World:
                     adapter.resize(self.lengths[rank])
                 adapter.train()
                 hook.after_step()
-            if drains:
-                self._drain(hook, coord)
-                hook.before_step()
-                adapter.train()
-                hook.after_step()
-                hook.begin()
+            hook.begin()
 
     def _train_modules(
         self, trainer: SimTrainer, circle: Circle, options: Options, steps: int, floor: Snapshot | None, drains: bool
@@ -375,7 +358,12 @@ class World:
         self._scripts[trainer.process] = script
         with script.hook(options, SYSTEM) as hook:
             self._note_restored(trainer, hook, floor, script.state() if hook.restored.snapshot else None)
-            script.train(hook, steps, partial(self._drain, hook, coord) if drains else None)
+            script.train(hook, self._steps(hook, coord, steps, drains))
+
+    def _steps(self, hook: SnapshotHook, coord: str, steps: int, drains: bool) -> Steps:
+        if not drains:
+            return Steps(steps)
+        return QuietSteps(steps, self.plan.every, partial(_has_no_room, hook), partial(self._drain, hook, coord))
 
     def _meeting(self, circle: Circle, rank: int) -> Callable[[Any], list[Any]]:
         """How the steps of this life bring ranks together."""
