@@ -67,7 +67,8 @@ def show(console: Console, account: Account) -> None:
     plan = account.plan
     ranks = plan.nodes * plan.ranks_per_node
     console.print()
-    console.print(f"[bold]megatron-core GPT[/], tensor parallel 2 x data parallel {ranks // 2}, bf16, dropout")
+    what = f", tensor parallel 2 x data parallel {ranks // 2}, bf16, dropout"
+    console.print(Text.assemble(("megatron-core GPT", "bold"), what))
     console.print(
         f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, {_how_often(account)}, "
         f"protect {plan.code}{'' if plan.code == plan.protect else f' ({plan.protect})'}, seed {plan.seed}"

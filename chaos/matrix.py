@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from holdfast.chaos.cluster import TARGET, History, VirtualCluster
@@ -305,9 +304,12 @@ def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
         "cell", "ranks", "identical", "steps done again", "s", title="killed, restored, compared to the last bit"
     )
     for verdict in verdicts:
-        same = escape(_same(verdict))
         table.add_row(
-            verdict.cell.name, str(verdict.cell.ranks), same, str(verdict.lost_steps), f"{verdict.seconds:.0f}"
+            verdict.cell.name,
+            str(verdict.cell.ranks),
+            _same(verdict),
+            str(verdict.lost_steps),
+            f"{verdict.seconds:.0f}",
         )
     console.print(table)
 

@@ -271,7 +271,7 @@ def show(console: Console, report: AuditReport, most: int = 12) -> None:
         steps = " and ".join(map(str, report.resumed))
         console.print(f"exact: resumed at steps {steps}; {report.compared:,} values are those of the undisturbed run")
         if report.passing:
-            console.print(_passing(sorted(report.passing)), markup=False)
+            console.print(_passing(sorted(report.passing)))
         return
     said = {
         "not deterministic": "differs between two undisturbed runs, so no resume can be exact:",
@@ -286,16 +286,14 @@ def show(console: Console, report: AuditReport, most: int = 12) -> None:
         console.print(title)
         for each in chosen[:most]:
             where = f"step {each.step}, rank {each.rank}"
-            console.print(f"  {each.name}: {each.found}, undisturbed {each.expected} ({where})", markup=False)
+            console.print(f"  {each.name}: {each.found}, undisturbed {each.expected} ({where})")
             if (why := drift(each)) is not None:
-                console.print(f"    {why}", markup=False)
+                console.print(f"    {why}")
         if len(chosen) > most:
             console.print(f"  and {len(chosen) - most} more")
     forgotten = [each for each in report.differences if each.kind in ("not restored", "absent")]
     if any(drift(each) is None for each in forgotten):
-        console.print(
-            "Give such state to snap.track(...) or extra=, or say --ignore PATTERN if it does not matter.", markup=False
-        )
+        console.print("Give such state to snap.track(...) or extra=, or say --ignore PATTERN if it does not matter.")
 
 
 def _passing(names: Sequence[str], most: int = 3) -> str:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.text import Text
 
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.chaos.actions import ACTIONS
@@ -451,4 +450,4 @@ def test_what_failed_is_printed_as_it_is() -> None:
     problem = "dp0: RuntimeError: [/src/transport/pair.cc:537] Connection closed by peer"
     scenario = SimpleNamespace(name="seed-1", beyond_parity=False)
     failed = line(SimpleNamespace(scenario=scenario, skipped="", held=False, problems=[problem]))
-    assert Text.from_markup(failed).plain == f"FAILED seed-1: {problem}"
+    assert failed.plain == f"FAILED seed-1: {problem}"

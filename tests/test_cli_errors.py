@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from holdfast import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.cli.main import main, make_parser
@@ -20,6 +21,7 @@ from holdfast.cli.output import (
     WRONG,
     EndedBySignal,
     columns,
+    console_of,
     describe,
     json_target,
 )
@@ -167,3 +169,18 @@ def test_tables_are_neither_cut_nor_padded() -> None:
     lines = columns(["node", "", "n"], [["a" * 100, "silent", "1"], ["b", "", "12,345"]], left=2)
     assert [line == line.rstrip() for line in lines] == [True] * 3
     assert lines[1] == f"{'a' * 100}  silent       1"
+
+
+@pytest.mark.parametrize("target", [None, "-"])
+def test_brackets_are_printed_as_they_are(target: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Paths and the errors of others have them, and rich would take them for markup."""
+    text = "[/src/transport/pair.cc:537] Connection closed by peer [red]"
+    table = Table("what", title=text)
+    table.add_row(text)
+    console = console_of(argparse.Namespace(json=target), soft_wrap=True)
+    console.print(text)
+    console.print(table)
+    out, err = capsys.readouterr()
+    told, silent = (err, out) if target else (out, err)
+    assert silent == ""
+    assert told.count(text) == 3

@@ -395,7 +395,7 @@ def show(console: Console, report: EcReport) -> None:
         for line in lines:
             table.add_row(line[0] if line[0] != code else "", *line[1:])
             code = line[0]
-        console.print(f"\n[bold]{title}[/]")
+        console.print(Text(f"\n{title}", "bold"))
         console.print(table)
     console.print()
     console.print(Text(LEGEND, "dim"))

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from holdfast.bench import cluster as cluster_module
 from holdfast.bench.ec import describe, machine
@@ -484,7 +485,7 @@ def _who(row: ProtectRate | RecoverRate) -> tuple[str, str, str]:
 
 def show(console: Console, report: NodeReport) -> None:
     """Print the tables."""
-    console.print(_head(report), soft_wrap=True, markup=False)
+    console.print(_head(report), soft_wrap=True)
     console.width = max(console.width, WIDEST)
     for title, (header, *rows) in tables(report):
         table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
@@ -492,11 +493,11 @@ def show(console: Console, report: NodeReport) -> None:
             table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
         for line in rows:
             table.add_row(*line)
-        console.print(f"\n[bold]{title}[/]")
+        console.print(Text(f"\n{title}", "bold"))
         console.print(table)
     console.print()
     for text in (LEGEND, *report.notes):
-        console.print(text, soft_wrap=not console.is_terminal, markup=False)
+        console.print(text, soft_wrap=not console.is_terminal)
 
 
 def markdown(report: NodeReport) -> str:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from holdfast.cli.arguments import deadline
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 
 
 def add(commands: Any) -> None:
@@ -33,9 +33,7 @@ def add(commands: Any) -> None:
 def _run(parsed: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from rich.console import Console
-
-    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    console = console_of(parsed, soft_wrap=True)
     console.print("importing torch")
     from holdfast.audit import AuditPlan, run, show
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.arguments import input_file, output_file, size
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 
 
 def add(commands: Any) -> None:
@@ -94,11 +94,10 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _ec(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from holdfast.bench.ec import EcBenchmark, markdown, quick, run, show
 
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     report = run(quick(parsed.seed) if parsed.quick else EcBenchmark(seed=parsed.seed), console)
     show(console, report)
     if parsed.markdown:
@@ -108,11 +107,10 @@ def _ec(parsed: argparse.Namespace) -> int:
 
 
 def _node(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from holdfast.bench.node import NodeBenchmark, markdown, quick, run, show
 
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     plan = NodeBenchmark(
         parsed.nodes,
         parsed.connections,
@@ -132,12 +130,11 @@ def _node(parsed: argparse.Namespace) -> int:
 
 
 def _stall(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from holdfast.cli import plots
 
     plots.check_plots(parsed.plot)
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     console.print("importing torch")
     from holdfast.bench.stall import StallBenchmark, StallReport, choose, markdown, quick, run, show
 

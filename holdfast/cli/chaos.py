@@ -10,13 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from holdfast.cli.arguments import deadline, input_file, output_file
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
@@ -79,7 +78,7 @@ def show_list(parsed: argparse.Namespace) -> int:
     from holdfast.chaos.faults import Where, injected_by
     from holdfast.chaos.scenario import built_in
 
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     scenarios = built_in()
     table = Table("scenario", "what", "faults", box=None, pad_edge=False)
     for scenario in scenarios:
@@ -120,7 +119,7 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
 
 def _run_command(parsed: argparse.Namespace) -> int:
     """``holdfast chaos run --seed N -- COMMAND``."""
-    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    console = console_of(parsed, soft_wrap=True)
     console.print("importing torch")
     from holdfast.audit import show
     from holdfast.chaos.user.command import CommandPlan
@@ -145,7 +144,7 @@ def _run_command(parsed: argparse.Namespace) -> int:
         parsed.deadline,
     )
     console.print(f"seed {seed}")
-    verdict = run(plan, lambda text: console.print(text, markup=False))
+    verdict = run(plan, lambda text: console.print(text))
     seen = verdict.run
     options = [f"--seed {seed} --faults {plan.faults} --steps {plan.steps}", *["--double"] * plan.double]
     options += [f"--nodes {plan.nodes}"] * (plan.nodes > 1)
@@ -156,10 +155,10 @@ def _run_command(parsed: argparse.Namespace) -> int:
     looked = ", ".join(f"{check} {count}" for check, count in verdict.checks.items())
     console.print(f"checks, and how often each looked at something: {looked}")
     for problem in verdict.problems:
-        console.print(f"FAILED: {problem}", style="red", markup=False)
+        console.print(f"FAILED: {problem}", style="red")
     if verdict.problems:
         show(console, verdict.report)
-        console.print(f"to see it again: {replay}", markup=False)
+        console.print(f"to see it again: {replay}")
         return 1
     again = sum(verdict.steps_again)
     console.print(
@@ -199,7 +198,7 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     from holdfast.cli.chaos_report import markdown, page, told
 
     scenarios = shard(scenarios, parsed.shard)
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     began = time.monotonic()
     verdicts = []
     console.print("importing torch")
@@ -214,7 +213,7 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
                 verdict = campaign.run(scenario, replay_command(scenario))
                 verdicts.append(verdict)
                 progress.advance(bar)
-                console.print(f"[{number}/{len(scenarios)}] {line(verdict)}", soft_wrap=True)
+                console.print(Text(f"[{number}/{len(scenarios)}] ").append(line(verdict)), soft_wrap=True)
         except KeyboardInterrupt:
             failed = sum(not verdict.held for verdict in verdicts)
             console.print(f"{len(verdicts)} of {len(scenarios)} scenarios were run, of which {failed} failed")
@@ -225,7 +224,7 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     console.print(", ".join(f"{name} {value}" for name, value in plain))
     console.print(f"checks, and how often each looked at something: {checks}")
     for command in figures["replay"]:
-        console.print(f"to see it again: {command}", style="red", markup=False)
+        console.print(f"to see it again: {command}", style="red")
     cases = [{**verdict.to_json(), "definition": to_json(verdict.scenario)} for verdict in verdicts]
     write_json(parsed.json, {**figures, "cases": cases})
     if parsed.html:
@@ -235,20 +234,22 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     return 1 if figures["failed"] else 0
 
 
-def line(verdict: Any) -> str:
-    """A verdict in a line, with markup."""
+def line(verdict: Any) -> Text:
+    """A verdict in a line."""
     name = verdict.scenario.name
     if verdict.skipped:
-        return f"[yellow]skipped[/] {name}: {escape(verdict.skipped)}"
+        return Text.assemble(("skipped", "yellow"), f" {name}: {verdict.skipped}")
     if not verdict.held:
-        return f"[red]FAILED[/] {name}: " + escape("; ".join(verdict.problems)[:2000])
+        return Text.assemble(("FAILED", "red"), f" {name}: {'; '.join(verdict.problems)[:2000]}")
     again = sum(verdict.steps_again)
     if verdict.scenario.beyond_parity:
-        return f"[green]failed loudly[/], as it must: {name} ({verdict.injected} faults, {verdict.seconds:.1f} s)"
+        told = f", as it must: {name} ({verdict.injected} faults, {verdict.seconds:.1f} s)"
+        return Text.assemble(("failed loudly", "green"), told)
     settings = ""
     if verdict.scenario.defaults and verdict.held_up is not None:
         settings = f"a snapshot every {verdict.interval} steps at the rarest, held up {verdict.held_up:.1%}, "
-    return (
-        f"[green]identical[/] {name} ({verdict.injected} faults, {verdict.restarts} restarts, {again} steps again, "
-        f"{settings}{verdict.seconds:.1f} s)"
+    return Text.assemble(
+        ("identical", "green"),
+        f" {name} ({verdict.injected} faults, {verdict.restarts} restarts, {again} steps again, "
+        f"{settings}{verdict.seconds:.1f} s)",
     )

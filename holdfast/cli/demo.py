@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from holdfast import ConfigError
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.extras import require
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ def add(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from holdfast.chaos.demo import DemoPlan, run
     from holdfast.chaos.demo_view import DemoProgress, show
@@ -70,7 +69,7 @@ def _run(parsed: argparse.Namespace) -> int:
         parsed.device,
     )
     require("megatron", "holdfast demo", "run holdfast matrix --cells torch")
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     with DemoProgress(console, plan) as progress:
         account = run(plan, progress.tell)
     show(console, account)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 
 
 def add(commands: Any) -> None:
@@ -21,12 +21,11 @@ def add(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from holdfast.checks import examine
     from holdfast.doctor import gather, show
 
     findings = examine(gather())
-    show(Console(stderr=parsed.json == "-", highlight=False), findings)
+    show(console_of(parsed), findings)
     write_json(parsed.json, [finding.to_json() for finding in findings])
     return 1 if any(finding.verdict == "problem" for finding in findings) else 0

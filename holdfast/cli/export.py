@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.arguments import arena_folder
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 FORMATS = ("safetensors", "dcp")
@@ -48,9 +48,8 @@ def add(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """``holdfast export``; status 0 if something was exported, or listed."""
-    from rich.console import Console
 
-    console = Console(stderr=parsed.json == "-", highlight=False, markup=False, soft_wrap=True)
+    console = console_of(parsed, soft_wrap=True)
     if parsed.list:
         return _list(parsed, console)
     if parsed.folder is None:

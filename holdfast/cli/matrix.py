@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from holdfast.cli.arguments import output_file
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.extras import require
 
 
@@ -34,12 +34,10 @@ def add(commands: Any) -> None:
 def _run(parsed: argparse.Namespace) -> int:
     from datetime import UTC, datetime
 
-    from rich.console import Console
-
     from holdfast.bench.ec import describe, machine
     from holdfast.chaos.matrix import GPT, CellVerdict, choose, markdown, outcome, report, run, show
 
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     cells = choose(parsed.cells)
     if parsed.list:
         for cell in cells:
@@ -50,7 +48,7 @@ def _run(parsed: argparse.Namespace) -> int:
     console.print(f"importing torch{', megatron-core' if megatron else ''}")
 
     def tell(verdict: CellVerdict) -> None:
-        console.print(f"{verdict.cell.name}: {outcome(verdict)} ({verdict.seconds:.0f} s)", markup=False)
+        console.print(f"{verdict.cell.name}: {outcome(verdict)} ({verdict.seconds:.0f} s)")
 
     verdicts = run(cells, parsed.seed, tell)
     show(console, verdicts)

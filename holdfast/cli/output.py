@@ -53,9 +53,19 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
     return lines
 
 
+def console_of(parsed: argparse.Namespace, *, soft_wrap: bool = False) -> Console:
+    """Where a command that has ``--json`` prints what is for people.
+
+    Brackets are printed as they are: paths and the errors of others have them. What has a style is a `Text`.
+    """
+    from rich.console import Console
+
+    return Console(stderr=parsed.json == "-", highlight=False, markup=False, soft_wrap=soft_wrap)
+
+
 def say(console: Console, text: RenderableType) -> None:
     """Print text: on a terminal broken between words, in a pipe as it is."""
-    console.print(text, soft_wrap=not console.is_terminal, markup=False)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def add_json(command: argparse._ActionsContainer) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from holdfast.cli.arguments import parse_protect_every, rate, time
 from holdfast.cli.arguments import size as size_in_bytes
-from holdfast.cli.output import add_json, columns, say, write_json
+from holdfast.cli.output import add_json, columns, console_of, say, write_json
 from holdfast.cli.rates import add_measured, add_rates, say_basis, smp_of
 from holdfast.planner.advice import advice
 from holdfast.planner.rates import SmpRates
@@ -149,7 +149,7 @@ def run(parsed: argparse.Namespace) -> int:
         slots += f" and {parsed.generations - 1} for older generations"
     if parsed.persist:
         slots += " and one that is written to storage"
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     show(console, rows, machine, slots)
 
     def advised(row: Row) -> list[str]:
@@ -220,7 +220,7 @@ def show_choices(
     ]
     console.print()
     for line in columns(head, cells, gap=2):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     published = profile(PUBLISHED)
     interval = "every step" if job.step_s > sizes.copy_s else f"every {duration(sizes.copy_s)}"
     fits = "" if chosen else f" None of them fits half of a node's {amount(machine.host_memory)} (--host-memory)."
@@ -272,7 +272,7 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
             ]
         )
     for line in columns(head, cells, gap=1):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     first = rows[0]
     code = f"{first[2].data}+{first[2].parity}" if first[2].parity else "no parity: processes only"
     say(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from holdfast import sessions
 from holdfast.cli.arguments import deadline, output_file
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
@@ -127,10 +127,10 @@ def show(console: Console, measured: Measured) -> None:
 def _command(parsed: argparse.Namespace) -> int:
     command = tuple(parsed.command)
     plan = ProfilePlan(command, parsed.output, parsed.steps, parsed.deadline)
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     console.print(f"running the command until it has recorded {plan.steps} steps", soft_wrap=True)
     measured = run(plan)
     show(console, measured)
-    console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True, markup=False)
+    console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True)
     write_json(parsed.json, measured.to_json())
     return 0

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.arguments import or_none, output_file, parse_protect_every, rate, some_time, time
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.rates import add_measured, add_rates, cores_here, say_basis, smp_of
 from holdfast.planner.rates import basis
 from holdfast.planner.sizing import STATE_BYTES, parse_shape
@@ -96,14 +96,13 @@ def add(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command. Status 1 if a published number is not reproduced."""
-    from rich.console import Console
 
     from holdfast.cli import plots
     from holdfast.planner.fleet.published import POINTS
     from holdfast.planner.fleet.sweep import run as run_sweep
 
     plots.check_plots(parsed.plot)
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     smp = smp_of(parsed, parsed.measured)
     sweep = _sweep(parsed, smp)
     console.print("simulating")

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from holdfast.cli.arguments import arena_folder, some_time
-from holdfast.cli.output import add_json, columns, say, write_json
+from holdfast.cli.output import add_json, columns, console_of, say, write_json
 from holdfast.cli.smp import unknown
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
 
 def show_status(parsed: argparse.Namespace) -> int:
     """``holdfast status``."""
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     overviews = gather(parsed.arena, parsed.job)
     if parsed.job and not overviews:
         raise NotFound(unknown(parsed.job, arena_path(parsed.job, parsed.arena)))
@@ -60,7 +60,7 @@ def show_top(parsed: argparse.Namespace) -> int:
     if parsed.count < 0:
         raise ConfigError(f"--count {parsed.count}: look 0 times or more")
     looked = 0
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with (
         Live(Text("looking ..."), console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
     ):

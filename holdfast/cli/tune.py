@@ -11,7 +11,7 @@ from rich.console import Console
 
 from holdfast.cli import plots
 from holdfast.cli.arguments import input_file, output_file, rate, size, some_time
-from holdfast.cli.output import add_json, say, write_json
+from holdfast.cli.output import add_json, console_of, say, write_json
 from holdfast.cli.rates import add_rates, read_measured, say_basis, smp_of
 from holdfast.planner.codes import PLACEMENTS, Domains
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
@@ -157,7 +157,7 @@ def run(parsed: argparse.Namespace) -> int:
     targets = _targets(parsed, nodes)
     found = recommend(costs, model, nodes, domains, targets)
     found = replace(found, why=tuple(reasons(found, costs, model, domains, targets, duration, amount)))
-    console = Console(stderr=parsed.json == "-", highlight=False)
+    console = console_of(parsed)
     show(console, found, costs)
     if profiled is None or not profiled.parity:  # else encoding was measured, and no rate of these is used
         console.print()
