@@ -207,10 +207,10 @@ class SmpClient:
         self._board = Board(self.arena / "board", system=self.system)
 
     def configure(self, layout: Layout, *, wait: bool = True) -> int:
-        """Have the SMP reserve its memory for `layout`: how many slots of every shard, and of parity, are there.
+        """Have the SMP reserve its memory for `layout`: how many slots of every shard, and of parity, may be used.
 
         Args:
-            wait: until all are, which takes as long as zeroing that memory. An older SMP always does.
+            wait: until all may, which takes as long as zeroing that memory. An older SMP always does.
 
         Raises:
             ArenaTooSmall: there is no room. DeadlineExceeded: it is not all there yet.
@@ -222,7 +222,7 @@ class SmpClient:
         return count
 
     def await_reserved(self, layout: Layout, count: int) -> int:
-        """Block until so many slots of every shard, and of parity, are there, or for some seconds: how many are.
+        """Block until so many slots of every shard, and of parity, may be used, or for some seconds: how many may.
 
         Raises:
             ArenaTooSmall: there is no memory for them. StaleEpoch: a newer epoch has begun.

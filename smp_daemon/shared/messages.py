@@ -113,14 +113,14 @@ class Configure(Request, tag="configure", kw_only=True):
 
 
 class AwaitReserved(Request, tag="await_reserved", kw_only=True):
-    """Answer once `count` slots of every shard of that epoch's layout, and of parity, are there, or after seconds."""
+    """Answer once `count` slots of every shard of that epoch's layout, and of parity, may be used, or after seconds."""
 
     epoch: Count
     count: Count
 
 
 class Reserved(Reply, kw_only=True):
-    """How many slots of every shard, and of parity, are there; None: all."""
+    """How many slots of every shard, and of parity, trainers may use; None: all."""
 
     count: Count | None = None
 

@@ -196,7 +196,7 @@ class Store:
 
     def configure(self, layout: Layout) -> int:
         """Reserve what this node needs in `layout`, or have it reserved in the background if it is much; harmless if
-        that has been done, or is under way. How many slots of every shard, and of parity, are there.
+        that has been done, or is under way. How many slots of every shard, and of parity, trainers may use by now.
 
         Raises:
             StaleEpoch: the layout is of another epoch.
@@ -219,7 +219,7 @@ class Store:
             return self._ready(layout)
 
     def await_reserved(self, epoch: int, count: int, deadline_s: float) -> int:
-        """Block until so many slots of every shard, and of parity, are there; how many are, by the deadline.
+        """Block until trainers may use so many slots of every shard, and of parity; how many, by the deadline.
 
         Raises:
             StaleEpoch: a newer epoch has begun.
