@@ -42,9 +42,14 @@ from holdfast.smp_daemon.shared.scratch import Scratch
 TARGET = "holdfast.chaos.drill:train"
 """What a trainer runs if nothing else is said."""
 
-
+ERROR_LENGTH = 300
 LOG_TAIL = 12_000
 """Characters of each log that an error ends with: all threads of an SMP that crashed, and what its successor said."""
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that tells of an error, cut; empty if none does."""
+    return next((line[:ERROR_LENGTH] for line in reversed(log.splitlines()) if "error" in line.lower()), "")
 
 
 class JobFailed(HoldfastError):
@@ -184,7 +189,7 @@ class VirtualCluster(Runner):
         """Run the job to its end, with all faults. Cleans up, whatever happens.
 
         Raises:
-            JobFailed: a trainer failed by itself; the message ends with its log.
+            JobFailed: a trainer failed by itself; its first line has the errors of all, and logs follow.
             DeadlineExceeded: the job is not done in time.
         """
         self._deadline = time.monotonic() + self._deadline_s
@@ -233,7 +238,8 @@ class VirtualCluster(Runner):
         fired = [f for f in self._faults if f.fired_at is not None and not any(f is done for done in self._dealt_with)]
         cause = [fault for fault in fired if CATALOGUE[fault.kind].ends_job]
         if not cause:
-            raise JobFailed(f"rank {message['rank']} ended with status {message['status']}\n{self._logs()}")
+            ended = f"rank {message['rank']} ended with status {message['status']}"
+            raise JobFailed("; ".join([ended, *self._errors()]) + f"\n{self._logs()}")
         self._restarting = True
         self._noticed_at = message["at"]
         self._cause = cause
@@ -460,6 +466,11 @@ class VirtualCluster(Runner):
             _, found, rest = path.read_text(errors="replace").partition("Traceback (most recent call last)")
             if found:
                 self.history.tracebacks.append(f"{path.stem}: {rest[-2000:].strip()}")
+
+    def _errors(self) -> list[str]:
+        """With what each trainer ended: who is heard of first may only have met the end of another."""
+        logs = {path.stem: path.read_text(errors="replace") for path in sorted(self._base.glob("rank*.log"))}
+        return [f"{who}: {line}" for who, text in logs.items() if (line := last_error(text))]
 
     def _logs(self) -> str:
         ended = [(node, node.ended()) for node in self._nodes]

@@ -57,6 +57,7 @@ class ScenarioVerdict:
         held_up: the part of the last start's time for which the hook held up the loop, on the rank where it was most;
             None: it did not end.
         checks: how often each of `CHECKS` looked at something.
+        failure: with what it failed although it must not, with the logs; empty if it did not.
     """
 
     scenario: Scenario
@@ -76,6 +77,7 @@ class ScenarioVerdict:
     interval: int = 0
     held_up: float | None = None
     checks: Counter[str] = field(default_factory=Counter)
+    failure: str = ""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -118,7 +120,7 @@ def judge(
     if scenario.beyond_parity and not hang:
         found.look("refuses", _not_refused(failure))
     elif not hang:
-        found.look("returns", "" if failure is None else f"it failed: {_last_line(failure)}")
+        found.look("returns", "" if failure is None else f"it failed: {_first_line(failure)}")
     difference = compare(undisturbed, disturbed) if failure is None and not scenario.beyond_parity else ""
     if failure is None and not scenario.beyond_parity:
         found.look("result", difference)
@@ -169,6 +171,7 @@ def judge(
         interval=longest_interval(disturbed),
         held_up=most_held_up(disturbed),
         checks=found.checks,
+        failure=str(failure) if failure is not None and found.breaches else "",
     )
 
 
@@ -194,7 +197,7 @@ class Findings:
 def _not_refused(failure: HoldfastError | None) -> str:
     if failure is None:
         return "it ended as if nothing had happened, although more was lost than parity makes up for"
-    return "" if "Unrecoverable" in str(failure) else f"it failed, but not with Unrecoverable: {_last_line(failure)}"
+    return "" if "Unrecoverable" in str(failure) else f"it failed, but not with Unrecoverable: {_first_line(failure)}"
 
 
 def lost_protected(history: History) -> int:
@@ -241,6 +244,5 @@ def torn(history: History) -> str:
     return ""
 
 
-def _last_line(failure: HoldfastError) -> str:
-    lines = str(failure).strip().splitlines() or [type(failure).__name__]
-    return next((line for line in reversed(lines) if "Error" in line or "error" in line), lines[-1])[:300]
+def _first_line(failure: HoldfastError) -> str:
+    return next(iter(str(failure).splitlines()), type(failure).__name__)

@@ -117,7 +117,9 @@ def test_the_command_writes_reports_and_replays_what_failed(
     report = json.loads(Path(files[0]).read_text())
     assert (report["scenarios"], report["failed"], report["faults_asked"], report["faults_injected"]) == (2, 1, 3, 3)
     assert report["replay"] == ["holdfast chaos run hopeless"]
-    assert "Unrecoverable" in report["cases"][1]["problems"][0]
+    assert "rank2: " in (problem := report["cases"][1]["problems"][0]) and "Unrecoverable" in problem
+    assert report["cases"][0]["failure"] == ""
+    assert "--- smp.log of node2" in report["cases"][1]["failure"]
     Checker().feed(Path(files[1]).read_text())
     assert "| hopeless | lose-node 0+1 |" in Path(files[2]).read_text()
     capsys.readouterr()
