@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_FAILURE
-from holdfast.smp_daemon.shared.plain import Count, Identifier
+from holdfast.smp_daemon.shared.plain import Address, Count, Identifier
 
 KILLED = "killed"
 """How a trainer ended that could not say it."""
@@ -87,12 +87,15 @@ class Start:
         base: the step that it went back to; 0 on a cold start.
         before: how the starts before it ended; None if the last one ended well.
         choice: what it was told to go back to; None: the newest.
+        newcomers: SMPs that the layout of what it went back to does not know. They may hold some of that by now, and
+            nothing else says where they are until this start has a layout of its own.
     """
 
     epoch: Count
     base: Count
     before: CrashLoop | None = None
     choice: Choice | None = None
+    newcomers: tuple[Address, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

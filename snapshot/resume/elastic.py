@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.crash_loop import newest_start
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -88,8 +89,10 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
     asks for all."""
     known = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
     at = {node.name: node.control for _, layout in sorted(known.items()) for node in layout.nodes}
-    missing = sorted(at[name] for name in at.keys() - {inventory.node for inventory in inventories})
-    told = client.inventories(missing) if missing and agreement.rank == 0 else []
+    missing = {at[name] for name in at.keys() - {inventory.node for inventory in inventories}}
+    if (start := newest_start(inventories)) is not None:
+        missing |= set(start.newcomers) - {inventory.control for inventory in inventories}
+    told = client.inventories(sorted(missing)) if missing and agreement.rank == 0 else []
     text = agreement.tell(encode_json([inventory.to_plain() for inventory in told]), 0)
     return [Inventory.read(each) for each in decode_json(list[Any], text, "inventories")]
 

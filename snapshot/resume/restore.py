@@ -197,7 +197,7 @@ def restore(
         if plan is not None and resharded:
             check_change(plan.sources.layout.coords, coords)
         epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
-        client.join(epoch, Start(epoch, plan.snapshot.step if plan else 0, streak, choice))
+        client.join(epoch, _start(epoch, plan, inventories, streak, choice))
         joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
         clock["plan"] = monotonic()
@@ -247,6 +247,19 @@ def restore(
         course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
         text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
         log.warning(text, plan.snapshot, why, extra=about(plan.snapshot))
+
+
+def _start(
+    epoch: int,
+    plan: RestorePlan | None,
+    inventories: Sequence[Inventory],
+    streak: CrashLoop | None,
+    choice: Choice | None,
+) -> Start:
+    if plan is None:
+        return Start(epoch, 0, streak, choice)
+    strangers = {inventory.control for inventory in inventories} - {node.control for node in plan.sources.layout.nodes}
+    return Start(epoch, plan.snapshot.step, streak, choice, tuple(sorted(strangers)))
 
 
 def _repair_nothing() -> RepairState:

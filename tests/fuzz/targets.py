@@ -224,7 +224,7 @@ def _text(value: Any) -> bytes:
 def _trainer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
     yield Hello(job=JOB, version=3, coord="pp0-dp0")
     yield AskInventories(addresses=(("127.0.0.1", 5000),))
-    yield Join(epoch=3, start=Start(3, 40, CrashLoop(2, 30, 41, "killed"), Choice(SNAPSHOT, 3)))
+    yield Join(epoch=3, start=Start(3, 40, CrashLoop(2, 30, 41, "killed"), Choice(SNAPSHOT, 3), (("10.0.0.1", 9),)))
     yield Configure(layout=layout)
     yield AwaitReserved(epoch=1, count=2)
     yield Begin(snapshot=SNAPSHOT, coord="pp0-dp0", keep=(SNAPSHOT,), protected=SNAPSHOT)
