@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         if now - said > SAY_EVERY_S:
             said = now
             print(f"{total.seeds} seeds, {total.seeds / (now - began):.1f} a second", flush=True)
+            _write(options.json, summary(total, options.first, now - began))
         if options.seconds and now - began > options.seconds:
             break
     result = summary(total, options.first, time.perf_counter() - began)
@@ -57,8 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         result["again"] = options.again
         result["differ"] = again(range(options.first, options.first + options.again))
     print("\n".join(lines(result)))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    _write(options.json, result)
     with installed():
         for seed in list(total.failures)[:SHRUNK]:
             _shorten(seed, options.cases)
@@ -78,6 +78,11 @@ def _shorten(seed: int, folder: Path) -> None:
     print(f"\nseed {seed}, made short:")
     print("\n".join(tell(case)))
     print(f"again: python -m holdfast.chaos.sim --replay {path}", flush=True)
+
+
+def _write(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
@@ -163,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="stop after so long, after the batches at hand; 0: never"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there, also while it runs")
     parser.add_argument(
         "--again", type=int, default=0, metavar="N", help="run the first N again in another interpreter, and compare"
     )
