@@ -18,6 +18,7 @@ from holdfast.cli.status import gather
 from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, current_crash_loop
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain
@@ -28,7 +29,8 @@ from tests.deadlines import DEADLINE_S
 counts = st.integers(0, MAX_COUNT)
 failures = st.text(max_size=MAX_FAILURE)
 streaks = st.builds(CrashLoop, counts, counts, counts, failures)
-starts = st.builds(Start, counts, counts, st.none() | streaks)
+addresses = st.lists(st.tuples(st.just("10.0.0.1"), st.integers(1, 65535)), max_size=3).map(tuple)
+starts = st.builds(Start, counts, counts, st.none() | streaks, newcomers=addresses)
 ends = st.builds(TrainerEnd, counts, failures)
 records = st.builds(Record, st.none() | starts, st.dictionaries(st.sampled_from(["dp0", "pp1-dp3", "x"]), ends))
 CRASH = "ValueError: the loss is nan"
@@ -113,6 +115,14 @@ def test_who_raised_tells_more_than_who_was_killed_and_that_more_than_an_echo() 
     assert crash_loop_of(without) == CrashLoop(1, 10, 12, KILLED)
     alone = crash_loop_of(told(start, {"dp0": echo, "dp1": TrainerEnd(12, WELL)}))
     assert alone is not None and alone.failure == echo.failure
+
+
+def test_newcomers_are_named_until_a_snapshot_of_their_start_is_protected() -> None:
+    start = Start(7, 10, newcomers=(("10.0.0.9", 7000),))
+    record = Record(start, {"dp0": TrainerEnd(12, CRASH)})
+    assert record.protected(SnapshotId(6, 11)) == record
+    assert record.protected(SnapshotId(7, 11)) == Record(Start(7, 10), record.ends)
+    assert Record().protected(SnapshotId(7, 11)) == Record()
 
 
 def test_only_the_newest_start_counts() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import msgspec
@@ -88,7 +88,7 @@ class Start:
         before: how the starts before it ended; None if the last one ended well.
         choice: what it was told to go back to; None: the newest.
         newcomers: SMPs that the layout of what it went back to does not know. They may hold some of that by now, and
-            nothing else says where they are until this start has a layout of its own.
+            nothing else says where they are until a snapshot of this start is protected.
     """
 
     epoch: Count
@@ -113,6 +113,12 @@ class Record:
         """Without the end of a trainer that was taken for killed, and only had lost its connection."""
         ends = {other: end for other, end in self.ends.items() if (other, end.failure) != (coord, KILLED)}
         return Record(self.start, ends)
+
+    def protected(self, snapshot: SnapshotId) -> Record:
+        """Now that this snapshot is: if it is of this start, its own layout says where all of it is."""
+        if self.start is None or not self.start.newcomers or snapshot.epoch < self.start.epoch:
+            return self
+        return Record(replace(self.start, newcomers=()), self.ends)
 
 
 def failure_text(error: BaseException) -> str:

@@ -531,6 +531,7 @@ class Store:
     def _note_protected(self, snapshot: SnapshotId | None) -> None:
         if snapshot is not None and (self.protected is None or snapshot > self.protected):
             self.protected = snapshot
+            self.record = self.record.protected(snapshot)
             self._write_node()
 
     def _write_node(self) -> None:

@@ -256,10 +256,12 @@ def _start(
     streak: CrashLoop | None,
     choice: Choice | None,
 ) -> Start:
-    if plan is None:
-        return Start(epoch, 0, streak, choice)
-    strangers = {inventory.control for inventory in inventories} - {node.control for node in plan.sources.layout.nodes}
-    return Start(epoch, plan.snapshot.step, streak, choice, tuple(sorted(strangers)))
+    base = plan.snapshot.step if plan is not None else 0
+    if plan is None or plan.sources.persisted:
+        return Start(epoch, base, streak, choice)
+    known = {node.control for node in plan.sources.layout.nodes}
+    newcomers = {inventory.control for inventory in inventories} - known
+    return Start(epoch, base, streak, choice, tuple(sorted(newcomers)))
 
 
 def _repair_nothing() -> RepairState:
