@@ -43,6 +43,8 @@ TARGET = "holdfast.chaos.drill:train"
 """What a trainer runs if nothing else is said."""
 
 ERROR_LENGTH = 300
+"""Characters of the line that says with what a trainer ended, at most."""
+
 LOG_TAIL = 12_000
 """Characters of each log that an error ends with: all threads of an SMP that crashed, and what its successor said."""
 

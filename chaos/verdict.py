@@ -57,7 +57,7 @@ class ScenarioVerdict:
         held_up: the part of the last start's time for which the hook held up the loop, on the rank where it was most;
             None: it did not end.
         checks: how often each of `CHECKS` looked at something.
-        failure: with what it failed although it must not, with the logs; empty if it did not.
+        failure: what a job that failed said, and its logs, if any check found something; else empty.
     """
 
     scenario: Scenario

@@ -32,7 +32,7 @@ TURNS_A_RANK = 8_000
 
 COLLECT_EVERY = 1024
 """After so many runs in one process the memory of those that are over is given back. It is some 0.4 MB a run, and to
-look for it takes a seventh of the run: processes of a campaign end before that."""
+look for it takes a seventh of the run: the child processes of a campaign end before that."""
 
 _runs = itertools.count(1)
 

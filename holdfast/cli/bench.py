@@ -94,7 +94,6 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _ec(parsed: argparse.Namespace) -> int:
-
     from holdfast.bench.ec import EcBenchmark, markdown, quick, run, show
 
     console = console_of(parsed)
@@ -107,7 +106,6 @@ def _ec(parsed: argparse.Namespace) -> int:
 
 
 def _node(parsed: argparse.Namespace) -> int:
-
     from holdfast.bench.node import NodeBenchmark, markdown, quick, run, show
 
     console = console_of(parsed)
@@ -130,7 +128,6 @@ def _node(parsed: argparse.Namespace) -> int:
 
 
 def _stall(parsed: argparse.Namespace) -> int:
-
     from holdfast.cli import plots
 
     plots.check_plots(parsed.plot)

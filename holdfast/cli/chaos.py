@@ -144,7 +144,7 @@ def _run_command(parsed: argparse.Namespace) -> int:
         parsed.deadline,
     )
     console.print(f"seed {seed}")
-    verdict = run(plan, lambda text: console.print(text))
+    verdict = run(plan, console.print)
     seen = verdict.run
     options = [f"--seed {seed} --faults {plan.faults} --steps {plan.steps}", *["--double"] * plan.double]
     options += [f"--nodes {plan.nodes}"] * (plan.nodes > 1)

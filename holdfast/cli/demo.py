@@ -54,7 +54,6 @@ def add(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-
     from holdfast.chaos.demo import DemoPlan, run
     from holdfast.chaos.demo_view import DemoProgress, show
 

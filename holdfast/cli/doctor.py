@@ -21,7 +21,6 @@ def add(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-
     from holdfast.checks import examine
     from holdfast.doctor import gather, show
 

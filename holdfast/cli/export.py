@@ -48,7 +48,6 @@ def add(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """``holdfast export``; status 0 if something was exported, or listed."""
-
     console = console_of(parsed, soft_wrap=True)
     if parsed.list:
         return _list(parsed, console)

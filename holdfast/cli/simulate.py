@@ -96,7 +96,6 @@ def add(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command. Status 1 if a published number is not reproduced."""
-
     from holdfast.cli import plots
     from holdfast.planner.fleet.published import POINTS
     from holdfast.planner.fleet.sweep import run as run_sweep
