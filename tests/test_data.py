@@ -338,6 +338,35 @@ def test_a_loop_with_workers_goes_on_where_it_was(kind: str) -> None:
     check(over(WORKERS[kind], passes=2), 0, 3, 5, 6, 8)
 
 
+class Devices:
+    """Generators of two devices, which torch's functions for CUDA speak of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.generators = [torch.Generator().manual_seed(number) for number in (3, 4)]
+        monkeypatch.setattr(rng, "uses_cuda", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [each.get_state() for each in self.generators])
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: self.generators[device].set_state(state))
+        monkeypatch.setattr(torch.cuda, "seed", lambda: torch.rand((), generator=self.generators[1]).item())
+
+
+def test_the_generators_of_devices_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch)
+
+    def batches() -> Iterator[float]:
+        draw: Any = torch.cuda.seed
+        for _ in range(SAMPLES // BATCH):
+            yield draw()
+
+    def loop(hook: Hook) -> Iterator[str]:
+        for generator in devices.generators:
+            generator.manual_seed(random.getrandbits(30))
+        yield from over(lambda: batches, ahead=0)(hook)
+
+    check(loop)
+
+
 def test_reading_through_it_changes_nothing() -> None:
     def plainly(make: Callable[[], Any]) -> list[str]:
         hook = Hook()

@@ -316,7 +316,7 @@ class Data:
         before = rng.capture()
         try:
             own_generators.restore(self._own, place.own_start, owner)
-            rng.restore(_unpacked(place.start))
+            rng.restore(_with_tensors(place.start))
             if told:
                 self._source.load_state_dict(_with_tensors(place.loader))
             iterator = self._open()
@@ -337,7 +337,7 @@ class Data:
         batch, history = None, ""
         for number in range(place.taken):
             if number in drawn:
-                rng.restore(_unpacked(drawn[number]))
+                rng.restore(_with_tensors(drawn[number]))
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -506,23 +506,10 @@ def _with_tensors(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-# ---------------------------------------------------------------------- the global generators, as plain values
-
-
 def _generators() -> Tree:
-    """Their states, without tensors."""
-    state = rng.capture()
-    packed = {**state, "torch": state["torch"].numpy()}
-    if "cuda" in state:
-        packed["cuda"] = [each.numpy() for each in state["cuda"]]
+    """The global generators."""
+    packed: Tree = _without_tensors(rng.capture())
     return packed
-
-
-def _unpacked(packed: Tree) -> Tree:
-    state = {**packed, "torch": torch.from_numpy(packed["torch"])}
-    if "cuda" in packed:
-        state["cuda"] = [torch.from_numpy(each) for each in packed["cuda"]]
-    return state
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -535,7 +522,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _digest(generators: Tree) -> str:
     """Of those of the CPU: one on a device may not be there yet."""
-    return _look([generators["python"], generators["numpy"], generators["torch"].tobytes()])
+    return _look([generators["python"], generators["numpy"], generators["torch"]["bytes"].tobytes()])
 
 
 # ---------------------------------------------------------------------- what a batch looks like
