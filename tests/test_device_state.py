@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.storage.numa import prefer
 from holdfast.smp_daemon.storage.pool import SlotFilePool
 from holdfast.snapshot.copy import devices
-from holdfast.snapshot.state.rng import placed
+from holdfast.snapshot.state.rng import own_first, placed
 from tests.deadlines import DEADLINE_S
 
 
@@ -43,7 +43,11 @@ def test_what_a_device_drew_goes_on_on_the_device_that_a_rank_has_now(
     was: int, now: int, count: int, wanted: dict[int, str]
 ) -> None:
     states = "abcd" if count > 1 or was else "a"
-    assert placed({"current": was, "states": list(states)}, now, count) == wanted
+    assert placed(own_first(states, was), now, count) == wanted
+
+
+def test_ranks_that_drew_alike_have_the_same_generators_whatever_device_is_theirs() -> None:
+    assert own_first("xoo", 0) == own_first("oxo", 1) == own_first("oox", 2) != own_first("xoo", 1)
 
 
 def test_a_generator_that_graphs_know_is_put_back_in_place() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if uses_cuda():
-        state["cuda"] = {"current": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
+        state["cuda"] = own_first(torch.cuda.get_rng_state_all(), torch.cuda.current_device())
     return state
 
 
@@ -40,13 +41,17 @@ def restore(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(each, device)
 
 
-def placed(held: dict[str, Any], current: int, count: int) -> dict[int, Any]:
-    """Which generator's state goes to which of `count` devices, of which `current` is this process's.
+def own_first(states: Sequence[Any], current: int) -> list[Any]:
+    """The states of all devices' generators, that of this process's device first: equal for ranks that have drawn
+    alike, whatever device each has. Pure."""
+    return [states[current], *states[:current], *states[current + 1 :]]
+
+
+def placed(states: Sequence[Any], current: int, count: int) -> dict[int, Any]:
+    """Which of `own_first`'s states goes to which of `count` devices, of which `current` is this process's.
 
     A rank may have another device than before, and see more or fewer of them: what its device drew goes on on its
     device. The others follow in order, as far as there are such. Pure.
     """
-    states = list(held["states"])
-    mine = states.pop(held["current"])
-    others = [device for device in range(count) if device != current]
-    return {current: mine, **dict(zip(others, states, strict=False))}
+    devices = [current, *(device for device in range(count) if device != current)]
+    return dict(zip(devices, states, strict=False))

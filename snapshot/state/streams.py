@@ -83,7 +83,5 @@ def derive(seed: int, coord: str, step: int, like: Mapping[str, Any]) -> dict[st
         "torch": torch.Generator().manual_seed(number).get_state(),
     }
     if "cuda" in like:
-        held = like["cuda"]
-        fresh = [torch.Generator(f"cuda:{i}").manual_seed(number).get_state() for i in range(len(held["states"]))]
-        found["cuda"] = {"current": held["current"], "states": fresh}
+        found["cuda"] = [torch.Generator(f"cuda:{i}").manual_seed(number).get_state() for i in range(len(like["cuda"]))]
     return found
