@@ -29,7 +29,7 @@ from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
-from holdfast.snapshot.resume.comparison import Resumed, check_inputs
+from holdfast.snapshot.resume.comparison import Resumed, check_inputs, refuse_unseen
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
@@ -73,11 +73,13 @@ class _FirstStep:
         rewind: puts the random generators back as they were restored.
         state: compares what the step begins with to what was restored.
         inputs: what its first forward must be given; None: anything.
+        must_forward: it must be seen to run forward, as random generators were put to where that begins.
     """
 
     rewind: Callable[[], None] | None = None
     state: Resumed | None = None
     inputs: str | None = None
+    must_forward: bool = False
 
     def put_generators_back(self) -> None:
         """Data is about to be read for the first time."""
@@ -90,6 +92,7 @@ class _FirstStep:
         if self.state is not None:
             state, self.state = self.state, None
             state.check(declared=declared, forward_ran=forward_ran)
+            self.must_forward = state.has_put
 
 
 def enter(
@@ -291,7 +294,9 @@ class Session:
         self._stepping, self._first.inputs = False, None
         if self._forward_before == self._beginning.forward:
             self._say_blind()
-        self._forward_before = None
+            if self._first.must_forward:
+                refuse_unseen(self.progress.step)
+        self._forward_before, self._first.must_forward = None, False
         if self._unheard is not None:
             self._be_sure(self._unheard)
         if not self.position.declared:
@@ -301,8 +306,6 @@ class Session:
     def on_forward(self, number: int, given: Any) -> None:
         """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
         if not self.position.declared:
-            if not self._beginning.forward:
-                self.capture.first_began()
             self._beginning.forward = number
             self.begin()
         if self._unheard is not None or self._first.inputs is not None:

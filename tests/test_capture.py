@@ -28,7 +28,7 @@ from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.record import decode_record, decode_values
-from holdfast.snapshot.step.capture import Capture, Staging
+from holdfast.snapshot.step.capture import READ, Capture, Staging
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from tests.deadlines import DEADLINE_S
 from tests.test_engines import Counting
@@ -181,7 +181,7 @@ def rig() -> Iterator[Rig]:
 
 def test_the_layout_has_a_place_for_every_tensor_and_the_record(rig: Rig) -> None:
     assert rig.form.offsets.keys() == {
-        *("model.weight", "model.mean", "model.base", "early.rng", "late.warm"),
+        *("model.weight", "model.mean", "model.base", "early.rng", "late.warm", "late.began.rng.torch"),
         RECORD,
     }
 
@@ -298,7 +298,7 @@ def test_how_generators_are_is_noted_where_the_loop_does_not_say_that_a_step_beg
         rig.begin(declared=declared)
         taken = rig.capture._taken
         assert taken is not None
-        return taken.began
+        return taken.began and taken.began[READ]
 
     assert began(declared=True) is None
     first = began(declared=False)

@@ -33,6 +33,7 @@ from holdfast.snapshot.state.record import (
     place_tensors,
     plan_format,
     shared_leaves,
+    with_beginning,
 )
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked
@@ -132,12 +133,12 @@ def toy() -> Toy:
 
 
 LOOP_HERE = {"iteration": 7}
-BEGAN_SO = {"torch": "5e"}
+BEGAN_SO = {"read": {"rng torch": "5e"}, "rng": None}
 
 
 def test_early_and_late_values_are_copied_when_they_are_captured() -> None:
     adapter = toy()
-    early, late = capture_early(adapter, LOOP_HERE), capture_late(adapter, BEGAN_SO)
+    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(adapter), BEGAN_SO)
     adapter.early_tree["rng"].fill_(9)
     adapter.early_tree["seen"] = 9
     adapter.late_tree["warm"].fill_(9)
@@ -155,7 +156,7 @@ def test_copies_carry_no_gradient() -> None:
 def test_the_leaves_of_values_are_their_tensors() -> None:
     adapter = toy()
     assert capture_early(adapter, {}).leaves == [Leaf("early.rng", "U8", (3,))]
-    assert capture_late(adapter, None).leaves == [Leaf("late.warm", "F32", ())]
+    assert capture_late(adapter).leaves == [Leaf("late.warm", "F32", ())]
 
 
 def placed_toy(adapter: Toy, restless: Collection[str] = ()) -> Placed:
@@ -207,7 +208,7 @@ def test_a_tensor_without_a_place_is_an_error() -> None:
 def whole_slot(adapter: Toy, snapshot: SnapshotId = SNAPSHOT) -> tuple[SlotFormat, memoryview]:
     """A slot as the copy thread writes it, less its stamp."""
     manifest = Manifest(adapter)
-    early, late = capture_early(adapter, LOOP_HERE), capture_late(adapter, BEGAN_SO)
+    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(adapter), BEGAN_SO)
     record = encode_record(snapshot, "dp0", early, late, manifest.fixed)
     form = plan_format("run", "dp0", [*manifest.leaves, *early.leaves, *late.leaves], len(record))
     slot = memoryview(bytearray(form.total_bytes))

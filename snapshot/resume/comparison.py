@@ -18,14 +18,14 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import Subjects, Witness
-from holdfast.snapshot.state import streams
+from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Change, Tree
 from holdfast.snapshot.state.record import capture_late
 from holdfast.snapshot.step.boundary import BEGIN
-from holdfast.snapshot.step.capture import read_state
+from holdfast.snapshot.step.capture import GENERATORS, READ, read_state
 
 ENV = "HOLDFAST_DRIFT"
 SHOWN = 6
@@ -34,17 +34,27 @@ log = get_log(__name__)
 
 
 class Resumed:
-    """What was restored. Made at the end of a restore, and asked once, in the training thread."""
+    """What was restored. Made at the end of a restore, and asked once, in the training thread.
+
+    Of a loop that does not say where its steps begin, the generators were restored as ``optim.step()`` left them, since
+    what reads data draws once more. What code after ``optim.step()`` drew is not drawn again: if nothing has been
+    drawn by the time forward begins, they are put to where they were as it began then.
+
+    Attributes:
+        has_put: generators were put there.
+    """
 
     def __init__(self, adapter: Adapter, engine: CopyEngine, began: Tree | None, step: int) -> None:
         """
         Args:
-            began: what `read_state` gave as that step began when the snapshot was taken; None: the loop says where
+            began: what `began_with` gave as that step began when the snapshot was taken; None: the loop says where
                 its steps begin, and the generators are put back there.
         """
         self._adapter = adapter
         self._began = began
+        self._entered = streams.digests(rng.capture())
         self._step = step
+        self.has_put = False
         items = list(adapter.tensors())
         self._buffers = {item.name for item in items if item.change is Change.ANY}
         self._pieces = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
@@ -62,10 +72,7 @@ class Resumed:
         """
         now = _flat(self._adapter)
         changed = sorted(name for name in now.keys() | self._late.keys() if now.get(name) != self._late.get(name))
-        drifted = []
-        if self._began is not None and not declared:
-            found = read_state(self._adapter)
-            drifted = [_called(name) for name in sorted(found) if found[name] != self._began.get(name)]
+        drifted = [] if declared else self._drifted(forward_ran)
         exempt = self._buffers if forward_ran else set()
         tensors = {*self._witness.rewritten(), *self._replaced()} - exempt
         changed = drifted + sorted(tensors) + changed
@@ -84,6 +91,23 @@ class Resumed:
             f"at the top of the loop moves on): {BEGIN}"
         )
         _refuse(text)
+
+    def _drifted(self, forward_ran: bool) -> list[str]:
+        """What reading data has led to that is not what it led to then, once generators are put where they were."""
+        if self._began is None:
+            return []
+        read, generators = self._began[READ], {} if forward_ran else self._began[GENERATORS] or {}
+        now = read_state(self._adapter.early())
+        drifted = {name for name in now if now[name] != read.get(name)}
+        behind = {
+            name: state
+            for name, state in generators.items()
+            if f"rng {name}" in drifted and now[f"rng {name}"] == self._entered.get(name)
+        }
+        if behind:
+            rng.restore(rng.capture() | behind)
+            self.has_put = True
+        return [_called(name) for name in sorted(drifted - {f"rng {name}" for name in behind})]
 
     def _replaced(self) -> list[str]:
         """The names of tensors that have come or gone, or have other memory with other bytes in it. What they had is
@@ -116,6 +140,15 @@ def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
         )
 
 
+def refuse_unseen(step: int) -> None:
+    """Raises `StateMismatch`: generators were put to where forward began, and an optimizer has stepped without any
+    forward being seen."""
+    _refuse(
+        "no forward of the model was seen in the first step after the restore of step "
+        f"{step}, so that nobody can tell whether it was given the right batch and random numbers: {BEGIN}"
+    )
+
+
 def _refuse(text: str) -> None:
     if os.environ.get(ENV) != "accept":
         raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept goes on all the same, with other results")
@@ -140,7 +173,7 @@ def _called(name: str) -> str:
 
 def _flat(adapter: Adapter) -> dict[str, Any]:
     """The plain values that code between two steps changes, by path; digests of the tensors among them."""
-    values = capture_late(adapter, None)
+    values = capture_late(adapter)
     found = dict(_leaves("", {kind: part for kind, part in values.encoded.items() if kind != GRADIENTS}))
     return found | {name: streams.digest(tensor) for name, tensor in values.tensors.items()}
 

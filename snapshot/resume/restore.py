@@ -82,8 +82,8 @@ class Restored:
         notes: what the snapshot's record says beside the state; empty if nothing.
         loop: where the loop was; see `SnapshotHook`.
         inputs: what the first forward of that step was given; None: unknown, or of another number of ranks.
-        began: digests of the random generators as the step began that is to be done again, if the loop did not say
-            where it begins; see `snapshot.resume.comparison`.
+        began: what `snapshot.step.capture.began_with` gave as the step began that is to be done again; None: the loop
+            said where it begins.
         rewind: puts the random generators back as they were restored.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
         tier: what the job as a whole came back from, see `snapshot.resume.choice`; empty on a cold start.

@@ -50,13 +50,22 @@ def capture_early(adapter: Adapter, loop: Tree) -> Values:
 
 def with_loop(early: Values, loop: Tree) -> Values:
     """What `capture_early` gave, with what there is to say of the `loop` by now."""
-    now = capture_tree({LOOP: loop}, EARLY)
-    return Values(early.encoded | now.encoded, early.tensors | now.tensors)
+    return _with(early, {LOOP: loop}, EARLY)
 
 
-def capture_late(adapter: Adapter, began: Tree | None) -> Values:
-    """What code between two steps changes, as it is now; `began`: see `snapshot.resume.comparison`."""
-    return capture_tree(adapter.late() | {BEGAN: began}, LATE)
+def capture_late(adapter: Adapter) -> Values:
+    """What code between two steps changes, as it is now."""
+    return capture_tree(adapter.late(), LATE)
+
+
+def with_beginning(late: Values, began: Tree | None) -> Values:
+    """What `capture_late` gave, with what the step `began` with; see `snapshot.step.capture.began_with`."""
+    return _with(late, {BEGAN: began}, LATE)
+
+
+def _with(values: Values, more: Tree, path: str) -> Values:
+    added = capture_tree(more, path)
+    return Values(values.encoded | added.encoded, values.tensors | added.tensors)
 
 
 def capture_tree(tree: Tree, path: str) -> Values:

@@ -6,7 +6,7 @@ Everything here runs in the training thread, except `Capture.over`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,20 +27,22 @@ from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
-    EARLY,
     Placed,
     Values,
     capture_early,
     capture_late,
-    capture_tree,
     encode_record,
     place,
     place_tensors,
     plan_format,
+    with_beginning,
     with_loop,
 )
 from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
 from holdfast.snapshot.step.copier import CopyJob
+
+READ, GENERATORS = "read", "rng"
+"""What `began_with` gives."""
 
 FORWARDS = frozenset({"tracked", "get_extra_state"})
 """Parts of an adapter's late values that a forward may change, as it may change buffers."""
@@ -81,7 +83,6 @@ class Capture:
         self._staging = Staging()
         self._taken: _Taken | None = None
         self._entered: dict[str, str] = {}
-        self._quiet: Collection[str] = ()
         self.loop: Callable[[], Tree] = dict
         self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
@@ -93,7 +94,8 @@ class Capture:
         """
         self._sharing = agree_on_shares(self._agreement, self._adapter.replica_set(), self._adapter.tensors())
         manifest = Manifest(self._adapter, self._sharing)
-        early, late = capture_early(self._adapter, self.loop()), capture_late(self._adapter, {})
+        early = capture_early(self._adapter, self.loop())
+        late = with_beginning(capture_late(self._adapter), {READ: {}, GENERATORS: rng.capture()})
         self._adapter.verify()
         record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
         leaves = [*manifest.leaves, *early.leaves, *late.leaves]
@@ -137,7 +139,7 @@ class Capture:
 
         Args:
             declared: the loop has said that the step begins. Else the record says what reading data led to, too.
-            marked: forward has changed buffers by now; take those that `mark` noted.
+            marked: forward has changed buffers by now, and drawn random numbers; take the buffers that `mark` noted.
 
         Raises:
             LayoutChanged: call `plan` again; or it cannot be had in this way.
@@ -147,10 +149,11 @@ class Capture:
             raise self._early
         if self._engine.capturing():
             raise GivenUp("the step begins within the capture of a CUDA graph: begin it before, and capture then")
-        began = None if declared else read_state(self._adapter)
+        began = None if declared else began_with(self._adapter, forward_ran=marked)
         # A batch was read since `mark`, and is described there.
-        early = with_loop(self._early if declared else self._with_generators_now(self._early), self.loop())
-        late = capture_late(self._adapter, began)
+        early = with_loop(self._early, self.loop())
+        settled = capture_late(self._adapter)
+        late = with_beginning(settled, began)
         placed = self._current()
         self._check_leaves(early)
         self._check_leaves(late)
@@ -160,7 +163,7 @@ class Capture:
                 raise LayoutChanged("forward ran before anybody knew, and has changed buffers")
         else:
             staged = self._staging.take(placed.at_once)
-        self._taken = _Taken(late, began, Subjects(placed.at_once).versions())
+        self._taken = _Taken(settled, began, Subjects(placed.at_once).versions())
         transfer = self._engine.mark()
         values = [*early.tensors.items(), *late.tensors.items()]
         fixed = placed.manifest.fixed
@@ -182,19 +185,13 @@ class Capture:
         )
 
     def entered(self) -> None:
-        """Note the random generators as the loop is entered, for `first_began`."""
-        self._entered = {name: streams.digest(state) for name, state in rng.capture().items()}
+        """Note the random generators as the loop is entered, for `drawn`."""
+        self._entered = streams.digests(rng.capture())
 
     def drawn(self) -> list[str]:
         """The random generators that were drawn from since the loop was entered."""
-        now = rng.capture()
-        return [name for name, was in self._entered.items() if name not in now or streams.digest(now[name]) != was]
-
-    def first_began(self) -> None:
-        """The first step begins, and the loop has not said so. Only what comes before a step in a turn of the loop has
-        run: generators that it has drawn nothing from will be drawn from by code after ``optim.step()`` alone, so they
-        are captured as the next step begins, and not with the others."""
-        self._quiet = self._entered.keys() - set(self.drawn())
+        now = streams.digests(rng.capture())
+        return [name for name, was in self._entered.items() if now.get(name) != was]
 
     def changed(self, copy: CopyJob) -> tuple[bool, bool]:
         """Whether what forward leaves alone has changed since `begin` gave `copy`; and whether what it may change has:
@@ -202,13 +199,16 @@ class Capture:
         taken = self._taken
         if taken is None or copy.witness is None or self._placed is None:
             return False, False
-        late = capture_late(self._adapter, taken.began)
+        late = capture_late(self._adapter)
         differing = _differing(taken.late, late)
         manifest = self._placed.manifest
         if differing - FORWARDS or copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
             return True, True
         versions = Subjects(self._placed.at_once).versions()
-        return False, bool(differing) or versions != taken.versions or read_state(self._adapter) != taken.began
+        return False, bool(differing) or versions != taken.versions or self._has_read(taken.began)
+
+    def _has_read(self, began: Tree | None) -> bool:
+        return began is not None and read_state(self._adapter.early()) != began[READ]
 
     def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
         """Begin to compare a sample of what replicas share, as it is now. A collective call, that returns at once.
@@ -268,14 +268,6 @@ class Capture:
         self._buffers = ()
         return self._placed
 
-    def _with_generators_now(self, early: Values) -> Values:
-        if not self._quiet:
-            return early
-        now = {name: state for name, state in rng.capture().items() if name in self._quiet}
-        fresh = capture_tree(now, f"{EARLY}.rng")
-        encoded = early.encoded | {"rng": early.encoded["rng"] | fresh.encoded}
-        return Values(encoded, early.tensors | fresh.tensors)
-
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
             raise LayoutChanged(f"there is no room for {', '.join(new)}")
@@ -291,10 +283,23 @@ def _differing(before: Values, now: Values) -> set[str]:
     return found
 
 
-def read_state(adapter: Adapter) -> Tree:
-    """Digests of what reading data changes, as it is now: the random generators, data iterators and the like."""
+def began_with(adapter: Adapter, *, forward_ran: bool = False) -> Tree:
+    """What reading data has led to by now, as a step begins whose loop does not say so.
+
+    Args:
+        forward_ran: it may have drawn random numbers.
+
+    Returns:
+        Digests of it (`READ`); and the random generators as forward begins (`GENERATORS`), None if nobody knows.
+    """
+    generators = None if forward_ran else rng.capture()  # first: to ask some iterators where they are draws
+    return {READ: read_state(adapter.early()), GENERATORS: generators}
+
+
+def read_state(early: Tree) -> Tree:
+    """Digests of what `Adapter.early` gives: what reading data changes, random generators, iterators and the like."""
     found: Tree = {}
-    for kind, part in adapter.early().items():
+    for kind, part in early.items():
         if kind == "streams":
             continue  # those of ranks that are away, which nobody draws from
         if isinstance(part, dict):
