@@ -48,7 +48,14 @@ def test_every_slot_is_what_a_twin_that_synchronises_has(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "loop", [SeamLoop(moves=True), SeamLoop(turns=True), SeamLoop(captured=5), SeamLoop(captured=5, turns=True)]
+    "loop",
+    [
+        SeamLoop(moves=True),
+        SeamLoop(turns="steps"),
+        SeamLoop(turns="data"),
+        SeamLoop(captured=5),
+        SeamLoop(captured=5, turns="steps"),
+    ],
 )
 def test_so_it_is_in_loops_of_other_kinds(arena: Path, order: str | int, loop: SeamLoop) -> None:
     outcome = seen(loop, arena, order)

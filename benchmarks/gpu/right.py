@@ -96,11 +96,13 @@ def kills(machine: Machine) -> Figures:
 def graphs(machine: Machine) -> Figures:
     """An optimizer that is replayed from a graph is followed, and no capture is ruined."""
     found: Figures = {"passes": True}
-    for turns in (False, True):
+    for turns in ("", "steps", "data"):
         loop = SeamLoop(steps=9 if machine.dry else 30, captured=5, turns=turns)
         with arena() as base:
             outcome = observe(machine.device, loop, twin(machine.beside, loop), base / "seam", "seam")
-        found["declared" if turns else "by hooks"] = f"{len(outcome.taken)} slots, {len(outcome.wrong)} wrong"
+        found[f"declared by {turns}" if turns else "by hooks"] = (
+            f"{len(outcome.taken)} slots, {len(outcome.wrong)} wrong"
+        )
         found["passes"] &= outcome.exact
         if outcome.failure:
             found["failure"] = outcome.failure[:300]

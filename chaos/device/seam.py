@@ -8,7 +8,7 @@ holdfast that the comparison must notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,14 +165,14 @@ class SeamLoop:
         own_stream: it runs on another stream than the default one.
         moves: its weights get other memory in each step, and what they had is used for something else.
         captured: from this step on the optimizer's step is replayed from a CUDA graph; 0: never.
-        turns: it says where its steps begin.
+        turns: how it says where its steps begin: by ``steps`` or ``data``; empty: it does not.
     """
 
     steps: int = 30
     own_stream: bool = False
     moves: bool = False
     captured: int = 0
-    turns: bool = False
+    turns: str = ""
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ class Training:
     def run(
         self,
         begins: Callable[[int], None],
-        turns: Callable[[int], Iterator[int]] | None = None,
+        turns: Callable[[int], Iterable[int]] = range,
         note: Callable[[int, float], None] | None = None,
     ) -> None:
         """Train.
@@ -232,7 +232,7 @@ class Training:
             turns: gives the numbers of the steps, from how many there are to be.
             note: told of the loss of each step, for which the device is waited for.
         """
-        for step in turns(self._loop.steps) if turns is not None else iter(range(self._loop.steps)):
+        for step in turns(self._loop.steps):
             self.step = step
             generator = torch.Generator().manual_seed(step)
             batch = torch.randn(12, 8, generator=generator).to(self._device.name)
@@ -314,7 +314,12 @@ def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena:
                     if step % DRAINED == 0:
                         snap.drain(DRAIN_S)
 
-                training.run(begins, snap.steps if loop.turns else None)
+                turns: dict[str, Callable[[int], Iterable[int]]] = {
+                    "": range,
+                    "steps": snap.steps,
+                    "data": lambda steps: snap.data(range(steps)),
+                }
+                training.run(begins, turns[loop.turns])
         except (HoldfastError, RuntimeError) as error:
             outcome.failure = str(error)
     outcome.given_up = hook.statistics.failed

@@ -163,6 +163,9 @@ class ImaginedCuda:
             for place in ("rank", "writer"):
                 stack.enter_context(patch(f"holdfast.snapshot.{place}.DeviceEngines", self.engines))
             stack.enter_context(patch("holdfast.snapshot.rank.numa_node", lambda devices: None))
+            stack.enter_context(patch("holdfast.snapshot.state.rng.uses_cuda", lambda: True))
+            for name, replacement in self._generators().items():
+                stack.enter_context(patch.object(torch.cuda, name, replacement))
             stack.enter_context(patch.object(System, "Thread", Thread))
             stack.enter_context(patch("holdfast.snapshot.step.graphs.kind_of_graph", lambda: RecordedGraph))
             stack.enter_context(patch("holdfast.snapshot.step.graphs.capturing", self.capturing))
@@ -170,6 +173,15 @@ class ImaginedCuda:
             stack.enter_context(_Faces(self))
             stack.enter_context(_Late(self))
             yield self
+
+    def _generators(self) -> dict[str, Callable[..., Any]]:
+        """Functions of `torch.cuda`: all devices draw from the host's generator."""
+        return {
+            "current_device": lambda: 0,
+            "device_count": lambda: len(self.defaults),
+            "get_rng_state_all": lambda: [torch.get_rng_state() for _ in self.defaults],
+            "set_rng_state": lambda state, device: torch.set_rng_state(state),
+        }
 
     # ------------------------------------------------------------------ what torch is asked to do
 
