@@ -195,10 +195,11 @@ class SnapshotHook:
         """Block until this node has sealed every snapshot taken so far, and protected those that are to be, at most
         `deadline_s`; some seconds more if its SMP stands still.
 
-        Not needed in a training loop; for planned stops, after `begin`. True if all are, as far as this node
-        can tell; the other ranks learn of it with the next step. False if some failed, are not done yet, or the SMP is
-        gone; if a step has ended whose snapshot is only taken as the next one begins; and if it cannot be told whether
-        that has begun. Never raises for that.
+        Not needed in a training loop; for planned stops, after `begin`. A snapshot that is sealed before gradients of
+        its step are computed may not say what that was given, and a restart then warns that it cannot compare. True if
+        all are, as far as this node can tell; the other ranks learn of it with the next step. False if some failed, are
+        not done yet, or the SMP is gone; if a step has ended whose snapshot is only taken as the next one begins; and
+        if it cannot be told whether that has begun. Never raises for that.
         """
         return self._session.drain(deadline_s)
 

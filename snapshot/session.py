@@ -29,7 +29,7 @@ from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
-from holdfast.snapshot.resume.comparison import Resumed, check_inputs, refuse_unseen
+from holdfast.snapshot.resume.comparison import Resumed, check_inputs, refuse_unseen, warn_of_unknown_inputs
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
@@ -73,12 +73,14 @@ class _FirstStep:
         rewind: puts the random generators back as they were restored.
         state: compares what the step begins with to what was restored.
         inputs: what its first forward must be given; None: anything.
+        unknown_inputs: nobody knows what it must be given.
         must_forward: it must be seen to run forward, as random generators were put to where that begins.
     """
 
     rewind: Callable[[], None] | None = None
     state: Resumed | None = None
     inputs: str | None = None
+    unknown_inputs: bool = False
     must_forward: bool = False
 
     def put_generators_back(self) -> None:
@@ -197,7 +199,8 @@ class Session:
         restored = self.restored
         if restored.snapshot is not None and self._checks.resumption:
             self._first.state = Resumed(adapter, self.rank.engine, restored.began, restored.snapshot.step)
-            self._first.inputs = restored.inputs
+            self._first.inputs = restored.inputs or None
+            self._first.unknown_inputs = restored.inputs is None
 
     def _auditor_if_ordered(self, adapter: Adapter) -> Auditor | None:
         orders = orders_from_environment()
@@ -308,6 +311,10 @@ class Session:
         if not self.position.declared:
             self._beginning.forward = number
             self.begin()
+        if self._first.unknown_inputs:
+            self._first.unknown_inputs = False
+            if not self.position.sources:  # they compare their next batch themselves
+                warn_of_unknown_inputs(self.progress.step)
         if self._unheard is not None or self._first.inputs is not None:
             self._batch.forward(number, given)
             if self.position.declared or self._stepping:

@@ -13,9 +13,7 @@ from holdfast.snapshot.state.inputs import SAMPLED, sample_inputs
 
 
 def digest(*given: Any) -> str:
-    inputs = sample_inputs(CpuEngine(), given)
-    assert inputs is not None
-    return inputs.digest()
+    return sample_inputs(CpuEngine(), given).digest()
 
 
 def tokens() -> torch.Tensor:
@@ -57,19 +55,18 @@ def test_views_are_what_they_show() -> None:
 def test_tensors_are_found_in_containers() -> None:
     batch = tokens()
     assert digest([{"x": (batch, 3)}], {"mask": None}) == digest(Batch(batch)) == digest(batch)
-    assert sample_inputs(CpuEngine(), (None, [3, "text"], {})) is None
+    assert digest((None, [3, "text"], {})) == ""
 
 
 def test_what_was_computed_is_no_batch() -> None:
     activations = torch.nn.Linear(2, 2)(torch.ones(1, 2))
-    assert sample_inputs(CpuEngine(), [activations]) is None
+    assert digest([activations]) == ""
     assert digest(activations, tokens()) == digest(tokens())
 
 
 def test_a_sample_of_much_is_little() -> None:
     for shape in ((10**6,), (1000, 1000), (100, 100, 100), (2, 3, 4, 5, 6, 7), (1, 10**6)):
         inputs = sample_inputs(CpuEngine(), torch.zeros(shape))
-        assert inputs is not None
         assert 4 * 8 <= len(inputs.elements()[0]) <= 4 * 4 * SAMPLED
 
 
@@ -78,5 +75,4 @@ def test_the_sample_stays_what_it_was() -> None:
     inputs = sample_inputs(CpuEngine(), batch)
     before = digest(batch)
     batch.zero_()
-    assert inputs is not None
     assert inputs.digest() == before != digest(batch)

@@ -18,6 +18,7 @@ from holdfast.snapshot.resume.comparison import ENV, SHOWN, Resumed
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.step.capture import began_with
+from tests.deadlines import DEADLINE_S
 from tests.test_beginning import BEGIN, STEPS, STOP, Dropping, Job, Loop, life, plain, trial
 from tests.test_state import Toy, toy
 
@@ -638,6 +639,28 @@ def reading_in_the_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 @pytest.mark.usefixtures("arena")
 def test_the_batches_of_a_step_are_what_they_were() -> None:
     trial(reading_in_the_step)
+
+
+@pytest.mark.usefixtures("arena")
+def test_who_seals_before_the_first_forward_is_told_at_the_restart_that_its_batch_is_not_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def draining(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for _ in snap.steps(STEPS):
+            snap.drain(DEADLINE_S)
+            assert isinstance(job, Ahead)
+            job.forward()
+            yield
+            job.step()
+
+    torch.manual_seed(0)
+    life(draining, Ahead(), STOP)
+    assert "sealed before it was known" not in caplog.text
+    start, _, _ = life(draining, Ahead(), None, seed=99)
+    assert start == STOP - 1
+    said = [record for record in caplog.records if "was sealed before it was known" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert said[0].getMessage().startswith("the snapshot of step 3")
 
 
 class Live:

@@ -140,6 +140,16 @@ def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
         )
 
 
+def warn_of_unknown_inputs(step: int) -> None:
+    """The first forward after a restore runs, and the snapshot does not say what it was given."""
+    log.warning(
+        "the snapshot of step %d was sealed before it was known what the first forward of that step is given, as by "
+        "`drain`, or at the end of a loop, or as it came late: nobody can tell whether it is another batch now. If "
+        "batches are read ahead, go through data by `snap.data`",
+        step,
+    )
+
+
 def refuse_unseen(step: int) -> None:
     """Raises `StateMismatch`: generators were put to where forward began, and an optimizer has stepped without any
     forward being seen."""

@@ -416,7 +416,7 @@ class Resharding:
         self.notes: dict[str, Any] = {}
         self.loop: dict[str, Any] = {}
         self.began: Tree | None = None
-        self.inputs: str | None = None
+        self.inputs: str | None = ""
         self.rewind: Callable[[], None] = lambda: None
         self._client = client
         self._sources = plan.sources

@@ -81,7 +81,8 @@ class Restored:
         bytes_fetched: what came over the network for this rank's state.
         notes: what the snapshot's record says beside the state; empty if nothing.
         loop: where the loop was; see `SnapshotHook`.
-        inputs: what the first forward of that step was given; None: unknown, or of another number of ranks.
+        inputs: what the first forward of that step was given; empty: nothing that can be looked at, or of another
+            number of ranks; None: it was sealed before that was known.
         began: what `snapshot.step.capture.began_with` gave as the step began that is to be done again; None: the loop
             said where it begins.
         rewind: puts the random generators back as they were restored.
@@ -189,6 +190,7 @@ def restore(
             # SMPs that were regrouping answer one after the other: what one held before and another holds after may
             # not fit together. Once a trainer is connected no regrouping begins, so a second look is not torn.
             looked_again = True
+            log.info("SMPs are asked once more what they hold: %s", lost)
             continue
         newest = 0
         if plan is None:

@@ -33,7 +33,9 @@ class Inputs:
     elements: Callable[[], list[NDArray[np.uint8]]]
 
     def digest(self) -> str:
-        """Blocks until the elements are here. Any thread's."""
+        """Empty if there was nothing to look at. Blocks until the elements are here. Any thread's."""
+        if not self.shapes:
+            return ""
         state = hashlib.blake2b(repr(self.shapes).encode(), digest_size=8)
         for found in self.elements():
             state.update(found.tobytes())
@@ -45,14 +47,14 @@ class Batch:
 
     Attributes:
         known: whether it is known. If not, `inputs` is None.
-        inputs: a sample of it; None if there was nothing to look at.
+        inputs: a sample of it; None if nobody saw that forward.
     """
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
         self.known = False
         self.inputs: Inputs | None = None
-        self._of: dict[int, Inputs | None] = {}
+        self._of: dict[int, Inputs] = {}
 
     def over(self) -> None:
         """The step is over."""
@@ -69,17 +71,15 @@ class Batch:
             self.known, self.inputs, self._of = True, self._of.get(number), {}
 
 
-def sample_inputs(engine: CopyEngine, given: Any) -> Inputs | None:
-    """A sample of the tensors in `given`: containers of any depth. None if there are none.
+def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
+    """A sample of the tensors in `given`: containers of any depth.
 
     Those that need gradients were computed, by an earlier stage of a pipeline for example, and are left out. Training
     thread; does not wait for a GPU.
     """
     tensors = [local(tensor).detach() for tensor in tensors_in(given) if not tensor.requires_grad]
     dense = [t for t in tensors if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in DEVICES]
-    if not dense:
-        return None
-    elements = engine.fetch([_thinned(tensor) for tensor in dense])
+    elements = engine.fetch([_thinned(tensor) for tensor in dense]) if dense else list
     return Inputs(tuple(f"{t.dtype} {list(t.shape)}" for t in dense), elements)
 
 

@@ -61,7 +61,7 @@ class CopyJob:
         instead: an earlier job for the same snapshot, which was given up.
         reading: set once the live state is read, or never will be.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
-        inputs: what the first forward of the step is given; None: unknown, or nothing that can be looked at.
+        inputs: what the first forward of the step is given; None: unknown.
         begins: whether the step begins where the snapshot was taken, whatever follows: the loop has said so.
         sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is there. It is not
             sealed before that; but `FORWARD_S` later, if it `begins` and no forward comes.
