@@ -128,6 +128,11 @@ class DrawnState:
         """Whether a snapshot may rightly be given up by name: the loop writes to what is being copied."""
         return "written in a step" in self.kinds or (self.loop == "probes" and not self.declared)
 
+    @property
+    def grows_late(self) -> bool:
+        """Whether optimizer state may come in any step: that of a layer that thaws, or as a scaler stops skipping."""
+        return "thaws" in self.kinds or "scaler" in self.kinds
+
 
 @dataclass(frozen=True, slots=True)
 class Gap:

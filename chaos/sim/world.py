@@ -396,12 +396,21 @@ class World:
                 self.oracle.check_floor(coord, restored, floor)
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
-        drained = hook.drain(DRAIN_DEADLINE_S)
-        if self.plan.state is not None and self.plan.state.gives_up:
+        drained, state = hook.drain(DRAIN_DEADLINE_S), self.plan.state
+        if state is not None and (state.gives_up or (state.grows_late and self._has_grown(hook))):
             return
         self.oracle.checks["progress"] += 1
         if not drained:
             self.scheduler.violate("progress", f"{coord}: in quiet, not every snapshot becomes protected")
+
+    def _has_grown(self, hook: SnapshotHook) -> bool:
+        """Whether the state of a rank needs another layout, or has just got one: then what was taken by other ranks in
+        that step, or by all before, and was not protected yet, is given up."""
+        session = hook._session
+        sessions = [trainer.hook._session for trainer in self.trainers if trainer.hook is not None]
+        return any(snapshot.epoch < session.progress.epoch for snapshot in session.protecting.copies) or any(
+            each.protecting._layout_changed for each in sessions
+        )
 
     def _note_begun(self, snapshot: SnapshotId, coord: str) -> None:
         """A snapshot is taken of a script."""
