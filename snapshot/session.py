@@ -403,8 +403,9 @@ class Session:
             self._beginning.blind = True
             log.warning(
                 "no forward of the model was seen in step %d, as if it were compiled, or trained by another method: "
-                "copies cannot run beside the step, what code between two steps does to buffers is not captured, and "
-                "after a restart nobody sees whether the first step is given the right batch: %s",
+                "copies cannot run beside the step, what code between two steps does to buffers is not captured, a "
+                "step that is skipped before its gradients are computed is not counted, and after a restart nobody "
+                "sees whether the first step is given the right batch: %s",
                 self.progress.step,
                 BEGIN,
             )
