@@ -231,6 +231,9 @@ def _consistent(loop: Loop) -> Loop:
             or (kind == "group" and (loop.optimizer not in PLAIN_OPTIMIZERS or loop.optimizer == "groups"))
             or (kind == "group" and any(n.startswith(("schedule", "freeze")) for n in names))
             or (kind == "schedule" and loop.optimizer in ("sam", "container"))
+            or (
+                twist.name == "clip: value" and loop.optimizer in ("closure", "lbfgs", "in backward")
+            )  # of no gradients
             or (twist.name == "schedule: one cycle" and loop.optimizer not in WITH_MOMENTUM)
             or (kind == "average" and "module" in twist.name and loop.model in ("old spectral norm", "old weight norm"))
             or (kind == "target" and loop.model in ("old spectral norm", "old weight norm"))

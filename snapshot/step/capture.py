@@ -154,12 +154,15 @@ class Capture:
         early = with_loop(self._early, self.loop())
         settled = capture_late(self._adapter)
         late = with_beginning(settled, began)
+        noted: tuple[SlotTensor, ...] = ()
+        if marked:  # before weights that have other memory since are placed anew
+            noted, self._buffers = self._buffers, ()
         placed = self._current()
         self._check_leaves(early)
         self._check_leaves(late)
         if marked:
-            staged, self._buffers = self._buffers, ()
-            if len(staged) != len(placed.at_once):
+            staged = noted
+            if [(p.name, p.offset) for p in staged] != [(p.name, p.offset) for p in placed.at_once]:
                 raise LayoutChanged("forward ran before anybody knew, and has changed buffers")
         else:
             staged = self._staging.take(placed.at_once)
