@@ -107,7 +107,9 @@ class Resumed:
         if behind:
             rng.restore(rng.capture() | behind)
             self.has_put = True
-        return [_called(name) for name in sorted(drifted - {f"rng {name}" for name in behind})]
+            there = streams.digests(rng.capture())
+            drifted -= {f"rng {name}" for name in behind if there[name] == read.get(f"rng {name}")}
+        return [_called(name) for name in sorted(drifted)]
 
     def _replaced(self) -> list[str]:
         """The names of tensors that have come or gone, or have other memory with other bytes in it. What they had is
