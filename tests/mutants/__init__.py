@@ -345,7 +345,12 @@ MUTANTS: dict[str, Mutant] = {
         says="Unrecoverable",
     ),
     "parity-of-nothing": Mutant(
-        "zeros are accumulated into parity", "a-node", "again", _parity_of_nothing, in_smp=True
+        "zeros are accumulated into parity",
+        "a-node",
+        "returns",
+        _parity_of_nothing,
+        in_smp=True,
+        says="Unrecoverable",
     ),
     "unchecked-on-arrival": Mutant(
         "a unit that comes for parity is not compared with its digest",
@@ -359,7 +364,7 @@ MUTANTS: dict[str, Mutant] = {
         "the arena stays when the job is over", "pause", "leaks", _the_arena_is_left_behind, in_smp=True
     ),
     "a-new-smp-forgets": Mutant(
-        "a new SMP does not take over its arena", "smp-and-trainer", "returns", _a_new_smp_forgets, in_smp=True
+        "a new SMP does not take over its arena", "all-smps-and-a-trainer", "again", _a_new_smp_forgets, in_smp=True
     ),
     "an-smp-stays": Mutant(
         "an SMP does not end with the job", "pause", "ends", _never_ends, in_smp=True, says="did not end within"
