@@ -217,6 +217,7 @@ def _consistent(loop: Loop) -> Loop:
     """Without what does not go together; the model, then the optimizer, then what was drawn first, stays."""
     steps_itself = loop.optimizer in ("lbfgs", "closure", "in backward", "two") or loop.optimizer.startswith("sam")
     several = loop.optimizer == "in backward"
+    without_gradients = several or loop.optimizer in ("lbfgs", "closure")  # as what follows backward in the text runs
     looped = loop.data.startswith(("loader, e", "loader, s"))
     names = {twist.name for twist in loop.twists}
     kept: list[Twist] = []
@@ -231,9 +232,7 @@ def _consistent(loop: Loop) -> Loop:
             or (kind == "group" and (loop.optimizer not in PLAIN_OPTIMIZERS or loop.optimizer == "groups"))
             or (kind == "group" and any(n.startswith(("schedule", "freeze")) for n in names))
             or (kind == "schedule" and loop.optimizer in ("sam", "container"))
-            or (
-                twist.name == "clip: value" and loop.optimizer in ("closure", "lbfgs", "in backward")
-            )  # of no gradients
+            or (twist.name == "clip: value" and without_gradients)
             or (twist.name == "schedule: one cycle" and loop.optimizer not in WITH_MOMENTUM)
             or (kind == "average" and "module" in twist.name and loop.model in ("old spectral norm", "old weight norm"))
             or (kind == "target" and loop.model in ("old spectral norm", "old weight norm"))

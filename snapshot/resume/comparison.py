@@ -93,7 +93,8 @@ class Resumed:
         _refuse(text)
 
     def _drifted(self, forward_ran: bool) -> list[str]:
-        """What reading data has led to that is not what it led to then, once generators are put where they were."""
+        """What of the generators, data iterators and the like is not as that step began then. Generators that nothing
+        has drawn from since entering are put to where they were as forward began."""
         if self._began is None:
             return []
         read, generators = self._began[READ], {} if forward_ran else self._began[GENERATORS] or {}
