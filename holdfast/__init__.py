@@ -1,4 +1,4 @@
-"""holdfast keeps a training run on its step: the whole training state in memory, restored bit for bit.
+"""Snapshots of the whole training state in memory, restored bit for bit after a failure.
 
 ::
 
@@ -8,7 +8,7 @@
         for step in range(snap.step, n_steps):
             train_step(...)
 
-Importing this imports neither torch nor any framework.
+Importing this package imports neither torch nor any framework.
 """
 
 from __future__ import annotations

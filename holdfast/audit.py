@@ -1,10 +1,10 @@
-"""``holdfast audit``: does a killed and resumed run of *your* job go on exactly, and if not, what was forgotten?
+"""``holdfast audit``: does *your* job continue exactly after a kill and a resume, and if not, what was forgotten?
 
-The command runs five times for a few steps: undisturbed, undisturbed again (what differs between these two is not
-deterministic, and no resume could make it so), killed in the middle of a step, resumed from memory and killed a step
-later, and resumed again: two steps in a row, as some state takes turns. At the start of a resumed step everything that
-the training loop can reach is compared with the undisturbed run at the same place; after that the model's outputs and
-all gradients of every step are.
+The command runs five times for a few steps: undisturbed, undisturbed again, killed in the middle of a step, resumed
+from memory and killed one step later, and resumed again. What differs between the two undisturbed runs is not
+deterministic, and no resume could be exact there. Two consecutive steps are resumed because some state alternates from
+step to step. When a resumed run begins its first step, everything that the training loop can reach is compared with the
+undisturbed run at the same step. After that, the model's outputs and all gradients of every step are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.snapshot.state.audit import AuditOrders
 RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
 KILLED = RUNS[2:4]
 QUIET_S = 10.0
-"""After so long without a step it is said that there is none yet."""
+"""Interval in seconds between messages that a run has not begun a step yet."""
 
 GLOBAL_GENERATORS = {
     "random.python": "Python's generator",
@@ -40,13 +40,13 @@ GLOBAL_GENERATORS = {
     "random.cuda": "a generator of a CUDA device",
 }
 OWN_GENERATORS = ("torch.Generator ", "numpy.random.", "random.Random ")
-"""How values of generators begin that are no global ones."""
+"""Prefixes of the noted values of generators that are not global."""
 
 NOTHING = "nothing"
-"""What is found where a value is not there."""
+"""The noted value of something that a run does not have."""
 
 VARIABLE = re.compile(r"[^.\[{]+\.[^.\[{]+")
-"""The start of a name: function and variable."""
+"""Matches the start of a name: function and variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class AuditPlan:
     """What to audit.
 
     Attributes:
-        command: as it would be started by hand; it enters `InMemorySnapshot`.
-        steps, kill: how many steps to run, and after how many of them to kill first.
-        ignore: regular expressions; names in which one is found are not compared.
-        deadline_s: for each of the runs.
+        command: the training command, as started by hand; it enters `InMemorySnapshot`.
+        steps, kill: number of steps in each run, and number of steps before the first kill.
+        ignore: regular expressions; a name that contains a match is not compared.
+        deadline_s: timeout for each run.
     """
 
     command: tuple[str, ...]
@@ -78,13 +78,13 @@ Values = Mapping[str, str]
 
 @dataclass(slots=True)
 class Notes:
-    """What one process of a rank noted, by step.
+    """The notes of one process of a rank.
 
     Attributes:
-        values: all that could be reached when the step after it began.
-        computed: outputs and gradients of the step that led to it.
-        epoch, start, pid: of this start of the job, the step that it began with, and the process.
-        protected: the newest step that it was told to be protected.
+        values: by step, everything that the training loop could reach when the next step began.
+        computed: by step, outputs and gradients of that step.
+        epoch, start, pid: epoch of this start of the job, the step it began with, and the process id.
+        protected: the newest step that the process was told is protected.
     """
 
     values: dict[int, Values] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A value that is not as in the undisturbed run.
+    """A value that differs from the undisturbed run.
 
     Attributes:
         kind: ``not deterministic``, ``not restored``, ``absent`` or ``computed``.
@@ -117,8 +117,8 @@ class AuditReport:
 
     Attributes:
         resumed: the steps that resumed runs began with.
-        compared: how many values were.
-        passing: names of what differed as a resumed run began, and could do nothing: see `compare_rank`.
+        compared: number of values compared.
+        passing: names of values that differed when a resumed run began, without any effect; see `compare_rank`.
     """
 
     resumed: tuple[int, ...]
@@ -132,10 +132,10 @@ class AuditReport:
 
 
 def run(plan: AuditPlan, progress: Callable[[str], None]) -> AuditReport:
-    """Run the command five times, and compare. Blocks; leaves nothing behind.
+    """Run the command five times and compare the runs. Blocks; leaves nothing behind.
 
     Raises:
-        HoldfastError: a run did not do what it should; the message ends with what it printed.
+        HoldfastError: a run did not do what it should; the message ends with the run's output.
     """
     with Scratch("audit") as scratch:
         folder = scratch.path
@@ -151,7 +151,7 @@ def run(plan: AuditPlan, progress: Callable[[str], None]) -> AuditReport:
     twice = compare(first, second, long, plan.ignore)
     once = compare(first, second, short, plan.ignore, twice.passing.__contains__)
     if not once.exact:
-        return once  # what comes after it differs for that reason alone
+        return once  # the second resume only inherits these differences
     return together([once, twice])
 
 
@@ -162,10 +162,10 @@ def compare(
     ignore: Iterable[str] = (),
     harmless: Callable[[str], bool] = lambda name: False,
 ) -> AuditReport:
-    """What differs, rank by rank. Pure; `harmless` as of `compare_rank`.
+    """Compare the runs rank by rank. Pure. `harmless` is passed on to `compare_rank`.
 
     Raises:
-        HoldfastError: the resumed run began from nothing, or with another number of ranks.
+        HoldfastError: a rank of the resumed run was not restored, or the runs have different numbers of ranks.
     """
     if not len(first) == len(second) == len(resumed):
         raise HoldfastError(f"{len(first)} ranks undisturbed, {len(second)} again, {len(resumed)} resumed")
@@ -179,7 +179,7 @@ def compare(
 
 
 def together(reports: Sequence[AuditReport]) -> AuditReport:
-    """Several reports as one."""
+    """Merge several reports into one."""
     return AuditReport(
         tuple(sorted({step for report in reports for step in report.resumed})),
         sum(report.compared for report in reports),
@@ -196,17 +196,24 @@ def compare_rank(
     ignore: Iterable[str] = (),
     harmless: Callable[[str], bool] = lambda name: False,
 ) -> AuditReport:
-    """What a process of a rank has found and computed otherwise than two undisturbed ones, which tell what is not
-    deterministic: what it could reach when its first step began, and outputs and gradients of every step. Pure.
+    """Compare a resumed process of a rank with two undisturbed ones. Pure.
 
-    A new process has some things otherwise that no training depends on: libraries set flags on first use and make
-    caches. No list of their names is kept; what counts is what they do. A difference is *passing*, and no fault, if the
-    value is the one with which the undisturbed process began, too; if the difference is gone some steps later, for
-    good; and if nothing of this process differs that did not as it began: no output, no gradient, and nothing that can
-    be reached as any later step begins. Whatever had an effect while it differed would have left a trace there.
+    Two things are compared: what the process could reach when its first step began, and the outputs and gradients of
+    every step. What differs between the two undisturbed processes is not deterministic.
+
+    A new process differs in some values that no training depends on: libraries set flags on first use and fill caches.
+    Such values are recognised by their effect, not by a list of names. A difference is *passing*, and no fault, if
+
+    * the undisturbed process began with the same value,
+    * the difference is gone at the last step compared, and
+    * nothing else of this process differs: no output, no gradient, and at the start of later steps no value that was
+      equal at first. Any effect of the difference would have left a trace there.
 
     Args:
-        harmless: of a process that did not live until they are gone: names whose differences passed in others.
+        one, two: notes of the undisturbed processes.
+        later: notes of the resumed process.
+        harmless: names of differences that passed in other processes. They pass here too if this process ended before
+            its own were gone.
     """
     ignored = [re.compile(pattern) for pattern in ignore]
 
@@ -244,7 +251,10 @@ def _differences(
     held: Values,
     ignored: Sequence[re.Pattern[str]],
 ) -> tuple[int, list[Difference]]:
-    """How many values were compared, and what is not as expected, twice alike."""
+    """Return how many values were compared, and how `held` differs from `expected`.
+
+    A value on which the undisturbed runs, `expected` and `again`, disagree is reported only if it was computed.
+    """
     found: list[Difference] = []
     compared = 0
     roots = set(map(_variable, held))
@@ -260,13 +270,13 @@ def _differences(
                 found.append(Difference(kind, rank, step, name, value, held[name]))
         elif kind == "computed":
             found.append(Difference(kind, rank, step, name, value, NOTHING))
-        elif _variable(name) != name and _variable(name) in roots:  # not just a variable that is not set yet
+        elif _variable(name) != name and _variable(name) in roots:  # the variable exists, so it is not merely unset
             found.append(Difference("absent", rank, step, name, value, NOTHING))
     return compared, found
 
 
 def show(console: Console, report: AuditReport, most: int = 12) -> None:
-    """Print the verdict: what is not exact, and what was probably forgotten."""
+    """Print the verdict: what differs, and what was probably forgotten."""
     if report.exact:
         steps = " and ".join(map(str, report.resumed))
         console.print(f"exact: resumed at steps {steps}; {report.compared:,} values are those of the undisturbed run")
@@ -305,7 +315,7 @@ def _passing(names: Sequence[str], most: int = 3) -> str:
 
 
 def drift(difference: Difference) -> str | None:
-    """Why a random generator is not as it was, and what helps; None: the difference is no generator's."""
+    """Explain why a random generator differs, and what helps. None if the difference is not a generator's."""
     if difference.kind != "not restored":
         return None
     if difference.name in GLOBAL_GENERATORS:
@@ -324,7 +334,7 @@ def drift(difference: Difference) -> str | None:
 
 
 def distinct(differences: Iterable[Difference]) -> list[Difference]:
-    """The first of each name, in order of steps; of a tensor that has several names, only the one with the shortest."""
+    """The first difference of each name, ordered by step. A tensor with several names counts once, by its shortest."""
     by_name: dict[str, Difference] = {}
     for difference in sorted(differences, key=lambda difference: difference.step):
         by_name.setdefault(difference.name, difference)
@@ -342,14 +352,14 @@ def _variable(name: str) -> str:
 
 
 class _RunProgress:
-    """Says how far a run is: each new step, and now and then that there is none yet."""
+    """Reports how far a run is: each new step, and every `QUIET_S` that there is none yet."""
 
     def __init__(self, notes: Path, name: str, steps: int, progress: Callable[[str], None]) -> None:
         self._notes, self._name, self._steps, self._progress = notes, name, steps, progress
         self._step, self._said_s = -1, 0.0
 
     def look(self, ran_s: float) -> None:
-        """After so many seconds."""
+        """Report progress after `ran_s` seconds, if there is any news."""
         step = max((max(rank[-1].values, default=-1) for rank in read(self._notes) if rank), default=-1)
         if step > self._step:
             self._progress(f"{self._name}: step {step} of {self._steps} after {ran_s:.0f} s")
@@ -361,17 +371,17 @@ class _RunProgress:
 
 
 def _run(plan: AuditPlan, folder: Path, name: str, progress: Callable[[str], None]) -> list[Notes]:
-    """One run, and what its ranks noted. Raises `HoldfastError` if it did not end as it should."""
+    """Run the command once; return the notes of its ranks. Raises `HoldfastError` if it did not end as it should."""
     number = RUNS.index(name)
     notes = folder / f"notes{number}"
     notes.mkdir()
-    arena = folder / f"arena{min(number, 2)}"  # the last three are one job
+    arena = folder / f"arena{min(number, 2)}"  # the last three runs are one job
     orders = AuditOrders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
     environment = os.environ | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
-    environment |= {DRIFT_ENV: "accept"}  # what drifted is to be seen, not refused
-    # Sets of texts have the same order in the runs that are compared, and another in the run that tells whether what is
-    # computed depends on it.
+    environment |= {DRIFT_ENV: "accept"}  # drift is reported, so the run must not be refused
+    # The runs that are compared iterate over sets of strings in the same order. The second undisturbed run uses another
+    # order, to show whether results depend on it.
     environment = {"PYTHONHASHSEED": str(int(name == RUNS[1]))} | environment
     log = notes / "log"
     look = _RunProgress(notes, name, plan.steps, progress).look
@@ -382,7 +392,7 @@ def _run(plan: AuditPlan, folder: Path, name: str, progress: Callable[[str], Non
 
 
 def read_last(folder: Path, log: Path, name: str) -> list[Notes]:
-    """What the last process of each rank noted there. Raises `HoldfastError` if none did in the run of that name."""
+    """The notes of the last process of each rank in `folder`. Raises `HoldfastError` if run `name` has none."""
     ranks = read(folder)
     if not ranks:
         raise HoldfastError(f"the {name} run never entered InMemorySnapshot\n{tail(log)}")
@@ -390,7 +400,7 @@ def read_last(folder: Path, log: Path, name: str) -> list[Notes]:
 
 
 def read(folder: Path) -> list[list[Notes]]:
-    """What was noted there: for each rank, its processes in order."""
+    """All notes in `folder`: for each rank, those of its processes in order."""
     files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
     return [_read(file) for file in files]
 
@@ -401,7 +411,7 @@ def _read(file: Path) -> list[Notes]:
         try:
             note: dict[str, Any] = json.loads(line)
         except ValueError:
-            continue  # it was killed while it wrote this one
+            continue  # the process was killed while writing this line
         if "epoch" in note:
             found.append(Notes(epoch=note["epoch"], start=note["start"], pid=note["pid"]))
         elif "values" in note:

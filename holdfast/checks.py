@@ -1,4 +1,4 @@
-"""What `holdfast doctor` makes of what was seen on a machine. Pure; `holdfast.doctor` looks."""
+"""The judgement of `holdfast doctor`: turns facts into findings. Pure; `holdfast.doctor` gathers the facts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Verdict = Literal["ok", "note", "problem"]
 
 LEAST_ROOM_BYTES = 1 << 30
 LEAST_ROOM_SHARE = 0.25
-"""Of memory: a node needs room for three times the state of its ranks, and for its parity."""
+"""Fraction of memory. A node needs room for three copies of the state of its ranks, and for parity."""
 
 LEAST_FILES = 1024
 PIN_CAP_BYTES = 64 << 30
-"""Most that one ``cudaHostRegister`` takes."""
+"""Largest size that one call of ``cudaHostRegister`` accepts."""
 
 FAST_CLOCKS = ("tsc", "arch_sys_counter", "kvm-clock", "hyperv_clocksource_tsc_page", "xen")
 
@@ -39,12 +39,12 @@ MAKE_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        check: its name.
-        found, needed: in words.
-        fix: the command that repairs it, or what to do; empty if there is nothing to repair.
+        check: name of the check.
+        found, needed: what the machine has and what it should have, in words.
+        fix: the command or action that repairs it; empty if nothing needs repair.
     """
 
     check: str
@@ -54,7 +54,7 @@ class Finding:
     fix: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """`ok` is false for problems only; a note is ok, and has a fix for who wants it better."""
+        """As JSON. `ok` is false for problems only; a note is ok and still has a fix."""
         return {
             "check": self.check,
             "ok": self.verdict != "problem",
@@ -73,18 +73,18 @@ class Mount:
     options: frozenset[str]
 
     def option(self, name: str) -> str:
-        """The value of an option, or an empty text."""
+        """The value of a mount option; empty if it is not set."""
         return next((each.partition("=")[2] for each in self.options if each.startswith(f"{name}=")), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """How this node would prove to others that it is of the job.
+    """The credentials with which this node proves to other nodes that it belongs to the job.
 
     Attributes:
-        source: where the token is from, such as ``HOLDFAST_TOKEN_FILE=/run/token``; empty if there is none.
-        token_bytes: its length. `token_mode`: permissions of its file, if it is in one.
-        unreadable: the token's file, and certificates, by the variable that names each: why it cannot be read.
+        source: where the token comes from, such as ``HOLDFAST_TOKEN_FILE=/run/token``; empty if there is none.
+        token_bytes: length of the token. `token_mode`: permissions of its file; None: it is not in a file.
+        unreadable: why the token file or a certificate cannot be read, by the variable that names the file.
         tls: which of the three variables for certificates are set.
     """
 
@@ -97,29 +97,29 @@ class Secrets:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was seen.
+    """What `holdfast.doctor` saw on a machine.
 
     Attributes:
-        packages: version, or None if not installed.
-        auto: the backend that ``"auto"`` takes, and why it is not the fast one.
-        unusable: for each backend why it cannot be used; empty if it can.
-        isal: path of the loaded ISA-L, if there is one.
-        arena: where arenas will be; it need not exist.
-        parent: the nearest directory that does.
-        room: bytes that may still be written there.
-        cgroup_bytes, cgroup_used: the memory limit of this process's control group, and what it uses; None: no limit.
-        memlock_bytes: most that a process may lock; None: no limit.
+        packages: version of each package; None: not installed.
+        auto: the backend that ``"auto"`` picks, and why it is not the fast one; empty if it is.
+        unusable: for each backend, why it cannot be used; empty if it can.
+        isal: path of the loaded ISA-L library; None: not loaded.
+        arena: directory for arenas; it need not exist.
+        parent: `arena` if it exists, else its nearest parent that does.
+        room: free bytes there.
+        cgroup_bytes, cgroup_used: memory limit and use of this process's control group; None: no limit.
+        memlock_bytes: how much memory a process may lock; None: no limit.
         gpu: whether there is a CUDA device.
-        register_bytes: most that holdfast registers with CUDA in one call.
-        shmem_huge: what Linux says of huge pages for shared memory.
+        register_bytes: how much memory holdfast registers with CUDA in one call.
+        shmem_huge: the kernel's setting for huge pages in shared memory.
         numa: bytes of memory on each NUMA node.
-        populate: whether the kernel knows ``MADV_POPULATE_WRITE``.
+        populate: whether the kernel supports ``MADV_POPULATE_WRITE``.
         idle: whether a process may choose ``SCHED_IDLE``.
         streaming: whether copies use streaming stores.
         receives: whether units are received and digested by compiled code.
         host, insecure: ``HOLDFAST_HOST`` and ``HOLDFAST_INSECURE``.
-        bindings: by ``address:port`` why it cannot be listened on; empty if it can. Port 0: any.
-        clock: what the monotonic clock reads. `synchronised`: whether the wall clock is; None: it cannot be told.
+        bindings: by ``address:port``, why it cannot be listened on; empty if it can. Port 0: any port.
+        clock: source of the monotonic clock. `synchronised`: whether the wall clock is synchronised; None: unknown.
     """
 
     python: str
@@ -156,7 +156,7 @@ class Facts:
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Judge all of it."""
+    """Judge all facts."""
     return [
         Finding("Python", facts.python, "3.11 or later"),
         *(_package(name, found) for name, found in facts.packages.items()),
@@ -261,7 +261,7 @@ def _swap(facts: Facts) -> Finding:
 def _huge(facts: Facts) -> Finding:
     option = facts.mount.option("huge") or "never"
     check, found = "huge pages", f"shmem_enabled {facts.shmem_huge}, {facts.mount.point} huge={option}"
-    asked = option == facts.shmem_huge == "advise"  # holdfast asks only where Linux says that it may be asked
+    asked = option == facts.shmem_huge == "advise"  # holdfast requests huge pages only if the kernel says advise
     given = facts.shmem_huge == "force" or (
         facts.shmem_huge != "deny" and (asked or option in ("always", "within_size"))
     )

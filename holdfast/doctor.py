@@ -1,6 +1,6 @@
-"""``holdfast doctor``: what this machine has, and what holdfast makes of it.
+"""``holdfast doctor``: whether this machine is fit for holdfast.
 
-`gather` looks, and changes nothing; `holdfast.checks.examine` judges, purely.
+`gather` looks at the machine and changes nothing; `holdfast.checks.examine`, which is pure, judges.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.snapshot.copy.runs import streams
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
 SYS = Path("/sys")
 UNLIMITED_BYTES = 1 << 60
-"""A control group says so much, or more, where it has no limit."""
+"""A control group without a limit reports this much or more."""
 
 STA_UNSYNC = 0x40
 
@@ -92,9 +92,9 @@ def gather() -> Facts:
 
 
 def cgroup_memory(groups: str, root: Path = SYS / "fs/cgroup") -> tuple[int | None, int]:
-    """Limit and use of memory of a process, in bytes, from the text of its ``/proc/<pid>/cgroup``; versions 1 and 2.
+    """Memory limit and use of a process in bytes, from the text of its ``/proc/<pid>/cgroup`` (cgroup v1 and v2).
 
-    The tightest limit of the group and those above it counts; None: there is none.
+    The limit is the tightest one of the group and its parents; None: there is none.
     """
     tightest: tuple[int | None, int] = (None, 0)
     for line in groups.splitlines():
@@ -116,7 +116,7 @@ def cgroup_memory(groups: str, root: Path = SYS / "fs/cgroup") -> tuple[int | No
 
 
 def chosen(text: str) -> str:
-    """The one of several words that stands in brackets, as sysfs says it."""
+    """The word in brackets, which marks the active choice in a sysfs file."""
     return text.partition("[")[2].partition("]")[0]
 
 
@@ -131,7 +131,7 @@ def numa_memory(root: Path = SYS) -> dict[int, int]:
 
 
 def secrets_of(environment: Mapping[str, str]) -> Secrets:
-    """What the variables name; nothing of what is in the files is kept."""
+    """Describe the credentials that the variables name. The contents of the files are not kept."""
     unreadable: dict[str, str] = {}
     source, length, mode = "", 0, None
     if file := environment.get(TOKEN_FILE_ENV):
@@ -173,8 +173,8 @@ def _bindings(host: str, http: str) -> dict[str, str]:
 
 
 def _is_synchronised() -> bool | None:
-    """Whether Linux says that something keeps the wall clock right; None: it does not say."""
-    timex = (ctypes.c_char * 512)()  # struct timex, of which `status` stands after five longs, the first an int
+    """Whether the kernel says that the wall clock is synchronised; None: it does not say."""
+    timex = (ctypes.c_char * 512)()  # struct timex; `status` follows five longs, the first a padded int
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
     except (OSError, AttributeError):
@@ -195,7 +195,7 @@ def _text(path: Path) -> str:
 
 
 def why_unusable(backend: str) -> str:
-    """Why this backend of the erasure codes cannot be used here; empty if it can."""
+    """Why this erasure code backend cannot be used here; empty if it can."""
     try:
         choose_codec(4, 2, backend)
     except ValueError as error:
@@ -204,7 +204,7 @@ def why_unusable(backend: str) -> str:
 
 
 def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount:
-    """Where the absolute `path` lies: the deepest mount that holds it, and of several at one point the last."""
+    """The mount of the absolute `path`: the deepest one, and of several at one point the last."""
     holding = [mount for mount in mounts if path.is_relative_to(mount.point)]
     return max(reversed(holding), key=lambda mount: len(mount.point.parts))
 
@@ -217,7 +217,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _loaded(prefix: str) -> str | None:
-    """The path of a shared library that this process has loaded."""
+    """Path of the loaded shared library whose name starts with `prefix`; None: not loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, slash, path = line.partition("/")
         if Path(path).name.startswith(prefix):
@@ -235,7 +235,7 @@ def _can_populate() -> bool:
 
 
 def _can_be_idle() -> bool:
-    """Tried by a thread that then ends: Linux schedules threads, not processes."""
+    """Try it in a thread that then ends: Linux sets the policy for threads, not processes."""
     done = []
 
     def attempt() -> None:
@@ -252,7 +252,7 @@ def _can_be_idle() -> bool:
 
 
 def show(console: Console, findings: Iterable[Finding]) -> None:
-    """Print them."""
+    """Print the findings."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(no_wrap=True)

@@ -1,7 +1,7 @@
-"""Every ``HOLDFAST_*`` variable, with a sentence for each: what the reference in docs/ is made of.
+"""Every ``HOLDFAST_*`` variable with a sentence about it. The reference in docs/ is generated from this table.
 
-Nothing reads a variable through this table. `tests/test_docs.py` finds the names that stand in the code, and fails if
-one is missing here, or is here and nowhere else.
+No code reads a variable through this table. `tests/test_docs.py` finds the names used in the code, and fails if one is
+missing here, or is only here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Variable(NamedTuple):
-    """A variable of the environment.
+    """An environment variable.
 
     Attributes:
-        default: what holds if it is not set, as users would write it; empty: nothing.
+        default: the value that applies if it is not set, as users would write it; empty: there is none.
         meaning: one or two sentences of Markdown.
     """
 
@@ -23,7 +23,7 @@ class Variable(NamedTuple):
 
 
 class VariableGroup(NamedTuple):
-    """Variables for the same reader."""
+    """Variables of one section of the reference."""
 
     title: str
     text: str

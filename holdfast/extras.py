@@ -1,4 +1,4 @@
-"""Optional packages: what needs one says so before it begins, with the command that installs it."""
+"""Optional packages. Code that needs one refuses before it begins, with the command that installs the package."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 EXTRAS = {"megatron": "megatron.core", "plots": "matplotlib"}
-"""What each extra of the package is asked for, and the module that it brings."""
+"""Name of each extra, and the module that it installs."""
 
 
 def has(extra: str) -> bool:
-    """Whether what an extra brings is installed. Imports nothing of it but the parents of its module."""
+    """Whether an extra is installed. Imports only the parent packages of its module."""
     try:
         return find_spec(EXTRAS[extra]) is not None
     except ModuleNotFoundError:
@@ -19,14 +19,15 @@ def has(extra: str) -> bool:
 
 
 def require(extra: str, what: str, instead: str = "") -> None:
-    """Refuse what cannot be done without an extra.
+    """Refuse to go on without an extra.
 
     Args:
-        what: needs it, in words; the subject of the sentence.
-        instead: what can be done without it, in words.
+        extra: its name.
+        what: the thing that needs it: the subject of the message.
+        instead: an alternative that works without it, in words.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the extra is not installed.
     """
     if not has(extra):
         package = EXTRAS[extra].replace(".", "-")

@@ -14,61 +14,62 @@ from holdfast.snapshot.state.live import Stateful
 
 
 class InMemorySnapshot(SnapshotHook):
-    """Keeps this rank's training state in the memory of its node, and of the other nodes, while the block runs.
+    """Keeps this rank's training state in the memory of its node and of other nodes while the block runs.
 
     Entering restores the newest snapshot in place if the job has one. Every ``optim.step()`` inside the block is a
     step; its state is copied while the next step runs. All ranks enter together, after the process group, the model
-    and the optimizer are made, and before data is read. Leaving without an exception ends the job: memory is freed.
+    and the optimizer are made, and before data is read. Leaving without an exception ends the job and frees its memory.
 
-    The state at a boundary is the state with which the next training step begins. What code between two steps leaves
-    behind (clamped weights, averages, schedules, counters) belongs to it; what it borrows and gives back (weights
-    swapped for an evaluation) does not. Say where a step begins with `steps`, `data` or `begin`; else the first forward
-    in training mode and with gradients after ``optim.step()`` begins it.
+    The state at a boundary is the state with which the next training step begins. Lasting changes that code makes
+    between two steps (clamped weights, averages, schedules, counters) belong to it; temporary ones (weights swapped for
+    an evaluation) do not. Say where a step begins with `steps`, `data` or `begin`; otherwise the first forward in
+    training mode and with gradients after ``optim.step()`` begins it.
 
     Args:
         model: a module, or a list of modules (Megatron's chunks).
-        optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. The state of those that it
-            wraps, as SAM and torchtitan's container do, is captured with its own. A step ends with the step of the last
-            one, also where a `torch.amp.GradScaler` among `extra` skips it.
-        scheduler: a learning rate schedule, or a list of them.
-        extra: more objects with ``state_dict`` and ``load_state_dict``, by name; for example a data loader. One that is
-            None is left out; other ranks may give others.
-        job: id of the training run, the same on every rank and restart; default from the environment:
-            ``HOLDFAST_JOB``, torchrun's run id, Slurm's job id.
-        every: take a snapshot every so many steps. ``"auto"``: as often as is best, within `overhead_budget`; it is
-            measured while the job runs, and planned anew when steps, costs or failures change. `statistics` say how
-            often, and why. The same on every rank.
-        protect_every: protect one of every so many snapshots; the others are only sealed, and not sent to other nodes:
-            they survive a crash of processes, and not the loss of a node. ``"auto"``: protect the next one whenever no
+        optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. The state of optimizers that
+            it wraps, as SAM and torchtitan's container do, is captured too. A step ends with the step of the last
+            optimizer, even if a `torch.amp.GradScaler` among `extra` skips it.
+        scheduler: a learning rate scheduler, or a list of them.
+        extra: more objects with ``state_dict`` and ``load_state_dict``, by name, such as a data loader. Entries that
+            are None are left out. Ranks may pass different objects.
+        job: id of the training run, the same on every rank and every restart. Default ``HOLDFAST_JOB``, torchrun's run
+            id or Slurm's job id.
+        every: number of steps from one snapshot to the next. ``"auto"``: the best interval within `overhead_budget`,
+            measured while the job runs and planned again when steps, costs or failures change; `statistics` has the
+            interval and the reason. The same on every rank.
+        protect_every: protect one of this many snapshots. The others are only sealed and not sent to other nodes: they
+            survive a crash of processes, but not the loss of a node. ``"auto"``: protect the next snapshot whenever no
             other is being encoded. The same on every rank.
-        protect: ``"k+m"``, such as ``"4+2"``: any m nodes of each group of k + m or more may be lost, for m/k more
-            memory; ``"copies:r"``: each node's bytes whole on r others; ``"auto"``: one parity, groups of at most 8
-            nodes; ``"none"``.
-        domains: what this node fails together with, such as ``"rack=r7,switch=s3,@dp"``; no group has more than m
-            nodes of one of them, if that can be. ``@dp`` is the rank's own data-parallel place. Default
+        protect: ``"k+m"``, such as ``"4+2"``: each group of k + m or more nodes may lose any m of them, for m/k more
+            memory; ``"copies:r"``: r other nodes hold a whole copy of each node's bytes; ``"auto"``: one parity unit a
+            stripe, groups of at most 8 nodes; ``"none"``: no redundancy.
+        domains: failure domains of this node, such as ``"rack=r7,switch=s3,@dp"``. No group has more than m nodes of
+            one domain, if that is possible. ``@dp`` is the rank's own data-parallel place. Default
             ``HOLDFAST_DOMAINS``.
         slots: slot files per shard, 2 to 16. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of state;
-            less parity with `protect_every`. With 2, steps are skipped while a snapshot is encoded, and one that is
-            only sealed gives its slot to the next. See docs/protection.md.
+            less parity with `protect_every`. With 2, no snapshot is taken while another is encoded, and a snapshot that
+            is only sealed gives its slot to the next. See docs/protection.md.
         start: start an SMP if none runs on this node.
         keep: leave the SMPs and their snapshots in place when the block ends well.
-        strict: raise if snapshots cannot be taken any more; the default is to log it and train on.
-        arena: where arenas lie; default ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``.
-        deadline_s: how long the fence waits for a copy before it gives that snapshot up.
-        overhead_budget: fraction of training time that snapshots may take. Where they measurably take more, the ranks
-            agree on a longer interval than `every`; 0: never. Default ``HOLDFAST_OVERHEAD_BUDGET``, or 0.01.
-        max_repeats: after so many starts in a row that ended at the same step in the same way the next one is refused
-            with `Repeated`; 0: never. Default ``HOLDFAST_MAX_REPEATS``, or 5.
-        generations: how many protected snapshots are kept, beside those that are under way: a slot more for each
-            beyond the first. Default ``HOLDFAST_GENERATIONS``, or 1.
-        restore_step: go back to the snapshot of that step, not to the newest. What is newer is kept until something
-            taken since is protected; then the same wish goes on from there. Default ``HOLDFAST_RESTORE_STEP``.
-        elastic: restore a snapshot of another number of data-parallel ranks, too: it is cut anew, in memory. The same
-            on every rank. Default ``HOLDFAST_ELASTIC``, or off. See docs/elastic.md.
+        strict: raise if snapshots can no longer be taken; the default is to log it and train on.
+        arena: directory for arenas. Default ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``.
+        deadline_s: how long the fence waits for a copy before it gives up that snapshot.
+        overhead_budget: fraction of training time that snapshots may take. If they measurably take more, the ranks
+            agree on an interval longer than `every`; 0: no budget. Default ``HOLDFAST_OVERHEAD_BUDGET``, or 0.01.
+        max_repeats: number of starts in a row that may end at the same step in the same way; the next one is refused
+            with `Repeated`. 0: any number. Default ``HOLDFAST_MAX_REPEATS``, or 5.
+        generations: number of protected snapshots to keep, besides those in progress. Each one beyond the first takes
+            one more slot. Default ``HOLDFAST_GENERATIONS``, or 1.
+        restore_step: restore the snapshot of this step instead of the newest. Newer ones are kept until a snapshot
+            taken since is protected; from then on, a restart with the same value resumes from what was taken since.
+            Default ``HOLDFAST_RESTORE_STEP``.
+        elastic: also restore a snapshot of a different number of data-parallel ranks; its shards are cut anew, in
+            memory. The same on every rank. Default ``HOLDFAST_ELASTIC``, or off. See docs/elastic.md.
 
     Raises:
         ConfigError: an argument or the machine's set-up is wrong. Entering raises any `HoldfastError`, as does the
-            first step, at which memory is reserved; after that, see `strict`.
+            first step, when memory is reserved; after that, see `strict`.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class InMemorySnapshot(SnapshotHook):
 
 
 class SettledSnapshot(InMemorySnapshot):
-    """For trainers that say when a step begins: `settle`."""
+    """For trainers that say when a step begins, by calling `settle`."""
 
-    # They restore what is theirs after entering.
+    # These frameworks restore their own objects after the hook was entered.
     checks = Checks(
         resumption=False,
         reading=False,
@@ -127,6 +128,6 @@ class SettledSnapshot(InMemorySnapshot):
     )
 
     def settle(self) -> None:
-        """The next step begins; all of the last one is done. It may be called more often than steps are taken."""
+        """Tell the hook that the last step is complete and the next one begins. May be called several times a step."""
         self._session.mark()
         self._session.begin()

@@ -1,8 +1,8 @@
 """``python -m holdfast.megatron_lm [options] pretrain_gpt.py [its options]``: Megatron-LM's own scripts, unchanged.
 
-Under torchrun as ever: ``torchrun ... -m holdfast.megatron_lm pretrain_gpt.py --num-layers ...``. The functions of
-``megatron.training.training`` that set the job up and take its steps are stood in for while the script runs; what a
-version of Megatron-LM would have to have for that is `NEEDED`.
+Under torchrun: ``torchrun ... -m holdfast.megatron_lm pretrain_gpt.py --num-layers ...``. While the script runs, the
+functions of ``megatron.training.training`` that set up the job and take its steps are replaced. `NEEDED` lists what a
+version of Megatron-LM must have for that.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NEEDED = {
     "train_step": (),
     "checkpoint_and_decide_exit": (OPERATIONS,),
 }
-"""Functions of ``megatron.training.training``, and arguments that they must have."""
+"""Functions that ``megatron.training.training`` must have, and arguments that they must take."""
 
 IN_MEMORY = "in_memory"
-"""What a patched Megatron-LM calls it: docs/megatron-lm.md."""
+"""The checkpoint type with which a patched Megatron-LM protects the job itself; see docs/megatron-lm.md."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script. Ends the process with status 2 if that cannot be protected."""
+    """Run the script. Ends the process with status 2 if the script cannot be protected."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.megatron_lm", description=__doc__.splitlines()[0])
     given = parser.add_argument
     given("--every", type=_every, default=1, help="steps from one snapshot to the next, or auto (default 1)")
@@ -73,9 +73,9 @@ def launch(script: Path, arguments: Sequence[str], **options: Any) -> None:
     """Run a training script of Megatron-LM with `InMemorySnapshot`'s options. Ends as the script does.
 
     Raises:
-        ConfigError: an option cannot be, the script is not there, or its Megatron-LM is one that is not known: the
-            script has not begun.
-        HoldfastError: as entering `InMemorySnapshot`.
+        ConfigError: an option is invalid, the script does not exist, or its version of Megatron-LM is not supported.
+            The script has not begun.
+        HoldfastError: as when entering `InMemorySnapshot`.
     """
     Options.given(**options)
     if not script.is_file():
@@ -99,7 +99,7 @@ def launch(script: Path, arguments: Sequence[str], **options: Any) -> None:
 
 
 def check(training: ModuleType) -> None:
-    """Raises `ConfigError`, naming all that a version of Megatron-LM lacks."""
+    """Raises `ConfigError`, naming everything that this version of Megatron-LM lacks."""
     missing = []
     for name, needed in NEEDED.items():
         function = getattr(training, name, None)
@@ -117,7 +117,7 @@ def check(training: ModuleType) -> None:
 
 @contextmanager
 def protecting(training: ModuleType, options: dict[str, Any]) -> Iterator[None]:
-    """In this block, ``pretrain`` protects what it sets up until it ends."""
+    """While the block runs, ``pretrain`` protects the job that it sets up, from its set-up until it returns."""
     job, protected = ExitStack(), False
     set_up, pretrain = training.setup_model_and_optimizer, training.pretrain
 
@@ -135,7 +135,7 @@ def protecting(training: ModuleType, options: dict[str, Any]) -> Iterator[None]:
     def pretraining(*arguments: Any, **named: Any) -> Any:
         nonlocal protected
         protected = False
-        with job:  # it ends well with this, or its snapshots stay for the restart
+        with job:  # ends the job, unless an exception leaves its snapshots for the restart
             return pretrain(*arguments, **named)
 
     with (
@@ -147,7 +147,7 @@ def protecting(training: ModuleType, options: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _standing_in(training: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` stands for one of the module, in its package too, from where scripts import it."""
+    """While the block runs, `function` replaces `name` in the module, and in its package if scripts import it there."""
     original = getattr(training, name)
     package = sys.modules[training.__name__.rpartition(".")[0]]
     places = [place for place in (training, package) if getattr(place, name, None) is original]
@@ -161,7 +161,7 @@ def _standing_in(training: ModuleType, name: str, function: Callable[..., Any]) 
 
 
 def _values(arguments: Sequence[str], option: str) -> list[str]:
-    """What is given for an option of the script."""
+    """Every value given for an option of the script."""
     return [
         value.partition("=")[2] if value.startswith(f"{option}=") else following
         for value, following in zip(arguments, [*arguments[1:], ""], strict=False)

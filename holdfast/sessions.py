@@ -1,4 +1,4 @@
-"""Commands that run in a session of their own, ended with all that they started in it."""
+"""Run commands in sessions of their own, and kill their process groups at the end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ TAIL_LINES = 60
 
 
 LOOK_EVERY_S = 1.0
+"""Interval between calls of `meanwhile` in `run`, in seconds."""
 
 
 def run(
@@ -26,15 +27,15 @@ def run(
     what: str,
     meanwhile: Callable[[float], None] = lambda seconds: None,
 ) -> int:
-    """Run a command to its end, what it prints going to `log`; its exit status. Blocks.
+    """Run a command to its end with its output appended to `log`; return its exit status. Blocks.
 
     Args:
-        what: names the run in errors.
-        meanwhile: called every `LOOK_EVERY_S`, with the seconds that it has run.
+        what: name of the run in errors.
+        meanwhile: called every `LOOK_EVERY_S` with the seconds that the command has run.
 
     Raises:
-        ConfigError: it cannot be started.
-        DeadlineExceeded: it took too long, and was ended; the message ends with what it printed.
+        ConfigError: the command cannot be started.
+        DeadlineExceeded: the command ran too long and was killed; the message ends with its output.
     """
     process, began = start(command, environment, log), time.monotonic()
     try:
@@ -50,10 +51,10 @@ def run(
 def start(
     command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, in `folder` or where this process is; what it prints is added to `log`.
+    """Start a command in a session of its own, in `folder` or the current directory. Its output is appended to `log`.
 
     Raises:
-        ConfigError: it cannot be started.
+        ConfigError: the command cannot be started.
     """
     with log.open("ab") as out:
         try:
@@ -71,7 +72,7 @@ def start(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process that leads its session, and of the session; what left it, as SMPs do, stays."""
+    """Kill a process that `start` started, and its process group. Processes that left the group, as SMPs do, stay."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -80,5 +81,5 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def tail(log: Path) -> str:
-    """The last lines of what was printed."""
+    """The last lines of the output in `log`."""
     return "\n".join(log.read_text(errors="replace").strip().splitlines()[-TAIL_LINES:])

@@ -1,1 +1,1 @@
-"""The ``holdfast`` command: one module a command."""
+"""The ``holdfast`` command: one module per command."""

@@ -1,16 +1,16 @@
-"""``holdfast``, and ``python -m holdfast.cli``."""
+"""``holdfast`` and ``python -m holdfast.cli``."""
 
 import signal
 import sys
 
 
 def main() -> int:
-    """Run the command. What it needs is imported here, so that Ctrl-C ends it quietly from the beginning."""
+    """Run the command. Imports happen inside the ``try``, so that Ctrl-C ends it quietly from the beginning."""
     try:
         from holdfast.cli.main import main as run
 
         status = run()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # there is nothing left to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all work is done: ignore a late Ctrl-C
     except KeyboardInterrupt:
         print("holdfast: ended by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""What options and arguments of all commands have in common: how they are read, and refused."""
+"""Types of options and arguments for all commands: how they are read, and refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are `ConfigError`."""
+    """A parser that raises `ConfigError` for wrong arguments."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}: see {self.prog} --help")
 
 
 def checked(read: Callable[[str], T]) -> Callable[[str], T]:
-    """A reader that raises `ConfigError`, as the type of an option: the error names the option."""
+    """Make an option type of a reader that raises `ConfigError`. The parser's error then names the option."""
 
     def convert(text: str) -> T:
         try:
@@ -37,7 +37,7 @@ def checked(read: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def or_none(word: str, read: Callable[[str], T]) -> Callable[[str], T | None]:
-    """The type of an option that also takes a word, which means None."""
+    """An option type that also accepts `word`, which means None."""
     return lambda text: None if text == word else read(text)
 
 
@@ -69,7 +69,7 @@ MOST_S = 7 * 86400.0
 
 @checked
 def output_file(text: str) -> Path:
-    """A file that can be written, for what is known only after hours of work."""
+    """A file that can be written. Checked now, since the result may take hours."""
     path, folder = Path(text), Path(text).parent
     if path.is_dir():
         raise ConfigError(f"{text} is a directory: name a file")
@@ -82,7 +82,7 @@ def output_file(text: str) -> Path:
 
 @checked
 def input_file(text: str) -> Path:
-    """A file that is there."""
+    """A file that exists."""
     path = Path(text)
     if not path.is_file():
         raise ConfigError(f"{text} is no file: name one that is there")
@@ -91,7 +91,7 @@ def input_file(text: str) -> Path:
 
 @checked
 def arena_folder(text: str) -> Path:
-    """A directory that holds arenas, or that may be made."""
+    """A directory that holds arenas, or a path that does not exist yet."""
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{text} is no directory: name one that holds arenas")

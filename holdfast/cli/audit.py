@@ -10,7 +10,7 @@ from holdfast.cli.output import add_json, console_of, write_json
 
 
 def add(commands: Any) -> None:
-    """Put the command into `commands`."""
+    """Add the command to a parser's subcommands."""
     audit = commands.add_parser(
         "audit",
         help="run your job, kill it, resume it: is it exact, and if not, what was forgotten?",
@@ -20,10 +20,16 @@ def add(commands: Any) -> None:
         "Status 0 only if nothing differs.",
     )
     audit.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
-    audit.add_argument("--kill", type=int, default=4, help="after how many steps to kill (default 4)")
-    audit.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="names that do not matter")
+    audit.add_argument("--kill", type=int, default=4, help="number of steps before the first kill (default 4)")
     audit.add_argument(
-        "--deadline", type=deadline, default="10min", metavar="TIME", help="for each run (default 10min)"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="do not compare names that contain a match of this regular expression; may be repeated",
+    )
+    audit.add_argument(
+        "--deadline", type=deadline, default="10min", metavar="TIME", help="timeout for each run (default 10min)"
     )
     add_json(audit)
     audit.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")

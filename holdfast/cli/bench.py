@@ -11,7 +11,7 @@ from holdfast.cli.output import add_json, console_of, write_json
 
 
 def add(commands: Any) -> None:
-    """Put the command into `commands`."""
+    """Add the command to a parser's subcommands."""
     bench = commands.add_parser("bench", help="measure how fast this machine is at what holdfast does")
     kinds = bench.add_subparsers(title="what to measure", metavar="KIND", required=True)
     codes = kinds.add_parser(
@@ -68,12 +68,20 @@ def add(commands: Any) -> None:
     node.add_argument("--quick", action="store_true", help="everything once, in seconds: no figure is to be trusted")
     node.add_argument("--nodes", type=_counts, default=(2, 4), help="SMPs that protect each other (default 2,4)")
     node.add_argument(
-        "--connections", type=_counts, default=(1, 2, 4), help="from one to another, HOLDFAST_LINKS (default 1,2,4)"
+        "--connections",
+        type=_counts,
+        default=(1, 2, 4),
+        help="connections from each SMP to each other one, as HOLDFAST_LINKS sets them (default 1,2,4)",
     )
-    node.add_argument("--shard", type=size, default="256MiB", metavar="SIZE", help="of each node (default 256MiB)")
+    node.add_argument(
+        "--shard", type=size, default="256MiB", metavar="SIZE", help="size of each node's shard (default 256MiB)"
+    )
     node.add_argument("--rounds", type=int, default=7, help="how often each is measured (default 7)")
     node.add_argument(
-        "--against", type=Path, metavar="CHECKOUT", help="its SMPs take turns with these: what has become of them"
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="another checkout of holdfast: measure its SMPs in turn with these, to compare",
     )
     node.add_argument("--smps-only", action="store_true", help="leave out the parts; --measured refuses the result")
     node.add_argument("--no-tls", action="store_true", help="leave out connections by TLS")

@@ -1,4 +1,4 @@
-"""``holdfast chaos``: break a training job in every way there is, and see that it ends as if nothing had happened."""
+"""``holdfast chaos``: break a training job in many ways, and check that it ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -39,24 +39,36 @@ def add(commands: Any) -> None:
         "scenarios", nargs="?", help="'all', 'quick', 'campaign', names with commas, or a TOML file (default quick)"
     )
     run.add_argument("--seed", type=int, help="draw a scenario from this seed")
-    run.add_argument("--faults", type=int, default=4, help="in a drawn scenario (default 4)")
-    run.add_argument("--double", action="store_true", help="drawn: each is followed by one during the recovery")
-    run.add_argument("--beyond", action="store_true", help="drawn: the last takes more than parity makes up for")
+    run.add_argument("--faults", type=int, default=4, help="number of faults in a drawn scenario (default 4)")
+    run.add_argument("--double", action="store_true", help="drawn: each fault is followed by one during recovery")
+    run.add_argument("--beyond", action="store_true", help="drawn: the last fault takes more than parity can repair")
     run.add_argument("--defaults", action="store_true", help="drawn: with the hook's own options, as users start it")
     run.add_argument("--profile", help="drawn: as a published study saw failures: llama3, ft-hsdp, rsc-1, ...")
     run.add_argument(
-        "--count", type=int, default=1, help="drawn: so many, from consecutive seeds; of all kinds unless said"
+        "--count",
+        type=int,
+        default=1,
+        help="drawn: number of scenarios, from consecutive seeds; a mix, unless an option says which kind (default 1)",
     )
     run.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th scenario, from the I-th on")
-    run.add_argument("--html", type=output_file, metavar="FILE", help="also write a report that needs nothing else")
+    run.add_argument("--html", type=output_file, metavar="FILE", help="also write a self-contained HTML report")
     run.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the table as Markdown")
-    run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
+    run.add_argument("--steps", type=int, default=16, help="your own command: number of steps (default 16)")
     run.add_argument(
-        "--nodes", type=int, default=1, help="your own command: start it on so many virtual nodes (default 1)"
+        "--nodes", type=int, default=1, help="your own command: number of virtual nodes to start it on (default 1)"
     )
-    run.add_argument("--other", default="", metavar="WORD", help="your own command: kill what has WORD in its, too")
     run.add_argument(
-        "--ignore", action="append", default=[], metavar="PATTERN", help="your own command: names that do not matter"
+        "--other",
+        default="",
+        metavar="WORD",
+        help="your own command: also kill other processes whose command line contains WORD",
+    )
+    run.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="your own command: do not compare names that contain a match of this regular expression; may be repeated",
     )
     run.add_argument(
         "--deadline",
@@ -185,7 +197,7 @@ def run_again(parsed: argparse.Namespace) -> int:
 
 
 def shard(scenarios: Sequence[Any], text: str) -> Sequence[Any]:
-    """Every N-th scenario from the I-th on, as ``I/N`` says. Raises `ConfigError`."""
+    """Every N-th scenario from the I-th on; `text` is ``I/N``. Raises `ConfigError`."""
     first, _, count = text.partition("/")
     if not (first.isdigit() and count.isdigit() and 1 <= int(first) <= int(count)):
         raise ConfigError(f"--shard takes I/N, as 1/2 and 2/2 for two halves, not {text!r}")
@@ -235,7 +247,7 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
 
 
 def line(verdict: Any) -> Text:
-    """A verdict in a line."""
+    """A verdict as one line."""
     name = verdict.scenario.name
     if verdict.skipped:
         return Text.assemble(("skipped", "yellow"), f" {name}: {verdict.skipped}")

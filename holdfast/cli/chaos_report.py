@@ -1,4 +1,4 @@
-"""Reports of ``holdfast chaos``: Markdown, and one HTML page that needs nothing else."""
+"""Reports of ``holdfast chaos``: Markdown, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = {
     "load": "#009e73",
     "first step": "#cc79a7",
 }
-"""Okabe and Ito's, which colour-blind people can tell apart."""
+"""The palette of Okabe and Ito, whose colours colour-blind people can tell apart."""
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -34,7 +34,7 @@ small { opacity: .75; } svg { display: block; } code { font-size: .9em; }
 
 
 def page(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """The HTML page."""
     rows = "\n".join(_row(verdict) for verdict in verdicts)
     counts = ", ".join(f"{escape(name)} <b>{escape(value)}</b>" for name, value in told(figures))
     legend = " ".join(
@@ -53,7 +53,7 @@ Bars: seconds of each recovery: {legend}.</small></p>
 
 
 def markdown(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) -> str:
-    """A table, and the figures above it."""
+    """The figures, and a table of the verdicts, as Markdown."""
     lines = ["# What was broken, and what came of it", "", _when(), ""]
     lines += [f"* {name}: {value}" for name, value in told(figures)]
     lines += ["", "| scenario | faults | restarts | steps again | seconds | verdict |", "|---|---|---:|---:|---:|---|"]
@@ -66,14 +66,14 @@ def markdown(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) ->
 
 
 def told(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures by name, in words; of checks, how often each looked at something."""
+    """Name and value of each figure, in words. Last come the checks, with how often each looked at something."""
     checks = ", ".join(f"{check} {count}" for check, count in figures["checks"].items())
     plain = {name: str(value) for name, value in figures.items() if name not in ("replay", "checks")}
     return [(name.replace("_", " "), value) for name, value in (plain | {"checks": checks}).items()]
 
 
 def result(verdict: ScenarioVerdict) -> str:
-    """What came of it, in a few words."""
+    """The outcome in a few words."""
     if verdict.skipped:
         return f"skipped: {verdict.skipped}"
     if verdict.problems:
@@ -102,7 +102,7 @@ def _row(verdict: ScenarioVerdict) -> str:
 
 
 def _curve(verdict: ScenarioVerdict) -> str:
-    """The losses of rank 0 over time, a line for each start of the job, and the faults."""
+    """SVG of the losses of rank 0 over time, with a line for each start of the job and a mark for each fault."""
     steps = verdict.history.of("step", rank=0)
     if not steps:
         return ""
@@ -134,7 +134,7 @@ def _curve(verdict: ScenarioVerdict) -> str:
 
 
 def _bars(verdict: ScenarioVerdict) -> str:
-    """One bar for each recovery."""
+    """SVG with one bar for each recovery."""
     found = [phases(verdict.history, n, restart) for n, restart in enumerate(verdict.history.restarts, 1)]
     longest = max((sum(each.values()) for each in found), default=0.0)
     bars = []

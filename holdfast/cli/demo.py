@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Put the command into `commands`."""
+    """Add the command to a parser's subcommands."""
     demo = commands.add_parser(
         "demo",
         help="train a real Megatron GPT on virtual nodes, kill things, compare to the last bit",

@@ -21,7 +21,7 @@ KINDS = {
 }
 MONITORING = ("alerts.yml", "grafana.json")
 BIN = "/opt/train/bin"
-"""What stands in the files for where holdfast is installed."""
+"""The directory that the files name; `templates` replaces it with the one where holdfast is installed."""
 
 
 def add(commands: Any) -> None:
@@ -34,8 +34,10 @@ def add(commands: Any) -> None:
         "is there and differs is not overwritten: nothing is written then, and the status is 2.",
         epilog="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()),
     )
-    deploy.add_argument("kind", choices=KINDS, help="for what")
-    deploy.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="where to (default: here)")
+    deploy.add_argument("kind", choices=KINDS, help="which files to write")
+    deploy.add_argument(
+        "--to", type=Path, default=Path(), metavar="DIR", help="directory to write to (default: the current one)"
+    )
     deploy.add_argument("--force", action="store_true", help="overwrite files that are there")
     deploy.set_defaults(run=_deploy)
     add_json(deploy)
@@ -64,7 +66,7 @@ def _deploy(parsed: argparse.Namespace) -> int:
 
 
 def templates(kind: str) -> dict[str, str]:
-    """The files of one of `KINDS`, by path, with this installation put in."""
+    """The files of one of `KINDS`, by path, with the directory of this installation filled in."""
     root = resources.files("holdfast.deploy")
     if kind == "prometheus":
         return {name: root.joinpath(name).read_text() for name in MONITORING}

@@ -9,7 +9,7 @@ from holdfast.cli.output import add_json, console_of, write_json
 
 
 def add(commands: Any) -> None:
-    """Put the command into `commands`."""
+    """Add the command to a parser's subcommands."""
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine has and what is wrong with it",

@@ -1,4 +1,4 @@
-"""``holdfast drain NODE``: have a node's bytes moved to the others before it is taken away."""
+"""``holdfast drain NODE``: move a node's bytes to other nodes before it is taken away."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.sources import Address
 
 MARGIN_S = 10.0
-"""How much longer than the drain itself its answer is waited for."""
+"""How much longer than the drain's own deadline to wait for its answer, in seconds."""
 
 
 def add(commands: Any) -> None:
@@ -32,8 +32,12 @@ def add(commands: Any) -> None:
         "any more.",
     )
     drain.add_argument("node", help="name of the node, as `holdfast status` tells it")
-    drain.add_argument("--job", help="only of this job (default: the one that has such a node)")
-    drain.add_argument("--arena", type=arena_folder, help="where an SMP of the job is to be found on this machine")
+    drain.add_argument("--job", help="id of the training run (default: the one that has this node)")
+    drain.add_argument(
+        "--arena",
+        type=arena_folder,
+        help="where to look for SMPs of the job on this machine (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)",
+    )
     drain.add_argument("--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job")
     drain.add_argument("--to", default="", metavar="HOST:PORT,...", help="spares: SMPs that the job does not use yet")
     drain.add_argument(
@@ -62,7 +66,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def sentence(drained: Drained) -> str:
-    """What may be done now, in words."""
+    """The result of a drain, in words."""
     begin = f"{drained.node} may be taken away: "
     if drained.snapshot is None:
         return begin + "no snapshot was ever held"

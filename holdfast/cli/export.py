@@ -1,4 +1,4 @@
-"""``holdfast export``: a snapshot, in memory or persisted, as plain safetensors or as a DCP checkpoint."""
+"""``holdfast export``: write a snapshot, in memory or persisted, as plain safetensors or as a DCP checkpoint."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def add(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="turn a snapshot into plain safetensors or a DCP checkpoint",
-        description="Takes the newest snapshot that can be had, or that of --step, out of the memory of a job whose "
-        "SMPs run, whether it trains or not; or, with --from, from where it was persisted. What data-parallel replicas "
-        "have divided among them is put together again.",
+        description="Exports the newest snapshot available, or that of --step, from the memory of a job whose SMPs "
+        "run, whether it trains or not; or, with --from, from where it was persisted. Tensors that data-parallel "
+        "replicas divided among themselves are put together again.",
     )
     export.add_argument("folder", nargs="?", type=Path, help="a new directory for the result; not with --list")
     export.add_argument("--from", dest="place", metavar="URL", help="where snapshots are persisted; else from memory")
-    export.add_argument("--job", help="of which job; with --from the only one there, else HOLDFAST_JOB, if not given")
+    export.add_argument("--job", help="id of the training run (default HOLDFAST_JOB; with --from, the only one there)")
     export.add_argument("--step", type=int, help="which snapshot (default the newest)")
     export.add_argument(
         "--format",
@@ -71,14 +71,18 @@ def export(
     step: int | None = None,
     arena: Path | None = None,
 ) -> dict[str, Any]:
-    """Write a snapshot into `folder`, which must not be there. Blocks; raises `HoldfastError`.
+    """Write a snapshot into `folder`, which must not exist. Blocks; raises `HoldfastError`.
 
-    The slots are files below `folder` meanwhile, so it takes twice the room of the result, and little memory; a DCP
-    checkpoint takes as much as of its tensors is divided among ranks.
+    Until it is done, the slots are files in a temporary directory beside `folder`, so it takes twice the room of the
+    result but little memory. A DCP checkpoint takes memory for the tensors that are divided among ranks.
 
     Args:
-        place: a URL; None: the memory of `job`'s nodes.
+        folder: a new directory for the result.
         kind: one of `FORMATS`.
+        place: URL where snapshots are persisted; None: the memory of the job's nodes.
+        job: its name; None: ``HOLDFAST_JOB``, or the only job at `place`.
+        step: step of the snapshot; None: the newest.
+        arena: directory of arenas; None: the default.
     """
     from holdfast.export.source import ShardSource, from_memory, from_place
     from holdfast.export.tensors import fetch

@@ -11,7 +11,7 @@ from holdfast.cli.output import add_json, write_json
 
 
 def add(commands: Any) -> None:
-    """Put the command into `commands`."""
+    """Add the command to a parser's subcommands."""
     gc = commands.add_parser(
         "gc",
         help="remove snapshots and SMPs that dead jobs left behind",
@@ -20,7 +20,9 @@ def add(commands: Any) -> None:
         "as `holdfast demo` left when it was killed goes at once.",
     )
     gc.add_argument("--job", help="only this job")
-    gc.add_argument("--older-than", type=time, default="1h", metavar="TIME", help="untouched for (default 1h)")
+    gc.add_argument(
+        "--older-than", type=time, default="1h", metavar="TIME", help="how long arenas must be untouched (default 1h)"
+    )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     gc.add_argument("--zero", action="store_true", help="overwrite what is removed with zeros first")
     gc.add_argument(
@@ -55,6 +57,6 @@ def _run(parsed: argparse.Namespace) -> int:
     if not found:
         where = parsed.arena or arena_base()
         of = f" of job {parsed.job}" if parsed.job else ""
-        print(f"nothing to remove: {where} has nothing{of} that was untouched for so long", file=sys.stderr)
+        print(f"nothing to remove: {where} has no unused arena{of} untouched for --older-than", file=sys.stderr)
     write_json(parsed.json, found)
     return 0

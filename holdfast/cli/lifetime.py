@@ -1,9 +1,9 @@
-"""How every command ends: by itself, or by Ctrl-C, SIGTERM or a closed terminal, with nothing left of what it started.
+"""How every command ends, by itself or by Ctrl-C, SIGTERM or a closed terminal: nothing that it started is left.
 
-A signal becomes an exception in the main thread, which unwinds the command like any error. An exception can arrive
-between two instructions that belong together, such as starting a process and noting that it was started. So what is
-left after the unwinding is looked for by marks that need no bookkeeping: every process that a command starts, and all
-that these start, in whatever session, have its token in their environment; and its folders are `shared.scratch`'s.
+A signal becomes an exception in the main thread, which unwinds the command like any error. The exception can arrive
+between two instructions that belong together, such as starting a process and recording it. So leftovers are found after
+the unwinding by marks that need no bookkeeping: every process that a command starts, and all descendants of that
+process in any session, have the command's token in their environment; and its folders are those of `shared.scratch`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ END_DEADLINE_S = 20.0
 
 
 def run_to_the_end(work: Callable[[], int], failed: Callable[[BaseException], int]) -> int:
-    """Run a command; its exit status, or what `failed` makes of the exception that ended it, when all that the command
-    had started is ended.
+    """Run a command and return its exit status. If an exception ends it, kill everything that the command started, then
+    return what `failed` makes of the exception.
 
-    Signals whose caller ignores them, as ``nohup`` does, stay ignored. In another thread than the main one they are not
-    ours.
+    Signals that the caller ignores, as ``nohup`` does, stay ignored. Outside the main thread, signals are left alone.
     """
     before = os.environ.get(COMMAND_ENV)
     token = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -44,7 +43,7 @@ def run_to_the_end(work: Callable[[], int], failed: Callable[[BaseException], in
         raise
     except BaseException as error:
         for number in handlers:
-            signal.signal(number, signal.SIG_IGN)  # whoever presses Ctrl-C twice must not stop this
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop the clean-up
         end_all(token)
         scratch.remove_ours()
         return failed(error)
@@ -58,7 +57,7 @@ def run_to_the_end(work: Callable[[], int], failed: Callable[[BaseException], in
 
 
 def _handle_signals() -> dict[signal.Signals, Any]:
-    """From now on signals raise `EndedBySignal`; their handlers until now."""
+    """Make signals raise `EndedBySignal`; return their previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     found = {number: signal.getsignal(number) for number in SIGNALS}
@@ -73,7 +72,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def end_all(token: str) -> None:
-    """SIGKILL every process with the token in its environment, until none is found twice: one may be about to begin."""
+    """SIGKILL every process with the token in its environment, until two scans in a row find none, for at most
+    `END_DEADLINE_S`. Two scans, because a process may be just starting."""
     limit, quiet = time.monotonic() + END_DEADLINE_S, 0
     while quiet < 2 and time.monotonic() < limit:
         left = _marked(token)
@@ -87,7 +87,7 @@ def end_all(token: str) -> None:
 def _marked(token: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user
             others = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
             if others and token in process.environ().get(COMMAND_ENV, "").split(","):
                 found.append(process)

@@ -34,13 +34,13 @@ COMMANDS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the exit status, see `holdfast.cli.output`."""
+    """Run the command; return its exit status, see `holdfast.cli.output`."""
     words = sys.argv[1:] if arguments is None else arguments
     return run_to_the_end(partial(run, words), lambda error: report(error, words))
 
 
 def run(words: list[str]) -> int:
-    """Run the command; its exit status. Raises what ends it."""
+    """Run the command; return its exit status. Raises whatever ends the command."""
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser()
     parsed = parser.parse_args(words[:cut])
@@ -49,14 +49,15 @@ def run(words: list[str]) -> int:
             parser.error(f"no command is taken here after --: {' '.join(words[cut + 1 :])}")
         parsed.command = words[cut + 1 :]
     status: int = parsed.run(parsed)
-    sys.stdout.flush()  # while an error of that can still be told
+    sys.stdout.flush()  # now, while a write error can still be reported
     return status
 
 
 def make_parser() -> Parser:
     """The parser of all commands."""
     parser = Parser(
-        prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
+        prog="holdfast",
+        description="Keeps snapshots of a training job in the memory of its nodes, and restores them bit for bit.",
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -11,7 +11,7 @@ from holdfast.extras import require
 
 
 def add(commands: Any) -> None:
-    """Put the command into `commands`."""
+    """Add the command to a parser's subcommands."""
     matrix = commands.add_parser(
         "matrix",
         help="kill and restore every kind of job there is, compare to the last bit",

@@ -1,4 +1,4 @@
-"""What the results and errors of all commands have in common."""
+"""How all commands print results and report errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 OK, FAILED, WRONG, NOT_FOUND, NO_ANSWER = range(5)
-"""Exit statuses: all is well; it is not, or something failed; wrong usage or set-up; there is no such job, node or SMP;
-an SMP does not answer. A command that a signal has ended has 128 more than its number."""
+"""Exit statuses: success; a bad result, or a failure; wrong usage or set-up; no such job, node or SMP; an SMP does not
+answer. A command ended by a signal exits with 128 plus the signal's number."""
 
 STATUSES: tuple[tuple[type[HoldfastError], int], ...] = (
     (ConfigError, WRONG),
@@ -30,7 +30,7 @@ STATUSES: tuple[tuple[type[HoldfastError], int], ...] = (
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """A signal ends the command."""
+    """A signal ended the command."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -38,9 +38,9 @@ class EndedBySignal(KeyboardInterrupt):
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, gap: int = 2) -> list[str]:
-    """The lines of a table, the first `left` columns to the left and the others to the right. Pure.
+    """The lines of a table: the first `left` columns are aligned left, the others right. Pure.
 
-    Nothing is cut, whatever the terminal, and nothing stands at the end of a line: what is too wide is broken.
+    Nothing is truncated, however narrow the terminal, and lines have no trailing spaces.
     """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = []
@@ -54,9 +54,10 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 
 def console_of(parsed: argparse.Namespace, *, soft_wrap: bool = False) -> Console:
-    """Where a command that has ``--json`` prints what is for people.
+    """The console for the human-readable output of a command that has ``--json``: standard error if JSON takes standard
+    output.
 
-    Brackets are printed as they are: paths and the errors of others have them. What has a style is a `Text`.
+    Brackets are printed literally, because paths and foreign error messages contain them. Styled text is a `Text`.
     """
     from rich.console import Console
 
@@ -64,19 +65,19 @@ def console_of(parsed: argparse.Namespace, *, soft_wrap: bool = False) -> Consol
 
 
 def say(console: Console, text: RenderableType) -> None:
-    """Print text: on a terminal broken between words, in a pipe as it is."""
+    """Print text: on a terminal wrapped between words, in a pipe as it is."""
     console.print(text, soft_wrap=not console.is_terminal)
 
 
 def add_json(command: argparse._ActionsContainer) -> None:
-    """Give a command ``--json``."""
+    """Add ``--json`` to a command."""
     command.add_argument(
         "--json", metavar="FILE", type=_target, help="also write the result as JSON; - is standard output"
     )
 
 
 def write_json(target: str | None, data: Any) -> None:
-    """Write a command's result where ``--json`` says, if it says so."""
+    """Write a command's result to `target`, the value of ``--json``; None: it was not given."""
     if target is None:
         return
     text = json.dumps(data, indent=2) + "\n"
@@ -88,13 +89,13 @@ def write_json(target: str | None, data: Any) -> None:
 
 
 def report(error: BaseException, words: Sequence[str]) -> int:
-    """Say what ended a command, for people and, if its `words` ask for that, as JSON; its exit status.
+    """Report what ended a command, for people and, if its `words` ask for it, as JSON. Returns the exit status.
 
-    Anything but an error of ours, of the system or a signal is a bug, and raised again.
+    Any error other than a `HoldfastError`, an error of the system or a signal is a bug, and is raised again.
     """
     kind, message, status = describe(error)
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read what is said there has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: discard the rest of the output
         return status
     print(f"holdfast: {message}", file=sys.stderr)
     target = json_target(words)
@@ -102,12 +103,12 @@ def report(error: BaseException, words: Sequence[str]) -> int:
         try:
             write_json(target, {"error": {"kind": kind, "message": message, "status": status}})
         except OSError:
-            pass  # it may be what the error is about
+            pass  # the error may be about this very file
     return status
 
 
 def describe(error: BaseException) -> tuple[str, str, int]:
-    """Kind, message and exit status of what ended a command. Pure; raises what is none of ours again."""
+    """Kind, message and exit status for the exception that ended a command. Pure; raises an unexpected one again."""
     if isinstance(error, KeyboardInterrupt):
         number = error.number if isinstance(error, EndedBySignal) else signal.SIGINT
         return "EndedBySignal", str(error) or "ended by SIGINT", 128 + number
@@ -123,7 +124,7 @@ def describe(error: BaseException) -> tuple[str, str, int]:
 
 
 def json_target(words: Sequence[str]) -> str | None:
-    """What ``--json`` says in a command line that may be wrong otherwise."""
+    """The value of ``--json`` in a command line that may be wrong elsewhere."""
     words = words[: words.index("--")] if "--" in words else words
     for word, following in zip(words, [*words[1:], None], strict=True):
         if word == "--json":

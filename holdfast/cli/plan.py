@@ -1,4 +1,4 @@
-"""``holdfast plan``: what snapshots of a job would take, as a table."""
+"""``holdfast plan``: how much time and memory snapshots of a job would take, as a table."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def add(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="what snapshots of a model would take: bytes, seconds, memory, the shortest interval",
-        description="Computes, before anything runs, what snapshots of a job take. Without --model, of several "
-        "models, and of ways to train them. Rates are those that were last measured until you measure your own, with "
-        "holdfast bench node; it says what limits, and what to buy.",
+        description="Computes, before anything runs, how much time and memory the snapshots of a job take, what limits "
+        "them, and what to buy. Without --model, compares several models and ways to train them. Rates are our last "
+        "measured ones unless --measured names your own, from holdfast bench node.",
     )
     models = ", ".join(PRESETS)
     plan.add_argument("--model", help=f"{models}, or layers=,hidden=,inner=,heads=,kv_heads=,vocab=,experts=ACTIVE/ALL")
@@ -52,7 +52,11 @@ def add(commands: Any) -> None:
     plan.add_argument("--zero", type=int, default=1, metavar="STAGE", help="0 to 3 (default 1)")
     plan.add_argument("--offload", action="store_true", help="optimizer state lives in host memory")
     plan.add_argument("--optimizer", default="adam", help=f"{', '.join(STATE_BYTES)} (default adam)")
-    plan.add_argument("--base", default="none", help=f"frozen weights, adapters are trained: {', '.join(BASE_BYTES)}")
+    plan.add_argument(
+        "--base",
+        default="none",
+        help=f"format of frozen weights, if only adapters are trained: {', '.join(BASE_BYTES)} (default none)",
+    )
     plan.add_argument("--micro-batch", type=int, default=1, help="samples (default 1)")
     plan.add_argument("--sequence", type=int, default=4096, help="tokens (default 4096)")
     plan.add_argument("--recompute", default="selective", help=f"{', '.join(RECOMPUTE)} (default selective)")
@@ -64,7 +68,7 @@ def add(commands: Any) -> None:
         "--protect-every",
         default="1",
         metavar="N",
-        help="of so many snapshots one is protected, or auto: as often as encoding keeps up (default 1)",
+        help="protect one of every N snapshots, or auto: as many as encoding keeps up with (default 1)",
     )
     plan.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
     plan.add_argument("--persist", action="store_true", help="snapshots are also written to storage")
@@ -153,7 +157,7 @@ def run(parsed: argparse.Namespace) -> int:
     show(console, rows, machine, slots)
 
     def advised(row: Row) -> list[str]:
-        """What to buy for that job."""
+        """Advice on what to buy for the job of a row."""
         _, each, sizes = row
 
         def sized(smp: SmpRates, parity: int) -> Sizes:
@@ -186,8 +190,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def choices_of(job: ModelJob, sizes: Sizes, machine: Machine) -> list[SlotChoice]:
-    """What each number of slots and each way to protect costs a job that takes a snapshot as often as it can: every
-    step, if one is copied within it."""
+    """What each number of slots and each `protect_every` costs a job that takes snapshots as often as it can: at every
+    step, if a copy takes no longer than a step."""
     commit_s = sizes.copy_s + sizes.node_bytes / machine.copy_rate
     interval_s = max(job.step_s, sizes.copy_s)
     code = sizes.parity / sizes.data
@@ -203,7 +207,7 @@ def _best(found: list[SlotChoice], sizes: Sizes, machine: Machine) -> SlotChoice
 def show_choices(
     console: Console, name: str, job: ModelJob, sizes: Sizes, found: list[SlotChoice], machine: Machine
 ) -> None:
-    """Print what each choice takes and costs, and which is recommended."""
+    """Print the memory and the cost of each choice, and which one is recommended."""
     chosen = _best(found, sizes, machine)
     head = ("slots", "protect_every", "arena", "skipped", "a crash costs", "a node's loss costs", "")
     cells = [
@@ -226,17 +230,18 @@ def show_choices(
     fits = "" if chosen else f" None of them fits half of a node's {amount(machine.host_memory)} (--host-memory)."
     say(
         console,
-        f"\n{name}, a snapshot {interval}, played with the decisions that trainers make: 'skipped' for want of a slot; "
-        "work done since the snapshot that a crash of processes goes back to, and the loss of a node. Recommended is "
-        f"what loses least, of all failures as {PUBLISHED} has them ({published.memory + published.shock:.0%} take a "
-        f"node's memory), or at most 10 % more with less memory. With 2 slots what is only sealed gives its slot to "
-        f"the next: who crashes while that is copied goes back to the protected one.{fits}",
+        f"\n{name}, a snapshot {interval}, simulated with the decisions that trainers make. 'skipped': snapshots not "
+        "taken, for want of a slot. 'a crash costs', \"a node's loss costs\": the work done since the snapshot that "
+        f"the job goes back to. Recommended: of the choices that lose at most 10 % more than the best, with failures "
+        f"as in {PUBLISHED} ({published.memory + published.shock:.0%} take a node's memory), the one with the least "
+        "memory. With 2 slots, a snapshot that is only sealed gives its slot to the next one; a crash while that is "
+        f"copied goes back to the protected snapshot.{fits}",
     )
 
 
 def variants(job: ModelJob) -> list[tuple[str, ModelJob]]:
-    """The presets; of 7B, 13B and 70B the ways to train that "Dissecting the Runtime Performance" (arXiv 2311.03687)
-    compares."""
+    """Every preset with ZeRO-3; for 7B, 13B and 70B also the ways to train that "Dissecting the Runtime Performance"
+    (arXiv 2311.03687) compares."""
     found = []
     for name, shape in PRESETS.items():
         base = replace(job, shape=shape, zero=3)
@@ -254,7 +259,7 @@ def variants(job: ModelJob) -> list[tuple[str, ModelJob]]:
 
 
 def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) -> None:
-    """Print a table, what it rests on (of `slots`, in words), and what does not fit."""
+    """Print the table, its assumptions (`slots` is a description in words), and warnings about what does not fit."""
     head = ("", "on GPU", "captured", "a node", "arena", "copied", "safe", "every")
     cells = []
     for name, _, sizes in rows:
@@ -287,12 +292,12 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
 
 
 def _narrow(seconds: float) -> str:
-    """A time, for a table that fits 80 columns."""
+    """A duration without spaces, so that the table fits 80 columns."""
     return duration(seconds).replace(" ", "")
 
 
 def warnings(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
-    """What does not fit, a line for each kind. Pure."""
+    """Warnings about what does not fit: one line for GPUs, one for arenas. Pure."""
     large = [
         f"{name} {amount(sizes.device_bytes)}" for name, _, sizes in rows if sizes.device_bytes > machine.gpu_memory
     ]

@@ -1,4 +1,4 @@
-"""What the commands draw with ``--plot``: SVG by matplotlib, with text as text, the same for the same numbers."""
+"""Figures for ``--plot``: SVG by matplotlib, with text kept as text. The same numbers give the same bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 Rows = Sequence[dict[str, Any]]
 
 INCH = 100
-"""Pixels; figures are measured in inches."""
+"""Pixels per inch; matplotlib measures figures in inches."""
 OURS, OTHERS, RULE, MEASURED = "#1b7f5c", "#9aa5b1", "#b0702a", "#8a3ffc"
 PARITIES = ("#4c78a8", "#1b7f5c", "#b0702a", "#8a3ffc")
-"""Of m = 1, 2, 3, 4."""
+"""Colours for m = 1, 2, 3, 4."""
 SHARES = (
     ("ettr", "kept steps", "#1b7f5c"),
     ("save", "saving", "#5b8def"),
@@ -37,12 +37,12 @@ OUR_LINES = ("#0b5d41", "#1b7f5c", "#45a583", "#7cc5ab")
 OTHER_LINES = ("#c8553d", "#e0a83b", "#5b8def", "#8b6fc0", "#9aa5b1")
 DASHES = ("-", "--", ":", "-.")
 LEAST, MOST = 0.05, 50.0
-"""The longest and the shortest bar of `draw_stall` end there."""
+"""The bars of `draw_stall` are clipped to this range."""
 TIMES = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10800, 36000, 86400, 259200, 864000, 2592000)
 
 
 def check_plots(target: Path | None) -> None:
-    """Refuse ``--plot`` where it cannot be had, before hours of work whose result it is to draw.
+    """Refuse ``--plot`` if it cannot work, before the hours of work whose result it would draw.
 
     Raises:
         ConfigError: a file is named and matplotlib is not installed.
@@ -52,7 +52,7 @@ def check_plots(target: Path | None) -> None:
 
 
 def write(figure: Figure, target: Path) -> None:
-    """Write a drawing, as SVG whatever the file is called."""
+    """Write a figure as SVG, whatever the file is called."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
@@ -60,8 +60,8 @@ def write(figure: Figure, target: Path) -> None:
 
 
 def draw_tune(found: Recommendation, costs: Costs) -> Figure:
-    """Two panels. Left: the first-order curve, Monte Carlo with two standard errors, Young's and Daly's intervals, the
-    chosen point, and what was measured. Right: each code's nines for 30 days over its memory."""
+    """Draw two panels. Left: the first-order curve, Monte Carlo with two standard errors, Young's and Daly's intervals,
+    the chosen point and the measured one. Right: for each code, nines of survival for 30 days over its memory."""
     figure = _figure(1100, 400)
     left, right = figure.subplots(1, 2)
     _waste(left, found, costs)
@@ -121,10 +121,10 @@ def _survival(axes: Axes, found: Recommendation) -> None:
 
 
 def draw_simulation(rows: Rows, what: str) -> Figure:
-    """Rows as in the JSON of ``holdfast simulate``.
+    """Draw rows as they are in the JSON of ``holdfast simulate``.
 
-    Above, the effective training time ratio over the number of GPUs with bars of one standard error; below, for each
-    size, a bar of all time for each strategy; at the bottom `what`, in words.
+    Above: the effective training time ratio over the number of GPUs, with bars of one standard error. Below: for each
+    size and strategy, a bar that divides up all time. At the bottom: `what`, the description of the simulation.
     """
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     sizes = sorted({row["gpus"] for row in rows})
@@ -147,7 +147,7 @@ def draw_simulation(rows: Rows, what: str) -> Figure:
 
 
 def _shares(axes: Axes, rows: Rows, sizes: Sequence[int]) -> None:
-    """A bar of all time for each row, in groups by size."""
+    """For each row a bar that divides up all time, grouped by size."""
     groups = [(f"{gpus:,} GPUs", [row for row in rows if row["gpus"] == gpus]) for gpus in sizes]
     lines = _lines(axes, groups, "strategy")
     left = [0.0] * len(lines)
@@ -162,8 +162,8 @@ def _shares(axes: Axes, rows: Rows, sizes: Sequence[int]) -> None:
 
 
 def _lines(axes: Axes, groups: Sequence[tuple[str, Rows]], name: str) -> list[tuple[int, dict[str, Any]]]:
-    """Give each row of each group a line with its name, from the top down, below one with the group's in bold; the rows
-    with the heights of their lines."""
+    """Label the y axis from the top down: for each group a line with its name in bold, then a line for each row with
+    the row's name. Returns the rows with their positions."""
     heads: list[int] = []
     texts: list[str] = []
     lines: list[tuple[int, dict[str, Any]]] = []
@@ -181,7 +181,7 @@ def _lines(axes: Axes, groups: Sequence[tuple[str, Rows]], name: str) -> list[tu
 
 
 def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Colour and line of each, this system's in shades of its own; where colours come round again, lines differ."""
+    """Colour and dashes of each strategy. Ours have shades of their own; when colours repeat, the dashes differ."""
     found = {}
     for mine, palette in ((True, OUR_LINES), (False, OTHER_LINES)):
         for place, name in enumerate(name for name in names if name.startswith("holdfast") == mine):
@@ -190,9 +190,9 @@ def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def draw_stall(report: StallReport) -> Figure:
-    """A panel for each interval that was measured, in it a bar for each system with each number of ranks: training time
-    lost to one snapshot, over one copy of the state. The axis is logarithmic; what is less than its left end is drawn
-    there. Below: when, and on what machine."""
+    """Draw a panel for each interval, with a bar for each system and number of ranks: training time lost to one
+    snapshot, relative to one copy of the state. The axis is logarithmic; smaller values are drawn at its left end. The
+    caption says when and on what machine the figures were measured."""
     from holdfast.bench.stall import describe_run, every_text
 
     rows = [row for row in report.rows if row["system"] != "nothing"]
@@ -227,8 +227,8 @@ def _losses(axes: Axes, rows: Rows, title: str) -> None:
 
 
 def _figure(width: int, height: int) -> Figure:
-    """An empty figure of so many pixels. It belongs to no window and no state of matplotlib's, and ends with its last
-    reference."""
+    """An empty figure, its size in pixels. It belongs to no window and no global state of matplotlib, so it is freed
+    with its last reference."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width / INCH, height / INCH), layout="constrained")

@@ -1,7 +1,7 @@
-"""``holdfast profile``: what snapshots cost *your* job, measured: the input of ``holdfast tune --measured``.
+"""``holdfast profile``: measures what snapshots cost *your* job, for ``holdfast tune --measured``.
 
-The command runs for a few dozen steps. A snapshot is taken after each step in which none was worked on, so steps with
-and without one alternate, and what slows the machine meanwhile slows both. Then the job ends by itself.
+The command runs for a few dozen steps. A snapshot is taken after each step during which no snapshot was in progress, so
+steps with and without one alternate, and anything else that slows the machine slows both. Then the job ends by itself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ProfilePlan:
     """What to profile.
 
     Attributes:
-        command: as it would be started by hand; it enters `InMemorySnapshot`.
-        output: the profile to write.
-        steps: to record, after those that warm up.
-        deadline_s: for the whole run.
+        command: the training command, as started by hand; it enters `InMemorySnapshot`.
+        output: file for the profile.
+        steps: number of steps to record, after the warm-up.
+        deadline_s: timeout for the whole run.
     """
 
     command: tuple[str, ...]
@@ -62,10 +62,17 @@ def add(commands: Any) -> None:
         "anew, in memory of its own; rank 0 writes the file, so on several hosts it must be on a common file system.",
     )
     profile.add_argument(
-        "--output", "-o", type=output_file, default="profile.json", metavar="FILE", help="(default profile.json)"
+        "--output",
+        "-o",
+        type=output_file,
+        default="profile.json",
+        metavar="FILE",
+        help="where to write the profile (default profile.json)",
     )
-    profile.add_argument("--steps", type=int, default=40, help="to record, after those that warm up (default 40)")
-    profile.add_argument("--deadline", type=deadline, default="30min", metavar="TIME", help="(default 30min)")
+    profile.add_argument("--steps", type=int, default=40, help="steps to record after the warm-up (default 40)")
+    profile.add_argument(
+        "--deadline", type=deadline, default="30min", metavar="TIME", help="timeout for the whole run (default 30min)"
+    )
     add_json(profile)
     profile.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")
     profile.set_defaults(run=_command)
@@ -75,7 +82,7 @@ def run(plan: ProfilePlan) -> Measured:
     """Run the command until it has recorded enough. Blocks; leaves nothing behind but the profile.
 
     Raises:
-        HoldfastError: it did not do what it should; the message ends with what it printed.
+        HoldfastError: the command did not do what it should; the message ends with its output.
     """
     output = plan.output.resolve()
     written = output.with_name(f".{output.name}.{os.getpid()}")

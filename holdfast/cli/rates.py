@@ -1,4 +1,4 @@
-"""The options that say how fast an SMP is, alike for all commands that plan."""
+"""The options that say how fast an SMP is, shared by all commands that plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _cores(text: str) -> float:
 
 
 def add_rates(options: Any, *also: str) -> None:
-    """Add the options to a parser or a group of one. `also`: other names of the rate of digesting."""
+    """Add the options to a parser or an argument group. `also`: further names for ``--digest-rate``."""
     options.add_argument(
         "--smp-cores",
         type=_cores,
@@ -42,25 +42,25 @@ def add_rates(options: Any, *also: str) -> None:
         "--line-rate",
         type=rate,
         metavar="RATE",
-        help="of all network cards of a node together: protecting is no faster (default: not known)",
+        help="rate of all network cards of a node together, which limits protecting (default: no limit known)",
     )
     options.add_argument(
         "--network-rate",
         type=rate,
         metavar="RATE",
-        help="what encoding sends out of a node (default: what the SMP's cores do, by what was measured)",
+        help="how fast encoding sends out of a node (default: computed from --smp-cores and measured rates)",
     )
     options.add_argument(
         "--digest-rate",
         *also,
         type=rate,
         metavar="RATE",
-        help="at which the SMP digests a snapshot (default: what its cores do, by what was measured)",
+        help="how fast the SMP digests a snapshot (default: computed from --smp-cores and measured rates)",
     )
 
 
 def add_measured(options: Any) -> None:
-    """Add ``--measured``, for what a machine does."""
+    """Add ``--measured``, for the measured rates of a machine."""
     options.add_argument(
         "--measured",
         type=input_file,
@@ -70,7 +70,7 @@ def add_measured(options: Any) -> None:
 
 
 def smp_of(parsed: argparse.Namespace, measured: Path | None) -> SmpRates:
-    """What the options come to. Raises `ConfigError` if the file is of another kind, or a rate is 0."""
+    """The rates that the options give. Raises `ConfigError` if the file is of another kind, or a rate is 0."""
     smp = SmpRates(
         given_cores=parsed.smp_cores,
         line_rate=math.inf if parsed.line_rate is None else parsed.line_rate,
@@ -86,7 +86,7 @@ def smp_of(parsed: argparse.Namespace, measured: Path | None) -> SmpRates:
 
 
 def read_measured(path: Path) -> Any:
-    """The JSON of a file. Raises `ConfigError` if it is none."""
+    """Read a JSON file. Raises `ConfigError` if it cannot be read as JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:  # `UnicodeDecodeError` is a `ValueError`
@@ -94,11 +94,11 @@ def read_measured(path: Path) -> Any:
 
 
 def say_basis(console: Console, smp: SmpRates, more: Iterable[str] = ()) -> None:
-    """Print what the rates rest on, and more sentences."""
+    """Print what the rates are based on, then the sentences `more`."""
     for sentence in (*basis(smp, cores_here()), *more):
         say(console, sentence)
 
 
 def cores_here() -> int:
-    """That this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""``holdfast simulate``: what a large job loses to failures over months, with this system and others, as a table."""
+"""``holdfast simulate``: what a large job loses to failures over months, with holdfast and with others, as a table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
         "--protect-every",
         default="1",
         metavar="N",
-        help="of so many of its snapshots one is protected, such as 1,8,auto; with 4 slots unless 1 (default 1)",
+        help="protect one of every N of its snapshots, such as 1,8,auto; any but 1 takes 4 slots (default 1)",
     )
     simulate.add_argument("--spares", default="auto", help="machines that stand by (default auto: 4 in 1,024 nodes)")
     simulate.add_argument(
@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
         default="auto",
         type=or_none("auto", time),
         metavar="TIME",
-        help="new processes on all nodes, such as 5min (default auto: by size)",
+        help="how long new processes on all nodes take to be ready, such as 5min (default auto: by size)",
     )
     simulate.add_argument("--rack", type=int, default=2, help="nodes that one shock takes (default 2)")
     add_measured(simulate)
@@ -195,7 +195,7 @@ def _describe(sweep: Sweep, parsed: argparse.Namespace) -> str:
 
 
 WIDEST = 180
-"""Columns of the tables: on a narrower terminal their lines go on in the next."""
+"""Width of the tables in columns. On a narrower terminal their lines wrap."""
 
 HEAD = (
     *("strategy", "every", "spares", "ETTR, %", "lost steps", "restarts", "stored", "saving, %", "lost, %"),
@@ -210,7 +210,7 @@ LEGEND = (
 
 
 def grid(rows: Sequence[SweepRow], gpus: int) -> list[list[str]]:
-    """The table of one size, with its head."""
+    """The table for one number of GPUs, header first."""
     return [[*HEAD], *(_cells(row) for row in rows if row.gpus == gpus)]
 
 
@@ -277,7 +277,7 @@ def show(console: Console, rows: Sequence[SweepRow], checks: Sequence[dict[str, 
 
 
 def markdown(rows: Sequence[SweepRow], checks: Sequence[dict[str, Any]], what: str) -> str:
-    """All tables as a page."""
+    """All tables as a Markdown page."""
     when = datetime.now(UTC).isoformat(timespec="seconds")
     lines = ["# What a large job loses to failures, simulated", "", f"{when}. {what}", "", LEGEND]
     for gpus in dict.fromkeys(row.gpus for row in rows):

@@ -1,4 +1,4 @@
-"""``holdfast smp start | stop | status``: the SMP of one job on this machine, by hand or by a supervisor."""
+"""``holdfast smp start | stop | status``: control the SMP of one job on this machine, by hand or from a supervisor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
         "takes it over; --remove deletes it. Refused while trainers are connected. It moves nothing to other nodes: "
         f"that is what `holdfast drain` does. Status 0: it has ended; {NOT_FOUND}: none ran.",
     )
-    stop.add_argument("--remove", action="store_true", help="also delete what it holds, or a dead one held")
+    stop.add_argument("--remove", action="store_true", help="also delete what it holds, or what a dead SMP left")
     stop.add_argument("--force", action="store_true", help="even while trainers are connected")
     status = kinds.add_parser(
         "status",
@@ -70,14 +70,14 @@ def add(commands: Any) -> None:
 
 
 def _options() -> argparse.ArgumentParser:
-    """The SMP's own options, to be had here too."""
+    """A parent parser with the SMP's own options."""
     parser = argparse.ArgumentParser(add_help=False)
     add_options(parser)
     return parser
 
 
 def smp_arguments(parsed: argparse.Namespace) -> list[str]:
-    """The command line of ``python -m holdfast.smp_daemon`` that says the same. Pure."""
+    """The equivalent arguments for ``python -m holdfast.smp_daemon``. Pure."""
     words = []
     for name in vars(_options().parse_args([])):
         value, option = getattr(parsed, name), "--" + name.replace("_", "-")
@@ -140,9 +140,9 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 
 def unknown(job: str, arena: Path) -> str:
-    """That a job has no arena where one was looked for, and which have."""
-    known = ", ".join(sorted({owner.job for owner in find_owners(arena.parent)})) or "no other job's"
-    return f"job {job}: there is no arena {arena}: {arena.parent} has {known}"
+    """The message that a job has no arena where it was looked for, and which jobs have one."""
+    known = ", ".join(sorted({owner.job for owner in find_owners(arena.parent)})) or "none"
+    return f"job {job}: there is no arena {arena}; jobs in {arena.parent}: {known}"
 
 
 def _status(parsed: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``holdfast status`` and ``holdfast top``: the jobs of this machine, and what is safe against what."""
+"""``holdfast status`` and ``holdfast top``: the jobs of this machine, and which losses their snapshots survive."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def show_top(parsed: argparse.Namespace) -> int:
 
 
 def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner, Overview]]:
-    """Every job with an arena below `base`, as one of its SMPs here sees it. Blocks for some seconds at most."""
+    """Every job with an arena below `base`, as one of its local SMPs sees it. Blocks for a few seconds at most."""
     found: dict[str, tuple[Owner, Overview]] = {}
     for owner in find_owners(base, job):
         if owner.job not in found or not found[owner.job][1].statuses:
@@ -86,7 +86,7 @@ def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner
 
 
 def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
-    """All jobs, one below the other."""
+    """The text about all jobs, one below the other."""
     if not overviews:
         return Text("no job has snapshots on this machine")
     return Group(*(part for owner, overview in overviews for part in _job(owner, overview)))
@@ -142,7 +142,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
 
 
 def recovery_line(recovery: dict[str, Any]) -> str:
-    """A recovery of `smp_daemon.recovery.recoveries.summarise`, as its slowest node saw it."""
+    """One line about a recovery from `smp_daemon.recovery.recoveries.summarise`, with the times of its slowest node."""
     slowest = recovery["nodes"][0]
     spans = ", ".join(f"{name} {seconds:,.2f}" for name, seconds in slowest["spans"])
     verb = "went" if recovery["done"] else "is going"

@@ -1,4 +1,4 @@
-"""``holdfast tune``: how often to take snapshots, and how to protect them, from what was measured and what fails."""
+"""``holdfast tune``: how often to take snapshots and how to protect them, from measured costs and failure rates."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
         "--interference",
         default="5%",
         metavar="SHARE",
-        help="by which work of ours slows training meanwhile (default 5%%)",
+        help="how much copying, encoding and persisting slow down training while they last (default 5%%)",
     )
     failures = tune.add_argument_group("what fails, and how long it takes to come back")
     names = ", ".join(PROFILES)
@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
         "--mtbf",
         type=some_time,
         metavar="TIME",
-        help="of one node, such as 1000d or 36h; --failures then only says what fails",
+        help="mean time between failures of one node, such as 1000d or 36h; --failures then only says what fails",
     )
     failures.add_argument(
         "--log", type=input_file, metavar="CSV", help="own incidents: time and class or cause; see docs/tuning.md"
@@ -159,7 +159,7 @@ def run(parsed: argparse.Namespace) -> int:
     found = replace(found, why=tuple(reasons(found, costs, model, domains, targets, duration, amount)))
     console = console_of(parsed)
     show(console, found, costs)
-    if profiled is None or not profiled.parity:  # else encoding was measured, and no rate of these is used
+    if profiled is None or not profiled.parity:  # otherwise encoding was measured, not computed
         console.print()
         say_basis(console, smp)
     if parsed.plot:
@@ -169,7 +169,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def show(console: Console, found: Recommendation, costs: Costs) -> None:
-    """Print what to do, what to expect and why, in one screen."""
+    """Print what to do, what to expect and why, on one screen."""
     code, step_s = found.code, found.step_s
     every = found.periods[0]
     for name, what in (
@@ -202,7 +202,7 @@ def show(console: Console, found: Recommendation, costs: Costs) -> None:
 
 
 def survival_text(risk: float) -> str:
-    """1 - risk, legibly: all digits as far as they are few."""
+    """1 - risk, as a decimal; if the risk is below 1e-4, as the text ``1 - <risk>``."""
     return f"{1.0 - risk:.5f}" if risk >= 1e-4 else f"1 - {risk:.1e}"
 
 
@@ -220,7 +220,7 @@ def _groups(sizes: tuple[int, ...]) -> str:
 
 
 def _measured(parsed: argparse.Namespace) -> tuple[Measured | None, SmpRates]:
-    """What was measured of the job, and of a machine."""
+    """The profile of the job, if ``--measured`` has one, and the rates of the machine."""
     machines = []
     profiled: Measured | None = None
     for path in parsed.measured:
@@ -242,7 +242,7 @@ def _measured(parsed: argparse.Namespace) -> tuple[Measured | None, SmpRates]:
 
 
 def _costs(parsed: argparse.Namespace, profiled: Measured | None, smp: SmpRates) -> tuple[Costs, int]:
-    """Costs, and of how many nodes."""
+    """The costs, and the number of nodes that they are for."""
     assumptions = Assumptions(
         step_s=parsed.step,
         state_bytes=parsed.state,
@@ -289,7 +289,7 @@ def _targets(parsed: argparse.Namespace, nodes: int) -> Targets:
 
 
 def _fraction(option: str, text: str) -> float:
-    """From ``1%`` or ``0.01``."""
+    """Parse a share such as ``1%`` or ``0.01``."""
     try:
         value = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
     except ValueError:

@@ -1,3 +1,3 @@
-"""Snapshots as files that other programs read."""
+"""Snapshots as files that other programs can read."""
 
 __all__ = ["dcp", "source", "tensors"]

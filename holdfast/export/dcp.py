@@ -1,8 +1,8 @@
-"""A snapshot as a checkpoint of ``torch.distributed.checkpoint`` (DCP): one that any number of ranks may load.
+"""A snapshot as a checkpoint of ``torch.distributed.checkpoint`` (DCP): any number of ranks can load it.
 
-Plain torch, DDP and FSDP2 give the names that ``get_state_dict`` gives: ``model.<parameter>``,
-``optim.state.<parameter>.exp_avg``, ``optim.param_groups``. All else keeps its own name: behind that of its replica set
-(``pp0-tp1-cp0-ep0.optim0.model0.head.weight.main``), or of its coordinate where replicas do not share it.
+For plain torch, DDP and FSDP2, the names are those of ``get_state_dict``: ``model.<parameter>``,
+``optim.state.<parameter>.exp_avg``, ``optim.param_groups``. Everything else keeps its own name, prefixed with its
+replica set (``pp0-tp1-cp0-ep0.optim0.model0.head.weight.main``), or with its coordinate if replicas do not share it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def write_dcp(path: Path, slots: Sequence[SlotCopy]) -> int:
-    """Write the checkpoint into `path`; how many tensors are in it. Blocks.
+    """Write the checkpoint into `path`; return its number of tensors. Blocks.
 
-    What is made of several shards is put together in memory; all else is read from the slots' files as it is written.
+    Tensors that several shards make up are assembled in memory; all others are read from the slot files while writing.
     """
     state = state_dict(slots)
     save(state, storage_writer=FileSystemWriter(path), no_dist=True)
@@ -37,10 +37,10 @@ def write_dcp(path: Path, slots: Sequence[SlotCopy]) -> int:
 
 
 def state_dict(slots: Sequence[SlotCopy]) -> dict[str, Any]:
-    """The nested state of a snapshot. Tensors over slots are not copied.
+    """The nested state of a snapshot. A tensor that lies in one slot is a view of it, not a copy.
 
     Raises:
-        StateMismatch: a tensor that is divided among ranks is not there as a whole.
+        StateMismatch: a part of a tensor that is divided among ranks is missing.
     """
     by_coord = {slot.coord: slot for slot in slots}
     tensors = whole_tensors(slots)
@@ -68,7 +68,7 @@ def state_dict(slots: Sequence[SlotCopy]) -> dict[str, Any]:
 
 
 class _Names:
-    """How things are called outside of holdfast."""
+    """The names that leaves have outside holdfast."""
 
     def __init__(self, slots: Sequence[SlotCopy]) -> None:
         self._slots = {slot.coord: slot for slot in slots}
@@ -77,14 +77,15 @@ class _Names:
         self._first = {replica_set(slot.coord): slot.coord for slot in reversed(slots)}
 
     def prefix(self, coord: str) -> tuple[str, ...]:
-        """What stands before names that are not known outside."""
+        """The prefix for names that are not known outside holdfast."""
         key = replica_set(coord)
         if self._first[key] != coord:
             return (coord,)
         return (key,) if key else ()
 
     def place(self, coord: str, name: str) -> tuple[str, ...] | None:
-        """Where ``get_state_dict`` has it; None: nowhere, as it is another rank's own, or of no optimizer or model."""
+        """The path of a leaf in ``get_state_dict``; None: it has none, because it belongs to another rank alone, or to
+        no model or optimizer."""
         export = self._export[coord]
         if export is None or (self.prefix(coord) and self.piece(coord, name) is None):
             return None
@@ -97,19 +98,19 @@ class _Names:
         return None if parameter is None else (prefix, "state", parameter[1], entry)
 
     def piece(self, coord: str, name: str) -> tuple[list[int], list[int]] | None:
-        """The shape of the whole, and where in it this rank's part begins, if it is one."""
+        """The shape of the whole tensor, and the offset in it of this rank's part; None: the leaf is not a part."""
         export = self._export[coord]
         if export is None:
             return None
         state = self._states[coord].get(name)
         found = export["pieces"].get(state[1] if state else name)
         if found is None or (state is not None and not self._slots[coord].form.offsets[name][1].shape):
-            return None  # of a distributed parameter's state, what has no dimension is not distributed
+            return None  # scalars in the state of a distributed parameter are not distributed
         shape, offset = found
         return list(shape), list(offset)
 
     def groups(self) -> list[list[dict[str, Any]]]:
-        """For each optimizer its groups, with the names of their parameters; empty if these are not known."""
+        """The parameter groups of each optimizer, with parameter names; empty if these are not known."""
         slot = next(iter(self._slots.values()))
         export = self._export[slot.coord]
         late = slot.record.get("late")
@@ -142,13 +143,13 @@ class _Names:
 
 
 def _fixed(slot: SlotCopy) -> dict[str, Any]:
-    """What its record says once and for all. Raises `ProtocolError`."""
+    """The part of a slot's record that is the same for every snapshot. Raises `ProtocolError`."""
     fixed: dict[str, Any] = decode(slot.record.get("fixed", {}).get("state", {}), lambda name: torch.empty(0))
     return fixed
 
 
 def _states(slot: SlotCopy) -> dict[str, tuple[str, str, str]]:
-    """By leaf name, of which optimizer and which parameter it is the state, and which entry of that."""
+    """By leaf name: optimizer, parameter and entry, for each leaf that is optimizer state."""
     return {
         f"{kept['prefix']}.{place}.{entry}": (kept["prefix"], place, entry)
         for kept in _fixed(slot).get("optim", [])
@@ -158,7 +159,7 @@ def _states(slot: SlotCopy) -> dict[str, tuple[str, str, str]]:
 
 
 def _assemble(tensor: Tensor, slots: Mapping[str, SlotCopy]) -> torch.Tensor:
-    """A tensor over the one range that it is made of, or a new one of all of them."""
+    """A tensor as a view of its only range, or as a new tensor put together from several ranges."""
     leaf = Leaf(tensor.name, tensor.dtype, tensor.shape)
     if len(tensor.ranges) == 1:
         ((coord, offset, _),) = tensor.ranges
@@ -172,7 +173,7 @@ def _assemble(tensor: Tensor, slots: Mapping[str, SlotCopy]) -> torch.Tensor:
 
 
 def _whole(where: tuple[str, ...], shape: list[int], pieces: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
-    """A divided tensor. Pieces may be there more than once, where replicas have them."""
+    """Put a divided tensor together. A piece may occur more than once, if replicas hold it too."""
     made = torch.empty(shape, dtype=pieces[0][1].dtype)
     filled = torch.zeros(shape, dtype=torch.bool)
     for offset, value in pieces:

@@ -1,4 +1,4 @@
-"""Where an export takes a snapshot from: the memory of a job's nodes, or the place where it was persisted."""
+"""Sources of an export: the memory of a job's nodes, or the place where a snapshot was persisted."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from holdfast.smp_daemon.shared.sources import Sources
 
 
 class ShardSource(Protocol):
-    """One snapshot. Every call blocks."""
+    """The shards of one snapshot. Every call blocks."""
 
     snapshot: SnapshotId
     layout: Layout
 
     def fill(self, coord: str, out: memoryview) -> None:
-        """Fill `out`, as long as the shard, with it, checked. Raises `HoldfastError` if it cannot be had."""
+        """Fill `out`, which is as long as the shard, with its verified bytes. Raises `HoldfastError` if it cannot."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A snapshot that there is: where, and what it takes. `why_not`: why it cannot be exported; empty if it can."""
+    """A snapshot in a listing, and its size. `why_not`: why it cannot be exported; empty if it can."""
 
     job: str
     snapshot: SnapshotId
@@ -68,8 +68,9 @@ def from_memory(job: str, arena: Path | None, step: int | None) -> Iterator[Memo
     """The newest snapshot that a restart would go back to, or the one of `step`.
 
     Raises:
-        ConfigError: there is no such job here, or no such step in its memory.
-        Unrecoverable: too much of it is lost.
+        NotFound: no SMP of the job has an arena on this machine.
+        ConfigError: the job has no snapshot in memory, or none of `step`.
+        Unrecoverable: too much of the snapshot is lost.
     """
     inventories = _inventories(job, arena)
     sources = _choose(job, inventories, step)
@@ -79,7 +80,7 @@ def from_memory(job: str, arena: Path | None, step: int | None) -> Iterator[Memo
 
 
 def list_memory(job: str, arena: Path | None) -> list[Listed]:
-    """Every snapshot that nodes hold some of, the newest first."""
+    """Every snapshot of which nodes hold a part, the newest first. Raises `NotFound`."""
     inventories = _inventories(job, arena)
     found = []
     for snapshot in candidates(inventories, None):
@@ -93,7 +94,7 @@ def list_memory(job: str, arena: Path | None) -> list[Listed]:
 
 
 def _inventories(job: str, arena: Path | None) -> list[Inventory]:
-    """What the SMPs of a job hold: those of this machine, and all that they know of."""
+    """Inventories of the job's SMPs: of those on this machine, and of all that these know of. Raises `NotFound`."""
     owners = [owner.control for owner in find_owners(arena, job)]
     if not owners:
         raise NotFound(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
@@ -124,7 +125,7 @@ def _choose(job: str, inventories: Sequence[Inventory], step: int | None) -> Sou
 
 
 class PersistedSource:
-    """A snapshot where it was persisted."""
+    """A snapshot in the place where it was persisted."""
 
     def __init__(self, place: PersistPlace, whole: PersistManifest) -> None:
         self.snapshot = whole.snapshot
@@ -149,7 +150,7 @@ def from_place(place: PersistPlace, job: str | None, step: int | None) -> Persis
 
 
 def list_place(place: PersistPlace, job: str | None) -> list[Listed]:
-    """Everything at a place, by job, the newest first."""
+    """Every snapshot at a place, by job, the newest first."""
     found = []
     for name in [job] if job else sorted(place.directories("")):
         for each in find(place, name):

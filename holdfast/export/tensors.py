@@ -1,4 +1,4 @@
-"""A snapshot's shards as whole, named tensors: what replicas have divided is put together again. No torch in here."""
+"""A snapshot's shards as whole, named tensors: what replicas divided is put together again. Does not need torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.snapshot.state.shares import Part, missing, parse_part
 
 @dataclass(frozen=True, slots=True)
 class SlotCopy:
-    """One coordinate's slot file: its bytes, what is where in them, and its record."""
+    """The slot file of one coordinate: its bytes, their format, and its record."""
 
     coord: str
     view: memoryview
@@ -27,13 +27,13 @@ class SlotCopy:
 
     @property
     def shared(self) -> dict[str, Leaf]:
-        """What it shares with its replicas, whole, by name."""
+        """The leaves that the coordinate shares with its replicas, whole, by name."""
         return shared_leaves_of(self.record.get("fixed", {}).get("shared", {}))
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the export, and the ranges of slots that it is made of, in order."""
+    """A tensor of the export, and the ranges of slots that make it up, in order."""
 
     name: str
     dtype: str
@@ -43,7 +43,7 @@ class Tensor:
 
 
 def fetch(source: ShardSource, folder: Path) -> Iterator[SlotCopy]:
-    """Bring every shard into a file of `folder`, and look into it. Blocks; memory is that of a few units."""
+    """Copy every shard into a file in `folder`, and parse it. Blocks; takes memory for a few units."""
     for coord in source.layout.coords:
         path = folder / coord
         with path.open("w+b") as file:
@@ -54,7 +54,7 @@ def fetch(source: ShardSource, folder: Path) -> Iterator[SlotCopy]:
 
 
 def read_slot(coord: str, view: memoryview) -> SlotCopy:
-    """Raises `ProtocolError` if these bytes are no slot file."""
+    """Parse a slot file. Raises `ProtocolError` if these bytes are none."""
     form, _ = read_format(view)
     try:
         record = json.loads(read_record(view, form))
@@ -64,15 +64,15 @@ def read_slot(coord: str, view: memoryview) -> SlotCopy:
 
 
 def replica_set(coord: str) -> str:
-    """What the coordinates of replicas have in common: all but their data-parallel place."""
+    """The part of a coordinate that its replicas have in common: all but the data-parallel place."""
     return coord.rpartition("dp")[0].rstrip("-")
 
 
 def whole_tensors(slots: Sequence[SlotCopy]) -> dict[str, list[Tensor]]:
-    """By coordinate, its tensors. What replicas share is given whole, with the first of them.
+    """The tensors of each coordinate. A tensor that replicas share is whole, and listed under the first replica.
 
     Raises:
-        StateMismatch: parts of it are not there.
+        StateMismatch: parts of a shared tensor are missing.
     """
     sets: dict[str, list[SlotCopy]] = {}
     for slot in slots:
@@ -105,7 +105,12 @@ def _together(members: Sequence[SlotCopy], shared: Mapping[str, Leaf]) -> Iterat
     if problems := missing(list(shared.values()), each):
         raise StateMismatch(f"the replicas' shards do not make up the whole: {'; '.join(problems[:4])}")
     for name, leaf in shared.items():
-        yield Tensor(name, leaf.dtype, leaf.shape, tuple(where for _, *where in sorted(parts[name])))  # type: ignore[misc]
+        yield Tensor(
+            name,
+            leaf.dtype,
+            leaf.shape,
+            tuple(where for _, *where in sorted(parts[name])),  # type: ignore[misc]
+        )
 
 
 # ---------------------------------------------------------------------- plain safetensors
@@ -114,8 +119,8 @@ def _together(members: Sequence[SlotCopy], shared: Mapping[str, Leaf]) -> Iterat
 def write_safetensors(
     path: Path, tensors: Iterable[Tensor], slots: Mapping[str, SlotCopy], notes: dict[str, str]
 ) -> None:
-    """One file of tensors, as every safetensors reader takes it. Complex numbers of 128 bits, which the format does
-    not know, become pairs of 64-bit ones."""
+    """Write a file that every safetensors reader can read. 128-bit complex numbers, which the format does not have,
+    become pairs of 64-bit floats."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.dtype, tensor.name))
     header: dict[str, Any] = {"__metadata__": notes}
     end = 0
