@@ -1,14 +1,14 @@
-"""Which files at a place make a snapshot, and which may be removed. Pure.
+"""Which files at a place make a snapshot, and which snapshots may be removed. Pure.
 
 ::
 
     <place>/<job>/e<epoch>-s<step>/
         <coord>.shard     one per shard
-        node-<i>.json     what node i of the layout has written: made when its shards are there
-        snapshot.json     the layout, and every shard's length: made when all nodes' lists are there
+        node-<i>.json     lists what node i of the layout has written; made when its shards are there
+        snapshot.json     the layout, and every shard's length; made when all nodes' lists are there
 
-Only ``snapshot.json`` makes it a snapshot, and only with every shard beside it in the length that it says. Whichever
-node sees that all lists are there makes it; all would make the same. So there is no coordinator that can be missing.
+The directory counts as a snapshot only if it has ``snapshot.json`` and every shard has the length stated in it. Any
+node that sees all lists writes ``snapshot.json``; all nodes would write the same. So no coordinator is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def directory(snapshot: SnapshotId) -> str:
 
 
 def snapshot_of(name: str) -> SnapshotId | None:
-    """The snapshot that a directory of that name is of; None if it is none of ours."""
+    """The snapshot of a directory with that name; None if the name is not of this form."""
     match = _DIRECTORY.fullmatch(name)
     if match is None:
         return None
@@ -46,23 +46,23 @@ def snapshot_of(name: str) -> SnapshotId | None:
 
 
 def shard_name(coord: str) -> str:
-    """The file of a shard."""
+    """The name of a shard's file."""
     return f"{coord}.shard"
 
 
 def node_name(index: int) -> str:
-    """The list of node `index` of the layout."""
+    """The name of the list of node `index` of the layout."""
     return f"node-{index:05}.json"
 
 
 def seal(data: Any) -> bytes:
-    """JSON in one line, and its digest in another."""
+    """`data` as JSON in one line, and its digest in a second line."""
     text = json.dumps(data, separators=(",", ":"), sort_keys=True).encode()
     return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
 
 
 def unseal(content: bytes) -> Any:
-    """Raises `DamagedSnapshot` if `content` is not what `seal` makes."""
+    """Undo `seal`. Raises `DamagedSnapshot` if `content` does not match its digest, or is not JSON."""
     text, _, rest = content.partition(b"\n")
     if rest.strip() != xxhash.xxh3_128_hexdigest(text).encode():
         raise DamagedSnapshot("it does not match its digest")
@@ -77,7 +77,7 @@ class PersistManifest:
     """A whole snapshot at a place.
 
     Attributes:
-        layout: of the epoch that it was taken in: which shards there are. Nodes may have other names by now.
+        layout: the layout of its epoch, which names its shards. Nodes may have other names by now.
         stored: the length of each shard's file, in bytes.
     """
 
@@ -87,12 +87,12 @@ class PersistManifest:
 
     @property
     def bytes(self) -> int:
-        """Of all shards, as they were in memory."""
+        """The length of all shards as they were in memory."""
         return sum(shard.bytes for node in self.layout.nodes for shard in node.shards)
 
     @property
     def stored_bytes(self) -> int:
-        """Of all files."""
+        """The length of all shard files."""
         return sum(self.stored.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class PersistManifest:
 
     @classmethod
     def from_json(cls, data: Any) -> PersistManifest:
-        """Raises `DamagedSnapshot` if `data` is not what `to_json` makes, or does not name every shard once."""
+        """Undo `to_json`. Raises `DamagedSnapshot` if `data` has another form, or does not name every shard."""
         version = data.get("format") if isinstance(data, dict) else None
         if version != 1:
             raise DamagedSnapshot(f"it is of format {version!r}, and this version reads 1: install a newer holdfast")
@@ -114,7 +114,7 @@ class PersistManifest:
         return found
 
     def missing(self, files: Mapping[str, int]) -> list[str]:
-        """What keeps the files of a directory, with their lengths, from being this snapshot; empty if nothing does."""
+        """Reasons why `files`, the names and lengths in a directory, are not this snapshot; empty if they are."""
         return [
             f"{name} has {files[name]} bytes, not {length}" if name in files else f"{name} is not there"
             for name, length in ((shard_name(coord), length) for coord, length in self.stored.items())
@@ -123,17 +123,18 @@ class PersistManifest:
 
 
 def node_list(snapshot: SnapshotId, stored: Mapping[str, int]) -> dict[str, Any]:
-    """What a node says it has written."""
+    """A node's list: the snapshot, and the length of each shard's file that it has written."""
     return {"snapshot": list(snapshot), "stored": dict(stored)}
 
 
 def missing_nodes(layout: Layout, files: Collection[str]) -> list[str]:
-    """Nodes whose lists are not there yet. Nodes without shards write none."""
+    """Names of the nodes whose lists are not among `files`. Nodes without shards write none."""
     return [node.name for i, node in enumerate(layout.nodes) if node.shards and node_name(i) not in files]
 
 
 def combine(snapshot: SnapshotId, layout: Layout, lists: Collection[Any]) -> PersistManifest:
-    """The manifest that follows from the lists of all nodes. Raises `DamagedSnapshot` if they are of something else."""
+    """The manifest made from the lists of all nodes. Raises `DamagedSnapshot` if the lists do not fit the snapshot or
+    the layout."""
     stored: dict[str, int] = {}
     try:
         for each in lists:
@@ -148,11 +149,11 @@ def combine(snapshot: SnapshotId, layout: Layout, lists: Collection[Any]) -> Per
 
 
 def expendable(complete: Collection[SnapshotId], incomplete: Collection[SnapshotId], keep: int) -> list[SnapshotId]:
-    """What may be removed, the oldest first: whole ones but the `keep` newest, and all that are not whole but the
-    newest of all.
+    """Snapshots that may be removed, oldest first: all complete ones except the `keep` newest, and all incomplete ones,
+    except one that is the newest of all.
 
-    A snapshot is begun only when no node is at work on another, so one that is not whole and not the newest will never
-    be whole: whoever wrote it is dead, or gave it up. The newest whole one always stays.
+    A snapshot is begun only when no node is writing another. So an incomplete snapshot that is not the newest will
+    never be completed: its writers are dead, or gave it up. The newest complete one always stays.
     """
     newest = max([*complete, *incomplete], default=None)
     old = sorted(complete, reverse=True)[max(1, keep) :]

@@ -1,12 +1,12 @@
-"""The thread that persists: when one is due, at the word of the trainers, without holding anybody up.
+"""The thread that persists snapshots: when one is due, on the trainers' order, and without delaying anybody.
 
-All nodes must write the same snapshots, and there is no coordinator. So an SMP only says on its board that one is due
-for it. The trainers take the minimum of that over all ranks, with what they agree on at every boundary anyway, and if
-it is due everywhere they tell their SMPs to persist the newest snapshot that is then known to be protected. Each holds
-its shards of it in a slot that was reserved for this, so that no slot is missing where snapshots are taken.
+All nodes must write the same snapshots, and there is no coordinator. So an SMP only posts on its board that a snapshot
+is due to be persisted. The trainers take the minimum of that over all ranks, together with what they agree on at every
+boundary. If it is due everywhere, they order their SMPs to persist the newest snapshot that they know to be protected.
+Each SMP holds its shards of that snapshot in a spare slot reserved for this, so that new snapshots do not lack a slot.
 
-Storage may hang for ever. What touches it runs in a thread that is given up after `STUCK_S` without progress: the slot
-is let go, the failure is counted and shown, and nothing more is begun until that thread has come back.
+Storage may hang for ever. Writing to it runs in a thread that is given up after `STUCK_S` without progress: the slot is
+released, the failure is counted and shown, and no other snapshot is begun until that thread has returned.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
 STUCK_S = 60.0
-"""A storage that has not taken or given a unit for so long is given up."""
+"""How long a storage may make no progress, in seconds, before writing to it is given up."""
 
 LOOK_FIRST_S, LOOK_MOST_S = 0.05, 5.0
-"""How long to wait before the place is looked at again for what other nodes write."""
+"""How long to wait before looking for the other nodes' parts again, in seconds: the first time, doubling up to the
+most."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """The state of the persist tier on one node, as operators are shown it.
+    """The state of the persist tier on one node, as shown to operators.
 
     Attributes:
         place: where snapshots are persisted; without passwords.
-        every_s: how often, at most. `keep`: how many stay.
+        every_s: shortest time between two snapshots. `keep`: how many stay.
         state: ``waiting``, ``due``, ``writing`` or ``stuck``.
-        persisted: the newest snapshot that this node knows to be whole there. `at_s`: when, in seconds since 1970.
-        problem: why the last one failed; empty if it did not.
+        persisted: the newest snapshot that this node knows to be whole there. `at_s`: when it learnt that, in seconds
+            since 1970.
+        problem: why the last snapshot was not persisted; empty if it was.
     """
 
     place: str
@@ -63,7 +65,7 @@ class TierState:
 
 
 class Persister:
-    """The tier on one node. Every method is thread-safe, and only those that say so touch the storage."""
+    """The persist tier on one node. Every method is thread-safe; only those documented to block touch the storage."""
 
     def __init__(self, options: PersistOptions | None, priority: str = "normal", system: System = MACHINE) -> None:
         """`options`: None: the tier is off. `priority`: see `shared.priority`. The storage is not touched."""
@@ -72,9 +74,10 @@ class Persister:
         self._priority = priority
         self._place: PersistPlace | None = None
         self._pacer = Pacer(options.bandwidth if options else 0.0)
-        # Guards the order and the state. Threads of trainers' connections take it in `order`, with the store's lock
-        # held; so whoever has it must not take the store's. The persisting thread waits on it, and the thread that
-        # writes says under it how that went. Storage is never touched with it.
+        # Guards the order, the accepted snapshot and the state. Trainers' connection threads take it in `order` with
+        # the store's lock held, so a thread that holds it must not take the store's lock. The persisting thread waits
+        # on it, and the writing thread takes it to report. Storage is never touched while it is held. `_place` is not
+        # guarded: if two threads open it at the same time, either result serves.
         self._changed = system.Condition()
         self._closed = system.Event()
         self._order: tuple[SnapshotId, Layout] | None = None
@@ -85,7 +88,7 @@ class Persister:
 
     @property
     def spare(self) -> int:
-        """How many slots it takes for each shard."""
+        """How many spare slots the tier needs for each shard."""
         return int(self._options is not None)
 
     @property
@@ -95,37 +98,38 @@ class Persister:
             return self._state
 
     def start(self, store: Store) -> None:
-        """Begin to work for `store`."""
+        """Begin to work for `store`, in a thread of its own until `close`."""
         self._store = store
         store.board.post_due(False)
         if self._options is not None:
             self.system.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
 
     def close(self) -> None:
-        """Give up what is at hand; returns at once."""
+        """Give up the current work. Returns at once."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
 
     def order(self, snapshot: SnapshotId) -> bool:
-        """The trainers have agreed to persist `snapshot`; whether this node does. Returns at once."""
-        with self._store.changed, self._changed:  # in this order: whoever holds the first may wait for the second
+        """Accept the order to persist `snapshot`, which the trainers have agreed on. Returns at once; False if this
+        node declines."""
+        with self._store.changed, self._changed:  # in this order everywhere, or two threads could deadlock
             if snapshot == self._accepted:
                 return True  # another rank of this node was faster
             layout = self._store.layout
             due = self._state is not None and self._state.state == "due"
             if not due or layout is None or layout.epoch != snapshot.epoch or not self._store.hold(snapshot):
-                log.info("%s is not persisted by this node", snapshot)
+                log.info("this node does not persist %s: none is due, or not all of its shards are held", snapshot)
                 return False
             self._store.board.post_due(False)
             self._accepted, self._order = snapshot, (snapshot, layout)
             self._changed.notify_all()
             return True
 
-    # ------------------------------------------------------------------ going back
+    # ------------------------------------------------------------------ reading
 
     def look(self) -> Persisted:
-        """What is at the place. Blocks for as long as the storage takes; raises `PlaceError`."""
+        """The snapshots at the place. Blocks for as long as the storage takes. Raises `PlaceError`."""
         if self._options is None:
             return Persisted("")
         place = self._its_place
@@ -145,10 +149,10 @@ class Persister:
         """Make sure that this node holds a shard of a persisted snapshot. Blocks.
 
         Args:
-            check: read a shard that is held already; one that is damaged is read from the place again.
+            check: check a shard that is held already, and read it from the place again if it is damaged.
 
         Raises:
-            DamagedSnapshot: the file is not what was written.
+            DamagedSnapshot: the snapshot is not whole there, or the file is not what was written.
             PlaceError: the storage fails.
         """
         store, key = self._store, ShardKey(snapshot, coord)
@@ -164,18 +168,18 @@ class Persister:
 
     @property
     def _its_place(self) -> PersistPlace:
-        """Opened when it is first needed, and again until it can be: some storages are connected to at once. Blocks.
+        """The place. Opened when it is first needed, and tried again if that fails. Blocks: some storages connect.
 
         Raises:
             ConfigError: the tier is off.
             PlaceError: it cannot be opened.
         """
         if self._options is None:
-            raise ConfigError("this node has no persist tier: set HOLDFAST_PERSIST on all of them")
+            raise ConfigError("this node has no persist tier: set HOLDFAST_PERSIST on all nodes")
         if self._place is None:
             try:
                 self._place = open_place(self._options.url)
-            except ConfigError as error:  # the tier is optional: nobody but who needs it fails for it
+            except ConfigError as error:  # the tier is optional: only work that needs the place fails
                 raise PlaceError(str(error)) from error
         return self._place
 
@@ -188,13 +192,13 @@ class Persister:
     # ------------------------------------------------------------------ writing
 
     def _run(self, options: PersistOptions) -> None:
-        due_s = self.system.monotonic()  # at once: were a new node due later, replacing nodes would put it off for all
+        due_s = self.system.monotonic()  # due at once: otherwise each replaced node would delay all nodes
         while (order := self._await_order(due_s)) is not None:
             due_s = self.system.monotonic() + options.every_s
             self._watch(_Work(self, options, *order))
 
     def _await_order(self, due_s: float) -> tuple[SnapshotId, Layout] | None:
-        """Block until one is due, say so, and block until it is ordered; None: the SMP ends."""
+        """Block until a snapshot is due, post that, and block until one is ordered; None: the SMP ends."""
         with self._changed:
             while not self._closed.is_set():
                 if self._order is not None:
@@ -209,7 +213,7 @@ class Persister:
         return None
 
     def _watch(self, work: _Work) -> None:
-        """Have it done, and give it up if the storage hangs; returns once its thread has ended."""
+        """Run `work` in a thread, and give it up if the storage hangs. Returns once that thread has ended."""
         thread = self.system.Thread(target=work.run, name="persist-write", daemon=True)
         thread.start()
         while thread.is_alive() and not self._closed.is_set():
@@ -243,11 +247,11 @@ class Persister:
 
 
 class _Work:
-    """One snapshot on its way to the place, in a thread of its own.
+    """Writes one snapshot to the place, in a thread of its own.
 
     Attributes:
-        moved_s: `time.monotonic` of the last progress.
-        cancelled: set by whoever gives it up.
+        moved_s: the monotonic time of the last progress; written by the working thread, read by the persisting one.
+        cancelled: set by the persisting thread to give the work up.
     """
 
     def __init__(self, persister: Persister, options: PersistOptions, snapshot: SnapshotId, layout: Layout) -> None:
@@ -277,12 +281,12 @@ class _Work:
         except HoldfastError as error:
             if not self.cancelled.is_set():
                 persister._fail(self.snapshot, str(error))
-        except Exception as error:  # a bug of ours, or of a storage's, must not end the tier
+        except Exception as error:  # a bug, here or in a storage, must not end the tier
             log.exception("%s is not persisted", self.snapshot)
             persister._fail(self.snapshot, f"{type(error).__name__}: {error}")
 
     def _tidy(self) -> None:
-        """One node is enough; what it does not remove now is removed after the next."""
+        """Remove old snapshots, on one node of the layout only. If that fails, the next snapshot's run tries again."""
         if self._persister._store.node != next(node.name for node in self._layout.nodes if node.shards):
             return
         try:
@@ -291,7 +295,8 @@ class _Work:
             log.warning("older snapshots are not removed: %s", error)
 
     def _await_others(self) -> None:
-        """Until it is whole. Whoever writes its part last makes it count, so giving up here loses nothing."""
+        """Wait until the snapshot is whole, or raise `PlaceError`. Giving up loses nothing: the last node to write its
+        part publishes it."""
         limit = self._monotonic() + max(self._options.every_s, STUCK_S)
         wait_s = LOOK_FIRST_S
         while missing := publish(self._persister._its_place, self._layout, self.snapshot):
@@ -303,7 +308,7 @@ class _Work:
 
     def _pace(self, count: int) -> None:
         wait_s = self._persister._pacer.wait_s(count, self._monotonic())
-        while wait_s > 0:  # by a slow rate, not by slow storage
+        while wait_s > 0:  # waiting for the rate limit counts as progress: the storage is not slow
             self._moved()
             self._wait(min(wait_s, STUCK_S / 2))
             wait_s -= STUCK_S / 2

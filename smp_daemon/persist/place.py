@@ -1,7 +1,7 @@
-"""Where persisted snapshots are: a directory, or any URL that fsspec knows. The only module that touches either.
+"""Access to the place of persisted snapshots: a directory, or any URL that fsspec knows. No other module touches them.
 
-Paths are relative to the place, with slashes. Every call blocks for as long as the storage takes, which may be for
-ever: call them in a thread that nobody waits for without a deadline. Failures are `PlaceError`.
+Paths are relative to the place, with slashes. Every call blocks for as long as the storage takes, possibly for ever:
+call them in a thread that nobody waits for without a deadline. Failures are raised as `PlaceError`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from urllib.parse import urlsplit, urlunsplit
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, PlaceError
 
 FLUSH_BYTES = 64 << 20
-"""So often is a local file brought to disk while it is written, lest everything else waits for it at its end."""
+"""Number of bytes after which a local file is flushed to disk while it is written. One large flush at its end would
+hold up everything else on that disk."""
 
 
 class Readable(Protocol):
     """A file that is read from its beginning."""
 
     def read(self, count: int, /) -> bytes:
-        """So many bytes, or fewer where the file ends."""
+        """The next `count` bytes, or fewer where the file ends."""
         ...
 
 
@@ -34,15 +35,15 @@ class Writable(Protocol):
     """A file that is written from its beginning."""
 
     def write(self, data: bytes, /) -> object:
-        """All of `data`."""
+        """Write all of `data`."""
         ...
 
 
 class PersistPlace(Protocol):
-    """What is asked of a storage.
+    """The operations that a storage must offer.
 
     Attributes:
-        name: to be shown; without passwords.
+        name: the name to show to people; without passwords.
     """
 
     name: str
@@ -56,7 +57,7 @@ class PersistPlace(Protocol):
         ...
 
     def read(self, path: str, most: int) -> bytes:
-        """A small file. Raises `PlaceError` if it is longer than `most`."""
+        """The contents of a small file. Raises `PlaceError` if it is longer than `most` bytes."""
         ...
 
     def open(self, path: str) -> AbstractContextManager[Readable]:
@@ -64,22 +65,22 @@ class PersistPlace(Protocol):
         ...
 
     def create(self, path: str) -> AbstractContextManager[Writable]:
-        """A context manager that gives a binary file to write to. The file is there, whole, if the block ends well,
-        and not if it does not."""
+        """A context manager that gives a binary file to write to. The file appears, whole, if the block ends without an
+        error, and otherwise not at all."""
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory with all that is in it; harmless if it is not there."""
+        """Remove a file, or a directory with its contents; harmless if it is not there."""
         ...
 
 
 def open_place(url: str) -> PersistPlace:
-    """The place that `url` names: a path, or a URL. Nothing is read or written yet, but some storages are connected to,
+    """The place that `url`, a path or a URL, names. Reads and writes nothing yet, but for some storages it connects,
     which blocks.
 
     Raises:
-        ConfigError: fsspec, or what it needs for that kind of URL, is not installed, or there is no such kind.
-        PlaceError: it cannot be reached.
+        ConfigError: fsspec, or a package it needs for that kind of URL, is not installed, or there is no such kind.
+        PlaceError: the storage cannot be reached.
     """
     if not url:
         raise ConfigError("the place for persisted snapshots is empty: give a directory or a URL such as s3://...")
@@ -93,7 +94,7 @@ def place_name(url: str) -> str:
 
 
 def _directory(url: str) -> Path | None:
-    """Which directory a URL or path names; None: fsspec knows."""
+    """The directory that a path or a ``file://`` URL names; None: `url` is for fsspec."""
     if url.startswith("file://"):
         return Path(urlsplit(url).path)
     return None if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:|//)", url) else Path(url).absolute()
@@ -101,7 +102,7 @@ def _directory(url: str) -> Path | None:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Whatever a storage raises becomes a `PlaceError`: fsspec's backends raise anything."""
+    """Turn any exception of a storage into a `PlaceError`: fsspec's backends may raise anything."""
     try:
         yield
     except HoldfastError:
@@ -171,7 +172,7 @@ class Directory:
 
 
 class Remote:
-    """What fsspec reaches. Files appear when they are closed, as they do in every object store."""
+    """A place reached through fsspec. Files appear when they are closed, as in every object store."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -235,15 +236,15 @@ class Remote:
 
 
 def _discard(file: Any) -> None:
-    """Give up a file of fsspec's that is being written. What may appear of it all the same is on nobody's list."""
+    """Give up an fsspec file that is being written. If it appears all the same, no list names it."""
     with suppress(Exception):  # the failure that led here is the one to report
         file.discard()
     with suppress(Exception):
-        file.closed = True  # else it would be flushed when it is forgotten
+        file.closed = True  # otherwise it would be flushed when it is garbage-collected
 
 
 class _Whole:
-    """Reads as many bytes as are asked for, unless the file ends."""
+    """Reads exactly as many bytes as are asked for, unless the file ends."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -257,7 +258,7 @@ class _Whole:
 
 
 class _Flushing:
-    """Writes, and every `FLUSH_BYTES` waits for the disk: no gigabytes of dirty pages, and none left in the cache."""
+    """Writes, and waits for the disk every `FLUSH_BYTES`, so that no gigabytes of dirty or cached pages pile up."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -299,7 +300,7 @@ def _last(entry: dict[str, Any]) -> str:
 
 
 def _shown(url: str) -> str:
-    """A URL without the password that may stand in it."""
+    """A URL without user, password and query, which may hold secrets."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc or parts.query else url

@@ -1,6 +1,7 @@
 """Byte planes: the first bytes of all numbers, then all second bytes, and so on. Pure.
 
-Of floating point numbers only the byte with the exponent compresses; apart from the noise of the others it does.
+In floating point numbers only the byte with the exponent compresses, and only if the noise of the other bytes is kept
+apart from it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _COMPONENT |= {"BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 
 
 def split(data: memoryview, width: int) -> memoryview:
-    """`data` in planes of every `width`-th byte; bytes after the last whole number stay at the end."""
+    """`data` as `width` planes of every `width`-th byte; bytes after the last whole number stay at the end."""
     count = data.nbytes // width
     source, planes = np.frombuffer(data, np.uint8), np.empty(data.nbytes, np.uint8)
     for i in range(width):
@@ -27,7 +28,7 @@ def split(data: memoryview, width: int) -> memoryview:
 
 
 def join(planes: memoryview, width: int, out: memoryview) -> None:
-    """Undo `split`, into `out`, which is as long."""
+    """Undo `split`, into `out`, which is as long as `planes`."""
     count = planes.nbytes // width
     source, target = np.frombuffer(planes, np.uint8), np.frombuffer(out, np.uint8)
     for i in range(width):
@@ -36,7 +37,7 @@ def join(planes: memoryview, width: int, out: memoryview) -> None:
 
 
 def widths(form: SlotFormat, unit_bytes: int) -> list[int]:
-    """For each unit of a slot, the width of the numbers that most of its bytes are; 1: it is not worth while."""
+    """For each unit of a slot, the number width that covers most of its bytes; 1: planes are not worth while."""
     units = -(-form.total_bytes // unit_bytes)
     share: list[dict[int, int]] = [{} for _ in range(units)]
     for width, start, stop in _spans(form):
@@ -47,7 +48,7 @@ def widths(form: SlotFormat, unit_bytes: int) -> list[int]:
 
 
 def _spans(form: SlotFormat) -> Iterable[tuple[int, int, int]]:
-    """(width, start, stop) of runs of leaves with numbers of one width; they stand one after another."""
+    """(width, start, stop) of each run of leaves with numbers of one width, in order."""
     width, start, stop = 1, 0, len(form.header)
     for offset, leaf in form.offsets.values():
         own = _COMPONENT.get(leaf.dtype, 1)

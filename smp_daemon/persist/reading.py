@@ -1,4 +1,4 @@
-"""What is at a place, and a shard out of it, checked."""
+"""Lists the snapshots at a place, and reads and checks a shard from it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 
 DECODERS = 4
-"""Threads that decode a shard while it is read."""
+"""Number of threads that decode a shard while it is read."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A directory of a snapshot.
+    """A snapshot's directory at a place.
 
     Attributes:
-        manifest: what it holds; None if it is not whole.
-        reason: why it is not; empty if it is.
+        manifest: the snapshot's manifest; None if the snapshot is not whole.
+        reason: why it is not whole; empty if it is.
     """
 
     snapshot: SnapshotId
@@ -42,7 +42,8 @@ def find(place: PersistPlace, job: str) -> list[Found]:
 
 
 def look(place: PersistPlace, job: str, snapshot: SnapshotId) -> Found:
-    """One of them. Blocks; raises `PlaceError` if the storage fails, not if it is not whole."""
+    """Look at one snapshot of a job. Blocks. Raises `PlaceError` if the storage fails, not if the snapshot is not
+    whole."""
     folder = f"{job}/{manifest.directory(snapshot)}"
     files = place.files(folder)
     if SNAPSHOT not in files:
@@ -64,13 +65,13 @@ def read_shard(
     out: memoryview,
     step: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Fill `out`, as long as the shard, with what was sealed; how many bytes were read. Blocks.
+    """Fill `out`, which is as long as the shard, with the sealed bytes. Returns how many bytes were read. Blocks.
 
     Args:
         step: called with the number of each unit before it is decoded.
 
     Raises:
-        DamagedSnapshot: the file is not what was written. `out` is filled in part.
+        DamagedSnapshot: the file is not what was written; `out` may be filled in part.
         PlaceError: the storage fails.
     """
     job, length = whole.layout.job, whole.layout.shard_bytes(coord)

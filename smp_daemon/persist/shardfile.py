@@ -1,4 +1,4 @@
-"""The bytes of one persisted shard. Pure: made from units of a slot, and turned into units again.
+"""The file format of one persisted shard: encodes the units of a slot, and decodes them again. Pure.
 
 ::
 
@@ -9,9 +9,9 @@
     unit 0 ...     each 20 bytes, `_UNIT`, and then its content
     end            8 bytes, ``HFPSHRDE``, and 8 bytes: xxh3-64 of the digests of all units
 
-All numbers are little endian. A unit is stored plain, or by zstandard, or by zstandard in byte planes
-(`smp_daemon.persist.planes`), whichever is said to pay, and plain if none is shorter. Its digest is that of its own
-bytes, made when it was sealed, so what comes out is compared with what went into memory, whatever happened between.
+All numbers are little endian. A unit is compressed with zstandard, in byte planes (`smp_daemon.persist.planes`) if the
+caller gives a width, or stored plain if compression does not make it shorter. Its digest is the one of the uncompressed
+bytes, made when the unit was sealed. So decoded bytes are compared with what was in memory, whatever happened between.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ MAGIC, END = b"HFPSHRD1", b"HFPSHRDE"
 MAX_HEADER_BYTES = 4096
 MAX_SHARD_BYTES = 1 << 46
 LEVEL = 1
-"""Of zstandard. Level 3 takes twice as long for fp32 and bf16 training state, and makes it no shorter."""
+"""Compression level of zstandard. Level 3 takes twice as long for fp32 and bf16 state, and makes it no shorter."""
 
 PLAIN, ZSTD = 0, 1
 _LENGTH = struct.Struct("<I")
 _DIGEST = struct.Struct("<Q")
 _UNIT = struct.Struct("<IIBBHQ")
-"""Number, stored length, method, width of the planes (1: none), zero, digest of the unit."""
+"""Number, stored length, method, number of planes (1: not split), zero, digest of the unit."""
 
 Read = Callable[[int], bytes]
-"""Gives that many bytes, fewer at the end of the file."""
+"""Returns that many bytes; fewer, or none, at the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says that it holds."""
+    """The header of a file: what it claims to hold."""
 
     job: str
     epoch: int
@@ -60,21 +60,21 @@ class Header:
 
     @property
     def snapshot(self) -> SnapshotId:
-        """The snapshot that it is of."""
+        """The snapshot that the shard belongs to."""
         return SnapshotId(self.epoch, self.step)
 
     @property
     def units(self) -> int:
-        """How many units follow."""
+        """Number of units that follow the header."""
         return -(-self.bytes // self.unit_bytes)
 
     def length(self, unit: int) -> int:
-        """Of a unit; the last may be shorter."""
+        """Length of a unit in bytes; the last may be shorter."""
         return min(self.unit_bytes, self.bytes - unit * self.unit_bytes)
 
 
 class Encoder:
-    """Makes the file, piece by piece, in order. Not thread-safe; holds about three units."""
+    """Encodes the file piece by piece, in order. Not thread-safe; holds about three units in memory."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -83,12 +83,17 @@ class Encoder:
         self._next = 0
 
     def begin(self) -> bytes:
-        """What stands before the units."""
+        """The bytes before the units."""
         text = json.dumps(asdict(self._header), separators=(",", ":")).encode()
         return MAGIC + _LENGTH.pack(len(text)) + text + _DIGEST.pack(digest(memoryview(text)))
 
     def unit(self, content: memoryview, sealed: int, width: int) -> bytes:
-        """The next unit. `sealed`: its digest, which was checked. `width`: of its numbers; 1: no planes."""
+        """The bytes of the next unit.
+
+        Args:
+            sealed: the unit's digest; the caller has checked it.
+            width: bytes per number, to split the unit into planes; 1: do not split.
+        """
         stored, method = self._compressor.compress(planes.split(content, width) if width > 1 else content), ZSTD
         if len(stored) >= content.nbytes:
             stored, method, width = bytes(content), PLAIN, 1
@@ -97,7 +102,7 @@ class Encoder:
         return _UNIT.pack(self._next - 1, len(stored), method, width, 0, sealed) + stored
 
     def end(self) -> bytes:
-        """What stands after the last unit. Raises `ValueError` if one is missing."""
+        """The bytes after the last unit. Raises `ValueError` if units are missing."""
         if self._next != self._header.units:
             raise ValueError(f"{self._next} units of {self._header.units} were written")
         return END + _DIGEST.pack(self._digests.intdigest())
@@ -105,7 +110,7 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
-    """A unit as it stands in a file: where it goes, and how it is stored."""
+    """A unit as stored in a file: its number, its decoded length, how it is encoded, and the stored bytes."""
 
     number: int
     length: int
@@ -116,10 +121,10 @@ class StoredUnit:
 
 
 def read_header(read: Read) -> Header:
-    """The header of a file. Raises `DamagedSnapshot` if it is none, or beyond a limit."""
+    """Read and check the header of a file. Raises `DamagedSnapshot` if it is damaged, or exceeds a limit."""
     start = _exactly(read, len(MAGIC) + _LENGTH.size)
     if start[: len(MAGIC)] != MAGIC:
-        raise DamagedSnapshot("it does not begin as a persisted shard does")
+        raise DamagedSnapshot("it is no persisted shard: its first bytes are wrong")
     (length,) = _LENGTH.unpack(start[len(MAGIC) :])
     if length > MAX_HEADER_BYTES:
         raise DamagedSnapshot(f"its header claims {length} bytes; the limit is {MAX_HEADER_BYTES}")
@@ -142,10 +147,10 @@ def read_header(read: Read) -> Header:
 
 
 def read_units(read: Read, header: Header) -> Iterator[StoredUnit]:
-    """The units of a file in order, not decoded yet. No more than one is in memory.
+    """Yield the units of a file in order, not decoded yet. Holds no more than one in memory.
 
     Raises:
-        DamagedSnapshot: there are fewer, they are out of order, or one claims to be longer than a unit.
+        DamagedSnapshot: units are missing, out of order or wrongly described, or the end of the file is wrong.
     """
     digests = xxhash.xxh3_64()
     for number in range(header.units):
@@ -154,7 +159,7 @@ def read_units(read: Read, header: Header) -> Iterator[StoredUnit]:
         plain = method == PLAIN and width == 1 and stored == length
         packed = method == ZSTD and 1 <= width <= planes.MAX_WIDTH and stored < length
         if found != number or zero or not (plain or packed):
-            raise DamagedSnapshot(f"unit {number} is damaged: it is not described as a unit is")
+            raise DamagedSnapshot(f"unit {number} is damaged: its description is invalid")
         digests.update(_DIGEST.pack(sealed))
         yield StoredUnit(number, length, method, width, sealed, _exactly(read, stored))
     if _exactly(read, len(END)) != END or _DIGEST.unpack(_exactly(read, _DIGEST.size))[0] != digests.intdigest():
@@ -164,7 +169,7 @@ def read_units(read: Read, header: Header) -> Iterator[StoredUnit]:
 
 
 def decode_unit(unit: StoredUnit, out: memoryview) -> None:
-    """Fill `out`, which is as long as the unit. May run in any thread. Raises `DamagedSnapshot`."""
+    """Decode a unit into `out`, which is as long as the unit. May run in any thread. Raises `DamagedSnapshot`."""
     if unit.method == PLAIN:
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(unit.content, np.uint8))
     else:
@@ -175,7 +180,7 @@ def decode_unit(unit: StoredUnit, out: memoryview) -> None:
 
 def _decompress(unit: StoredUnit, out: memoryview) -> None:
     try:
-        # What a frame claims is allocated as it is, so it is looked at first.
+        # `decompress` allocates the length that the frame claims, so check that first.
         if zstandard.frame_content_size(unit.content) != unit.length:
             raise DamagedSnapshot(f"unit {unit.number} is damaged: it claims another length")
         content = zstandard.ZstdDecompressor().decompress(unit.content)

@@ -1,4 +1,4 @@
-"""A node's part of one snapshot, from its arena to a place; the lists that make it whole; and what may go."""
+"""Writes a node's part of a snapshot from its arena to a place, publishes whole snapshots, and removes old ones."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
 log = get_log(__name__)
 
 Pace = Callable[[int], None]
-"""Called with the length of each unit before it is read; waits, and raises if the work is given up."""
+"""Called with the length of each unit before it is read: waits for the rate limit, raises if the work is given up."""
 
 
 def write_node(
     place: PersistPlace, holdings: Holdings, layout: Layout, node: str, snapshot: SnapshotId, pace: Pace
 ) -> Mapping[str, int]:
-    """Write all shards that `node` holds of a snapshot, and its list. Blocks; holds a few units in memory.
+    """Write all shards of `node` in `layout`, and then the node's list. Blocks; holds a few units in memory.
 
-    Returns the length of each file.
+    Returns the length of each shard's file.
 
     Raises:
         PlaceError: the storage fails.
@@ -70,8 +70,8 @@ def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str,
             pace(count)
             unit = buffer[:count]
             np.copyto(np.frombuffer(unit, np.uint8), np.frombuffer(view[offset : offset + count], np.uint8))
-            if digest(unit) != record.digests[number]:  # of the copy: this is what is written
-                holdings.checked_unit(key, number)  # notes the damage, so that the scrub repairs it
+            if digest(unit) != record.digests[number]:  # of the copy, which is what is written
+                holdings.checked_unit(key, number)  # raises if the slot is damaged too, and notes it for the scrub
                 raise DamagedSnapshot(f"unit {number} of {key} was damaged while it was read")
             put(encoder.unit(unit, record.digests[number], width))
         put(encoder.end())
@@ -79,11 +79,12 @@ def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str,
 
 
 def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[str]:
-    """Make the snapshot count if every node has written its part; the names of those that have not, none if it counts.
+    """Write the manifest that makes the snapshot count, if every node has written its part. Returns the nodes that have
+    not; none if the snapshot counts.
 
     Raises:
         PlaceError: the storage fails.
-        DamagedSnapshot: what the nodes have written does not fit together.
+        DamagedSnapshot: the parts that the nodes have written do not fit together.
     """
     folder = f"{layout.job}/{manifest.directory(snapshot)}"
     files = place.files(folder)
@@ -103,7 +104,8 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
 
 
 def tidy(place: PersistPlace, job: str, keep: int) -> Sequence[SnapshotId]:
-    """Remove what is not needed any more; what was. Raises `PlaceError` if the storage does not say what is there."""
+    """Remove snapshots that are not needed any more, and return them. Those that cannot be removed are logged, and
+    returned too. Raises `PlaceError` if the storage cannot be listed or read."""
     found = find(place, job)
     whole = [each.snapshot for each in found if each.manifest is not None]
     others = [each.snapshot for each in found if each.manifest is None]
@@ -111,8 +113,8 @@ def tidy(place: PersistPlace, job: str, keep: int) -> Sequence[SnapshotId]:
     for snapshot in gone:
         folder = f"{job}/{manifest.directory(snapshot)}"
         try:
-            place.remove(f"{folder}/{SNAPSHOT}")  # first: from here on it does not count
+            place.remove(f"{folder}/{SNAPSHOT}")  # first: without it the rest does not count
             place.remove(folder)
         except PlaceError as error:
-            log.warning("%s is not removed from %s: %s", snapshot, place.name, error)
+            log.warning("%s could not be removed from %s: %s", snapshot, place.name, error)
     return gone

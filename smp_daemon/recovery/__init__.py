@@ -1,3 +1,3 @@
-"""Finding and rebuilding what was lost."""
+"""Finds, fetches and rebuilds shards and parity that were lost."""
 
 __all__ = ["fetch", "inventories", "reading", "rebuild", "recoveries", "redundancy", "repairs", "units"]

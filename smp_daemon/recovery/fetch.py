@@ -1,7 +1,7 @@
-"""Single units of a snapshot, one after another: from their holders, or computed from the rest of their stripe.
+"""Gets single units of a snapshot, one after another: from their holders, or computed from the rest of their stripe.
 
-A source that is gone is not used any more, but others, for as long as enough are left. `smp_daemon.recovery.load`
-fetches a whole shard from many at a time.
+A source that does not answer is not used again; others are used while enough are left. `smp_daemon.recovery.load`
+fetches a whole shard from many sources at a time.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class Fetcher:
 
     @property
     def misses_somebody(self) -> bool:
-        """Whether an SMP that holds something has not answered: what could not be had may be had later."""
+        """Whether an SMP that holds something has not answered, so that a unit that failed now may be got later."""
         return bool(self._gone)
 
     def shard_unit(self, coord: str, index: int, out: memoryview) -> int:
-        """Unit `index` of a shard, from its holder, or computed if that cannot give it; its digest.
+        """Get unit `index` of a shard into `out`, from its holder, or computed if the holder cannot give it. Returns
+        its digest.
 
         Raises:
-            Unrecoverable: nobody holds it, and too little of its stripe is left.
-            DamagedSnapshot: what was computed does not match its digest.
+            Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
+            DamagedSnapshot: the computed unit does not match its digest.
         """
         address = self.sources.shards.get(coord)
         if address is not None and address not in self._gone:
@@ -62,14 +63,15 @@ class Fetcher:
         return self.compute(place_of(self.sources.layout, coord, index), out)
 
     def compute(self, place: StripePlace, out: memoryview, expected: int | None = None) -> int:
-        """A unit, data or parity, from k others of its stripe, into `out`, which is as long as the unit; its digest.
+        """Compute a data or parity unit from k others of its stripe into `out`, which is as long as the unit. Returns
+        its digest.
 
         Args:
-            expected: its digest, if known here; for data units it is also learnt from the parity.
+            expected: the unit's digest, if known here; for data units it is also learnt from the parity.
 
         Raises:
             Unrecoverable: fewer than k others can be got.
-            DamagedSnapshot: the result does not match the digest, or none is known.
+            DamagedSnapshot: the result does not match the digest, or no digest is known.
         """
         computation = Computation(self._reader, place, out.nbytes)
         waiting = [unit for unit in computation.operands.values() if unit.address not in self._gone]
@@ -80,7 +82,7 @@ class Fetcher:
         return computation.finish(out, expected)
 
     def _request(self, units: list[HeldUnit]) -> Iterator[tuple[HeldUnit, UnitReply]]:
-        """Request all of them at once; those that came whole, with their replies."""
+        """Request all units at once; yield those that came whole, with their replies."""
         requested = []
         for unit in units:
             try:
@@ -111,9 +113,9 @@ class Fetcher:
 
 
 class Lender:
-    """Gives a trainer of this node units of one snapshot, wherever they are, over connections of its own.
+    """Gives a trainer of this node units of one snapshot, wherever they are, over its own connections.
 
-    So a trainer takes what it needs out of shards that are not its own, and no shard is brought here whole. Not
+    With it a trainer reads parts of other coordinates' shards without a whole shard being brought here. Not
     thread-safe; changes nothing that is held here.
     """
 
@@ -126,22 +128,22 @@ class Lender:
 
     @property
     def snapshot(self) -> SnapshotId:
-        """Of which it gives units."""
+        """The snapshot whose units it gives."""
         return self._sources.snapshot
 
     @property
     def bytes_fetched(self) -> int:
-        """What came over the network."""
+        """The bytes that came over the network so far."""
         return self._links.bytes_received
 
     def unit(self, coord: str, index: int) -> tuple[memoryview, int]:
-        """Unit `index` of a shard, checked, and its digest; good until the next call. Blocks while it travels, or is
-        computed.
+        """Unit `index` of a shard, checked, and its digest. The bytes are valid until the next call. Blocks while the
+        unit is fetched or computed.
 
         Raises:
             ProtocolError: there is no such shard, or no such unit of it.
-            Unrecoverable: nobody holds it, and too little of its stripe is left.
-            DamagedSnapshot: what was computed does not match its digest.
+            Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
+            DamagedSnapshot: the computed unit does not match its digest.
         """
         layout = self._sources.layout
         offset, length = index * layout.unit_bytes, layout.shard_bytes(coord)
@@ -152,11 +154,11 @@ class Lender:
             try:
                 unit, record = self._store.holdings.checked_unit(key, index)
                 return unit, record.digests[index]
-            except (DamagedSnapshot, ProtocolError):  # damaged, which it has noted; or given up: others may have it
+            except (DamagedSnapshot, ProtocolError):  # damaged, or released meanwhile: others may have the unit
                 pass
         out = self._buffer[: min(layout.unit_bytes, length - offset)]
         return out, self._fetcher.shard_unit(coord, index, out)
 
     def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         self._links.close()

@@ -1,4 +1,4 @@
-"""Asking other SMPs what they hold, and how they are."""
+"""Asks other SMPs what they hold and what state they are in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message
 
 DEADLINE_S = 5.0
+"""Timeout for the answer of one SMP, in seconds."""
+
 AT_ONCE = 16
+"""Number of SMPs that are asked at the same time."""
 
 T = TypeVar("T")
 
@@ -26,8 +29,11 @@ _silent = Episodes(log)
 
 
 def addresses_of(layouts: Collection[Layout], names: Collection[str] | None = None) -> list[Address]:
-    """Where the SMPs of these layouts answer; the later of several addresses of a node counts. `names`: of these nodes
-    alone."""
+    """The control addresses of the SMPs in these layouts. If a node has several, the one in the newest layout counts.
+
+    Args:
+        names: only these nodes; None: all.
+    """
     newest = sorted(layouts, key=lambda layout: (layout.epoch, layout.revision))
     found = {node.name: node.control for layout in newest for node in layout.nodes}
     return sorted(address for name, address in found.items() if names is None or name in names)
@@ -36,13 +42,14 @@ def addresses_of(layouts: Collection[Layout], names: Collection[str] | None = No
 def gather_inventories(
     job: str, addresses: Collection[Address], known: Collection[Layout] = (), system: System = MACHINE
 ) -> list[Inventory]:
-    """The inventories of those who answer. Blocks for at most a few times `DEADLINE_S`.
+    """The inventories of the SMPs that answer. Blocks for at most about `DEADLINE_S` per `AT_ONCE` addresses.
 
     Args:
         known: layouts that need not be sent.
 
     Raises:
-        VersionMismatch: one that lives cannot be asked. It must not be taken for lost: what it holds may be the newest.
+        VersionMismatch: an SMP is alive but of a version that cannot be asked. It must not count as lost: it may hold
+            the newest snapshot.
     """
     by_digest = {layout.digest: layout for layout in known}
     message = PeerInventory(job=job, known=frozenset(by_digest))
@@ -60,10 +67,11 @@ def ask_all(
     system: System = MACHINE,
     strangers: list[VersionMismatch] | None = None,
 ) -> list[T]:
-    """What those who answer to `message` say, read by `read`. Blocks as `gather_inventories`.
+    """Send `message` to all addresses and return the answers that came, parsed by `read`. Blocks like
+    `gather_inventories`.
 
     Args:
-        strangers: gets the refusals of those that are of a version which this one cannot talk to.
+        strangers: receives an error for each SMP whose version this one cannot talk to.
     """
 
     def ask(address: Address) -> T | None:

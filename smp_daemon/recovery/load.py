@@ -1,8 +1,8 @@
-"""A shard from other SMPs, several at a time: the threads that carry out what `smp_daemon.recovery.requests` decides.
+"""Loads a shard from several SMPs at a time: the threads that carry out what `smp_daemon.recovery.requests` decides.
 
-Each request has a connection and a buffer of its own, so an answer that comes late, or is cancelled in the middle,
-never touches the slot: only the first whole answer is copied there. `MAX_IN_FLIGHT` bounds threads, with `IDLE` also
-connections, and with `MAX_SUMS` also buffers.
+Each request has its own connection and buffer, so an answer that comes late, or is cancelled midway, never touches the
+slot: only the first complete answer is copied there. `MAX_IN_FLIGHT` bounds the number of threads, together with `IDLE`
+the connections, and together with `MAX_SUMS` the buffers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 IDLE = 8
-"""Connections kept open for the next request."""
+"""Most idle connections that are kept open for later requests."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A request, and what it takes to carry it out: `length` bytes come back, into `buffer`."""
+    """A request with everything needed to carry it out: `length` bytes come back, into `buffer`."""
 
     request: UnitRequest
     what: ShardUnit | ParityUnit | PartialSum
@@ -48,7 +48,7 @@ class _Fetch:
 
 
 class Load:
-    """One shard on its way here. Make it, `run` it once."""
+    """The transfer of one shard to this node. Make it, and call `run` once."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Load:
     ) -> None:
         """
         Args:
-            out: where the shard goes, all of it.
-            by_chain: whether helpers may pass sums on; else every operand comes here.
-            midway: called once, before the unit in the middle is requested; everything waits for it.
+            out: where the whole shard goes.
+            by_chain: whether helpers may pass sums on; otherwise every operand comes here.
+            midway: called once, before the middle unit is requested. All threads wait for it: the lock is held.
         """
         self._system = system
         self._sources = sources
@@ -77,10 +77,11 @@ class Load:
         self._reader = UnitReader(sources, counters, backend)
         self._midway: Callable[[], None] | None = midway
         self._count = -(-out.nbytes // self._layout.unit_bytes)
-        # Guards all that follows; notified when there may be something to request, or the load is over. Its threads and
-        # the caller of `run` take it, never with the store's lock held, and they take no other lock under it but those
-        # of counters and logs. Connections and buffers belong to the thread that carries the request out; `interrupt`
-        # may be called from others. A unit of `out` belongs to the one thread whose answer the scheduler chose.
+        # Guards `_midway` and all fields below. Notified when there may be something to request, or when the load is
+        # over. The worker threads and the caller of `run` take it, never with the store's lock held. While they hold it
+        # they take no locks but those of streams, counters and logs. Connections and buffers belong to the thread that
+        # carries out the request; other threads may only `interrupt` a connection. A unit of `out` and its computation
+        # belong to the one thread whose answer the scheduler chose.
         self._changed = system.Condition()
         self._scheduler = RequestScheduler(self._count, self._ways, by_chain=by_chain)
         self._computations: dict[int, Computation] = {}
@@ -95,14 +96,14 @@ class Load:
         self._episodes = Episodes(log)
 
     def run(self) -> int:
-        """Fill `out`; bytes that came over the network for it, without what nobody waited for any more. Blocks until
-        nothing writes to `out`.
+        """Fill `out`. Returns the bytes that came over the network for it, without answers that were dropped. Blocks
+        until no thread writes to `out`.
 
-        A thread that waits for somebody who does not answer is left to its deadline, and touches nothing then.
+        A thread that still waits for a source is left to run into its deadline, and writes nothing then.
 
         Raises:
-            Unrecoverable: nobody holds a unit, and too little of its stripe is left.
-            DamagedSnapshot: what was computed for one does not match its digest.
+            Unrecoverable: no SMP gives a unit, and too little of its stripe is left.
+            DamagedSnapshot: a computed unit does not match its digest.
         """
         for _ in range(min(MAX_IN_FLIGHT, 2 * self._count)):
             self._system.Thread(target=self._worker, name="load", daemon=True).start()
@@ -118,7 +119,7 @@ class Load:
                 raise self._failure
             if self._scheduler.hopeless is not None:
                 raise self._refusal(self._scheduler.hopeless)
-            text = "%s is here; units that a source did not give came from others"
+            text = "%s is loaded; units that a source did not give came from others"
             self._episodes.end("source", text, self._coord, extra=self._about())
             return self._received
 
@@ -128,13 +129,13 @@ class Load:
         try:
             while (job := self._next()) is not None:
                 self._carry_out(job)
-        except Exception as error:  # a bug, too, must end the load and not leave it waiting
+        except Exception as error:  # even a bug must end the load, not leave `run` waiting
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
     def _next(self) -> _Fetch | None:
-        """Blocks until there is something to request; None: the load is over."""
+        """Block until there is something to request; None: the load is over."""
         with self._changed:
             while not self._is_over():
                 now = self._system.monotonic()
@@ -161,7 +162,7 @@ class Load:
         return _Fetch(request, what, links, buffer, length)
 
     def _carry_out(self, job: _Fetch) -> None:
-        """Send the request, wait for the answer, and use it. Holds the lock for bookkeeping only."""
+        """Send the request, wait for the answer, and use it. Holds the lock only for bookkeeping."""
         request, links, buffer = job.request, job.links, job.buffer
         unit, out = self._unit(request.unit), buffer[: job.length]
         try:
@@ -210,7 +211,7 @@ class Load:
                 self._buffers.append(buffer)
 
     def _connect(self, job: _Fetch) -> Address:
-        """Connect to the node that is asked, and return the address used: requests go round all of its addresses."""
+        """Connect to the node that is asked, and return the address used. Requests use its addresses in turn."""
         ways = self._layout.ways_to(job.request.through[0])
         first = job.request.number % len(ways)
         problem: HoldfastError | None = None
@@ -250,7 +251,7 @@ class Load:
         if not known and request.how is not How.CHAIN:
             self._failure = self._failure or error
         address = request.through[0]
-        text = "%s does not give unit %d of %s, %s: %s"
+        text = "%s does not give unit %d of %s, requested as %s: %s"
         extra = about(self._sources.snapshot, coord=self._coord, peer=address)
         self._episodes.begin("source", text, address, request.unit, self._coord, request.how.value, error, extra=extra)
         self._changed.notify_all()
@@ -279,7 +280,7 @@ class Load:
         return operand.what, operand.length
 
     def _refusal(self, index: int) -> HoldfastError:
-        """Why a unit cannot be got."""
+        """The error that says why a unit cannot be got."""
         if index not in self._refusals:
             try:
                 self._computations[index].finish(memoryview(bytearray(self._unit(index).nbytes)))

@@ -1,4 +1,4 @@
-"""Reading a shard out of another node's SMP, by a process that needs no SMP of its own."""
+"""Reads a shard from another node's SMP, for a process that has no SMP of its own."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format
 from holdfast.smp_daemon.shared.sources import Address
 
 AHEAD = 4
-"""Units asked for before they are received, so that the link is busy."""
+"""Number of units requested ahead of the one being received, to keep the link busy."""
 
 
 class RemoteShard:
-    """A copy, fetched as it is needed, of the newest sealed shard of `coord` that the SMP at `address` holds.
+    """A copy of the newest sealed shard of `coord` that the SMP at `address` holds, fetched on demand.
 
-    Every call blocks and raises `HoldfastError` if the SMP is gone, or has given the shard up meanwhile. Not
+    Every call blocks, and raises `HoldfastError` if the SMP is gone or has released the shard meanwhile. Not
     thread-safe; use it as a context manager.
 
     Attributes:
-        snapshot: what it is a shard of.
+        snapshot: the snapshot that the shard belongs to.
         view: its slot file; zeros where nothing was fetched yet.
     """
 
     def __init__(self, address: Address, job: str, coord: str, deadline_s: float = CALL_DEADLINE_S) -> None:
-        """Find the shard. `deadline_s`: how long each answer may take. Raises `ProtocolError` if there is none."""
+        """Find the shard and allocate memory for it.
+
+        Args:
+            deadline_s: timeout for each answer.
+
+        Raises:
+            ProtocolError: the SMP holds no such shard, or this machine has too little free memory for it.
+        """
         self._address = address
         self._job, self._coord = job, coord
         self._links = Links(Counters(), deadline_s)
@@ -37,7 +44,9 @@ class RemoteShard:
             held = from_plain(HeldShard, self._links.call(address, AskShard(job=job, coord=coord)), "what is held")
             room = psutil.virtual_memory().available
             if held.bytes > room:
-                raise ProtocolError(f"the shard of {coord} has {held.bytes:,} bytes there, and {room:,} are free here")
+                raise ProtocolError(
+                    f"the shard of {coord} takes {held.bytes:,} bytes of memory; {room:,} are free here"
+                )
         except BaseException:
             self._links.close()
             raise
@@ -53,7 +62,7 @@ class RemoteShard:
         self._links.close()
 
     def fetch(self, offset: int, length: int) -> None:
-        """Have these bytes in `view`, checked. Raises `DamagedSnapshot` if they are not what was sealed."""
+        """Fetch these bytes into `view`, checked. Raises `DamagedSnapshot` if they do not match their digests."""
         wanted = range(offset // self._unit_bytes, -(-(offset + length) // self._unit_bytes))
         units = sorted(self._missing.intersection(wanted))
         for index in range(len(units) + AHEAD):
@@ -64,7 +73,7 @@ class RemoteShard:
                 self._receive(units[index - AHEAD])
 
     def read_format(self) -> SlotFormat:
-        """Fetch the header; what it says."""
+        """Fetch the header and parse it."""
         self.fetch(0, 8)
         header = int.from_bytes(self.view[:8], "little")
         if header > MAX_HEADER_BYTES:
@@ -73,7 +82,7 @@ class RemoteShard:
         return read_format(self.view)[0]
 
     def fetch_all(self) -> None:
-        """Have all of it in `view`."""
+        """Fetch the whole shard into `view`."""
         self.fetch(0, self.view.nbytes)
 
     def _receive(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Getting bytes back: from this arena, from another SMP, or computed from what the group still holds."""
+"""Recovers shards and parity: from this arena, from another SMP, or computed from what the group still holds."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
 METHODS = ("chain", "decode")
+"""Ways to compute a lost shard; see `recover`."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSlot:
-    """A shard that is here again: its slot file, how it came, and the bytes that came over the network for it.
+    """A recovered shard: its slot file, how it was recovered, and the bytes that came over the network for it.
 
     Attributes:
-        how: ``held``, ``repaired`` (units of it were damaged), ``fetched`` from another node, ``rebuilt``, or read from
-            where it was ``persisted``.
-        unit_bytes, digests: of its commit record.
+        how: ``held``, ``repaired`` (some units were damaged), ``fetched`` from another node, ``rebuilt`` from the rest
+            of its stripes, or ``persisted`` (read from storage).
+        unit_bytes, digests: from its commit record.
     """
 
     file: str
@@ -49,17 +50,18 @@ class RecoveredSlot:
 
 
 def recover(store: Store, sources: Sources, coord: str, method: str = "chain", check: bool = True) -> RecoveredSlot:
-    """Make sure that `store` holds `coord`. Blocks while bytes travel.
+    """Make sure that `store` holds the shard of `coord`. Blocks while bytes are transferred.
 
     Args:
-        method: how a lost shard is computed: ``decode`` fetches k units for each of its own; ``chain`` has the helpers
-            add up, and fetches one.
-        check: read a shard that is held already, and repair what does not match its digest. If not, that is up to
-            whoever reads it.
+        method: how a lost shard is computed: ``decode`` fetches k units for each of its own; ``chain`` lets the helpers
+            add these up, and fetches one.
+        check: read a shard that is held already, and repair units that do not match their digests. If False, the
+            caller has to check them.
 
     Raises:
-        DamagedSnapshot: it is damaged here beyond repair, and no longer counted.
-        Unrecoverable: too little is left to compute it from.
+        DamagedSnapshot: the shard held here is damaged beyond repair and was dropped, or a computed unit does not match
+            its digest.
+        Unrecoverable: too little is left to compute the shard from.
     """
     if method not in METHODS:
         raise ConfigError(f"{method!r} is no way to rebuild: use one of {', '.join(METHODS)}")
@@ -95,7 +97,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
 
 def verify(store: Store) -> None:
     """Check the shards of the newest snapshot sealed here, and repair what can be repaired. Blocks for about one read
-    of them; holds no lock while it reads or fetches.
+    of them, without the store's lock.
     """
     for key in store.holdings.newest_shards():
         try:
@@ -110,10 +112,10 @@ def verify(store: Store) -> None:
 
 
 def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
-    """Repair what can be repaired, from wherever the rest of the stripes is now; how many units are whole again.
-    Blocks.
+    """Repair what can be repaired from the rest of the stripes, wherever it is now. Returns how many units are whole
+    again. Blocks.
 
-    The others stay noted as damaged: their stripe may not be protected yet.
+    The other units stay noted as damaged: their stripe may not be protected yet.
     """
     with store.changed:
         layouts = list(store.arena.layouts.values())
@@ -137,10 +139,11 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
 
 
 def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
-    """Compute a damaged unit again from the rest of its stripe, and put it back in place.
+    """Recompute a damaged unit from the rest of its stripe, and put it back in place. Blocks.
 
     Raises:
-        Unrecoverable, DamagedSnapshot: it cannot be recovered.
+        Unrecoverable, DamagedSnapshot: the unit cannot be recovered.
+        ProtocolError: `key` is not held here any more.
     """
     _, record = store.holdings.open(key)
     unit = memoryview(bytearray(record.unit(index)[1]))
@@ -149,11 +152,12 @@ def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
 
 
 def repair_parity(store: Store, sources: Sources, group: int, position: int) -> int:
-    """Compute the parity that a lost node held, so that the group can lose another. Returns bytes fetched.
+    """Compute the parity that a lost node held, so that the group can lose another node. Returns the bytes fetched.
+    Blocks.
 
     Raises:
-        Unrecoverable, DamagedSnapshot: all who hold something have answered, and that is too little.
-        SmpUnavailable: too little was got, and not all have answered.
+        Unrecoverable, DamagedSnapshot: every SMP that was asked has answered, and what they hold is not enough.
+        SmpUnavailable: too little was received, and some SMPs have not answered.
     """
     store.keep_layout(sources.layout)
     layout = sources.layout
@@ -187,15 +191,15 @@ def _fetcher(store: Store, sources: Sources, links: Links) -> Fetcher:
 
 
 def _place(layout: Layout, key: Key, index: int) -> StripePlace:
-    """Where a unit stands.
+    """The place of a unit in its stripe.
 
     Raises:
-        Unrecoverable: it stands in no stripe of this layout.
+        Unrecoverable: the unit belongs to no stripe of this layout.
     """
     if isinstance(key, ParityKey):
         group = layout.group_of(key.tag)
         if group is None:
-            raise Unrecoverable(f"{key} is of no group of this layout")
+            raise Unrecoverable(f"{key} belongs to no group of this layout")
         stripes = layout.stripes(group)
         stripe = stripes.parity_stripes(key.position)[index]
         return StripePlace(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
@@ -203,7 +207,7 @@ def _place(layout: Layout, key: Key, index: int) -> StripePlace:
 
 
 def recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> RecoveredSlot:
-    """A shard that is held again. Raises `ProtocolError` if it was given up meanwhile."""
+    """The `RecoveredSlot` of a shard that is held. Raises `ProtocolError` if it was given up meanwhile."""
     with store.changed:
         _, record = store.holdings.open(key)
         file = store.arena.shard_pool(key.coord).path_of(key.snapshot)

@@ -1,8 +1,8 @@
-"""What recoveries looked like from this node: when its trainers were lost, and how long each part of the way back took.
+"""Recoveries as seen from this node: when its trainers were lost, and how long each part of the recovery took.
 
-The SMP sees all of it by itself: it learns at once that a trainer's process has ended, every epoch begins with `join`,
-shards are asked for once each, and the first snapshot that is protected ends it. An epoch in which nothing is brought
-back, such as a job's first, is no recovery.
+The SMP needs no reports from trainers: it learns at once that a trainer's process has ended, every epoch begins with
+`join`, trainers ask it for every shard or unit that they restore, and the first protected snapshot ends the recovery.
+An epoch in which nothing is restored, such as a job's first, is not a recovery.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from holdfast.smp_daemon.shared.layout import SnapshotId
 
 KEPT = 4
+"""Number of finished recoveries that are remembered."""
 
 SPANS = (
     ("restart", "lost", "joined"),
@@ -24,22 +25,23 @@ SPANS = (
     ("first snapshot", "restored", "sealed"),
     ("protect", "sealed", "protected"),
 )
-"""(name, from, to): the parts of a recovery, between the moments that `Recovery` has."""
+"""(name, from, to): the parts of a recovery, each between two moments of `Recovery`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One, on one node. Moments are seconds since 1970 by this node's clock; 0: not yet, or never seen.
+    """One recovery on one node. Moments are seconds since 1970 by this node's clock; 0: not yet, or never seen.
 
     Attributes:
-        epoch: that began with it. `step`: that it went back to; -1: nothing was brought back yet.
-        lost: when the first of this node's trainers was lost; 0 on a node that was not there, or lost nobody.
-        coords: who was lost here, as far as this SMP saw it.
+        epoch: the epoch that began with it. `step`: the step that it went back to; -1: nothing was restored yet.
+        lost: when the first of this node's trainers was lost; 0 on a node that was not there, or lost no trainer.
+        coords: the trainers lost here, as far as this SMP saw.
         joined: when the trainers of the new epoch came.
-        restored: when the last of this node's shards was at hand.
-        sealed, protected: when the first snapshot of the new epoch was.
-        how: how each coordinate's shard was recovered, see `smp_daemon.recovery.rebuild.RecoveredSlot`.
-        bytes_fetched: from other nodes, for all of them.
+        restored: when the last of this node's shards was available.
+        sealed, protected: when the first snapshot of the new epoch was sealed, and protected.
+        how: how each coordinate's shard was recovered: see `smp_daemon.recovery.rebuild.RecoveredSlot`, or
+            ``resharded`` from units.
+        bytes_fetched: bytes fetched from other nodes, for all shards.
     """
 
     epoch: int
@@ -55,7 +57,7 @@ class Recovery:
 
     @property
     def spans(self) -> list[tuple[str, float]]:
-        """Its parts and how many seconds each took, as far as it has come."""
+        """The parts finished so far, and how many seconds each took."""
         found = []
         for name, start, end in SPANS:
             began, ended = getattr(self, start), getattr(self, end)
@@ -65,29 +67,29 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """From the loss, as far as it was seen here, to the last of its moments."""
+        """The sum of `spans`: seconds from the loss, if it was seen here, to the latest moment."""
         return sum(seconds for _, seconds in self.spans)
 
 
 class Recoveries:
-    """The last `KEPT` of this node, and the one under way. Thread-safe; no call blocks."""
+    """The last `KEPT` recoveries of this node, and the current one. Thread-safe; no call blocks."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        # Guards all that follows, for moments. Threads of connections and of the watchdog take it, some of them with
-        # the store's lock held; no other lock is taken under it.
+        # Guards all fields below. Connection threads and the watchdog's thread hold it for moments, some with the
+        # store's lock held, and take no other lock while they hold it.
         self._lock = threading.Lock()
         self._lost: dict[str, float] = {}
         self._done: deque[Recovery] = deque(maxlen=KEPT)
         self._now: Recovery | None = None
 
     def lost(self, coord: str) -> None:
-        """A trainer has died."""
+        """Note that a trainer has died."""
         with self._lock:
             self._lost.setdefault(coord, self._clock())
 
     def joined(self, epoch: int) -> None:
-        """A newer epoch has begun."""
+        """Note that a newer epoch has begun."""
         with self._lock:
             self._keep()
             first = min(self._lost.values(), default=0.0)
@@ -95,7 +97,7 @@ class Recoveries:
             self._lost.clear()
 
     def restored(self, epoch: int, snapshot: SnapshotId, coord: str, how: str, bytes_fetched: int) -> None:
-        """A shard is at hand for the trainers of `epoch`."""
+        """Note that a shard, or a unit of one, is available for the trainers of `epoch`."""
         with self._lock:
             now = self._now
             if now is None or now.epoch > epoch:
@@ -109,19 +111,19 @@ class Recoveries:
             )
 
     def sealed(self, snapshot: SnapshotId) -> None:
-        """All shards of this node are sealed."""
+        """Note that all shards of this node are sealed."""
         with self._lock:
             if self._now is not None and self._now.epoch == snapshot.epoch and not self._now.sealed:
                 self._now = replace(self._now, sealed=self._clock())
 
     def protected(self, snapshot: SnapshotId) -> None:
-        """Its group has committed all parity."""
+        """Note that this node's group has committed all parity of a snapshot."""
         with self._lock:
             if self._now is not None and self._now.epoch == snapshot.epoch and not self._now.protected:
                 self._now = replace(self._now, protected=self._clock())
 
     def last(self) -> list[Recovery]:
-        """The newest first."""
+        """The recoveries, newest first; the current one counts once a shard is restored."""
         with self._lock:
             now = [self._now] if self._now is not None and self._now.restored else []
             return [*now, *reversed(self._done)]
@@ -132,15 +134,15 @@ class Recoveries:
 
 
 def summarise(recoveries: dict[str, list[Recovery]], most: int = KEPT, nodes: int = 8) -> list[dict[str, Any]]:
-    """The recoveries of a whole job, by epoch, the newest first, from those of its nodes.
+    """The newest `most` recoveries of a whole job, by epoch, newest first, summarised from those of its nodes.
 
-    Each has the `nodes` that took longest; how many others there were is told.
+    Each summary lists the `nodes` nodes that took longest, and says how many others there were.
     """
     epochs = sorted({each.epoch for found in recoveries.values() for each in found}, reverse=True)[:most]
     summary = []
     for epoch in epochs:
         of = [(node, each) for node, found in sorted(recoveries.items()) for each in found if each.epoch == epoch]
-        # As they are told, which is rounded: or the page would show a longer one below a shorter.
+        # Sorted by the rounded values that are shown; otherwise the page could show a longer time below a shorter one.
         of.sort(key=lambda pair: -sum(round(seconds, 3) for _, seconds in pair[1].spans))
         summary.append(
             {

@@ -14,20 +14,21 @@ from holdfast.smp_daemon.shared.plan import candidates, choose_sources, newest_p
 from holdfast.smp_daemon.shared.sources import Address, Sources
 
 MOST_TRIED = 3
-"""The most failures of one group that are tried out, and so the most that it is ever reported to tolerate."""
+"""The most failures of one group that are tried out, and so the most that a group is ever reported to tolerate."""
 
 
 CACHED = 4096
-"""Groups that are remembered: all of a job, as they are before and after a change."""
+"""Number of groups whose results are remembered: enough for all groups of a job, before and after a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRedundancy:
-    """One group, for one snapshot.
+    """The redundancy of one group, for one snapshot.
 
     Attributes:
         nodes: its members, by position. `silent`: those whose SMP does not answer.
-        tolerates: how many more nodes of it may be lost, whichever they are; -1: its part cannot be recovered even now.
+        tolerates: how many more of its nodes may be lost, whichever they are; -1: its part cannot be recovered even
+            now.
     """
 
     nodes: tuple[str, ...]
@@ -37,11 +38,11 @@ class GroupRedundancy:
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """One snapshot.
+    """The redundancy of one snapshot.
 
     Attributes:
-        protected: whether the whole job agreed that it is.
-        groups: in order of the layout.
+        protected: whether the whole job agreed that it is protected.
+        groups: the groups in the order of the layout.
     """
 
     snapshot: SnapshotId
@@ -75,13 +76,13 @@ def redundancies(inventories: Sequence[Inventory]) -> list[Redundancy]:
 
 
 def safest(found: Sequence[Redundancy]) -> Redundancy | None:
-    """The newest of the snapshots that tolerate most failures: what a restart can rely on, whatever is lost next."""
+    """The newest of the snapshots that tolerate the most failures: a restart can rely on it, whatever is lost next."""
     return max(found, key=lambda each: (each.tolerates, each.snapshot), default=None)
 
 
 def tolerates(sources: Sources, group: int) -> int:
-    """How many more SMPs may be lost, whichever they are, before that group's part cannot be recovered; -1: it cannot
-    now."""
+    """How many more SMPs may be lost, whichever they are, before the group's part cannot be recovered; -1: it cannot be
+    recovered even now."""
     layout = sources.layout
     members = layout.members(group)
     shards = tuple(tuple(sources.shards.get(shard.coord) for shard in node.shards) for node in members)
@@ -100,11 +101,12 @@ def tolerates(sources: Sources, group: int) -> int:
 def _tolerates(
     stripes: Stripes | None, shards: tuple[tuple[int | None, ...], ...], parities: tuple[int | None, ...]
 ) -> int:
-    """The same, of holders that are numbered as they come: in a large job most groups are alike then.
+    """Like `tolerates`, with holders numbered in order of appearance, so that most groups of a large job are equal and
+    the cache helps.
 
     Args:
-        stripes: None: the group has no parity.
-        shards: who holds each, by position. parities: likewise.
+        stripes: the group's stripes; None: it has no parity.
+        shards: the holder of each shard, by position. `parities`: likewise for parity.
     """
     holders = sorted({at for row in (*shards, parities) for at in row if at is not None})
 

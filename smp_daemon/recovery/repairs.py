@@ -1,4 +1,4 @@
-"""Parity of what was restored, computed again in the background: whoever asks for it asks again until it is there."""
+"""Recomputes the parity of a restored snapshot in the background. Trainers repeat their request until it is there."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.store import Store
 
 ATTEMPTS = 3
-"""So often all who hold something of a snapshot must have answered, and had too little: bytes may be damaged on their
-way, too."""
+"""Number of attempts that must fail for want of units, although all holders answered, before a repair is hopeless. One
+is not enough: bytes may also be damaged on their way."""
 
 log = get_log(__name__)
 
 
 class ParityRepairs:
-    """Those of one SMP. Thread-safe."""
+    """The parity repairs of one SMP. Thread-safe."""
 
     def __init__(self, store: Store, system: System = MACHINE) -> None:
         self._store = store
         self._system = system
-        # Guards what follows, for moments; no other lock is taken under it.
+        # Guards the two fields below. Connection threads and repair threads hold it for moments, and take no other lock
+        # while they hold it.
         self._lock = system.Lock()
         self._running: set[tuple[int, ParityKey]] = set()
         self._in_vain: Counter[ParityKey] = Counter()
         self._episodes = Episodes(log)
 
     def ask(self, sources: Sources, group: int, position: int) -> RepairState:
-        """How far the parity of that position is. If it is not here, and it is not hopeless, and nobody is at work for
-        it, that begins. Returns at once."""
+        """The state of the parity of that position. Starts a repair thread if the parity is not here, not hopeless and
+        not being repaired yet. Returns at once."""
         key = ParityKey(sources.snapshot, sources.layout.tag(group), position)
-        epoch = self._store.epoch  # who is at work for an earlier one has lost its slot
+        epoch = self._store.epoch  # a repair that began in an earlier epoch has lost its slot
         if self._store.holdings.holds(key):
             return RepairState.WHOLE
         with self._lock:
@@ -56,7 +57,7 @@ class ParityRepairs:
             count = repair_parity(self._store, sources, group, position)
             text, fields = "parity of position %d repaired for %s: %d bytes fetched", about(key.snapshot, bytes=count)
             log.info(text, position, key.snapshot, count, extra=fields)
-            self._episodes.end(key, "it was tried again and again before", extra=extra)
+            self._episodes.end(key, "the parity repair succeeded after earlier failures", extra=extra)
         except StaleEpoch as error:
             log.info("parity of position %d of %s is not repaired: %s", position, key.snapshot, error, extra=extra)
         except HoldfastError as error:

@@ -1,17 +1,18 @@
-"""Which unit of a shard is requested of whom next. Pure: the caller brings the clock, sends the requests, and reports
-what came of them.
+"""Decides which unit of a shard to request from which source next. Pure: the caller provides the time, sends the
+requests, and reports the results.
 
-There are three ways to get a unit: *whole* from whoever holds it; by *chain*, as the sum that k holders of other units
-of its stripe pass on; or *summed* here from *operands*, each requested of its holder. As a rule the first that is
-possible is taken. A request that takes too long is a straggler and is hedged: the unit is requested of others too, the
-first answer counts, and the other requests are cancelled. A chain that straggles does not say which helper holds it up;
+There are three ways to get a unit: *whole* from its holder; by *chain*, as a sum that k holders of other units of its
+stripe pass on; or *summed* here from *operands*, each requested from its holder. As a rule the first possible way is
+taken. A request that takes too long is a straggler and is hedged: the unit is requested from others too, the first
+answer counts, and the other requests are cancelled. A straggling chain does not show which helper delays it, but
 operands do, so its unit is summed. A slow source is left out where others suffice, and towards the end its units are
-requested of others.
+requested from others too.
 
-No rate is expected of anybody. A source is slow if it takes `SLOWER` times as long for a unit as the others do, or if
-one of its requests straggles. Where all are equally slow, none is.
+No source is expected to reach a certain rate. A source is slow if it takes `SLOWER` times as long for a unit as the
+others do, or if one of its requests straggles. If all are equally slow, none counts as slow.
 
-At most `MAX_IN_FLIGHT` requests are open at a time, and `MAX_SUMS` units are summed, whatever the length of the shard.
+At most `MAX_IN_FLIGHT` requests are open at a time, and at most `MAX_SUMS` units are being summed, whatever the length
+of the shard.
 """
 
 from __future__ import annotations
@@ -27,34 +28,38 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.sources import Address
 
 MAX_IN_FLIGHT = 8
-"""Requests open at a time: `MAX_PUNCTUAL` in good health, which keeps all links busy, and as many more for hedging."""
+"""Most requests open at a time: `MAX_PUNCTUAL` in good health, which keeps all links busy, and as many for hedging."""
 
 MAX_PUNCTUAL = 4
+"""No further unit is begun while this many requests are open that do not straggle. Also the most requests for whole
+units that are open at one holder."""
+
 MAX_SUMS = 2
-"""Units summed here at a time: each takes k buffers."""
+"""Most units summed here at a time: each takes k buffers."""
 
 EXPLORE_S = 0.5
-"""If a holder would need no longer than this for all that is left, it is not worth measuring the others."""
+"""If a holder needs less than this for all remaining units, in seconds, measuring other sources is not worth while."""
 
 EXPLORE_AFTER = 4
-"""Answers of a holder before its speed is compared with that of others."""
+"""Number of answers from a holder before its speed is compared with that of other sources."""
 
 SLOWER = 3.0
-"""A source is slow from this multiple of the others' time for a unit: less is noise, or a busy machine."""
+"""A source is slow from this multiple of the others' time for a unit. Anything less is noise, or a busy machine."""
 
 SLOW_S = 0.005
-"""A source that takes less than this for a unit is never slow."""
+"""A source that takes less than this for a unit, in seconds, is never slow."""
 
 REMEMBERED = 8
-"""How many of a source's last times count: it may become slow, or fast again, at any time."""
+"""Number of a source's latest times that count: it may become slow, or fast again, at any time."""
 
 STRIKES = 2
-"""A source is given up after so many failures in a row; after the first, a new connection is tried."""
+"""Number of failures in a row after which a source is given up. After the first, a new connection is tried."""
 
 FIRST_TIMEOUT_S = 2.0
 LEAST_TIMEOUT_S = 1.0
 TIMEOUT_FACTOR = 4.0
-"""A request straggles after this multiple of the usual time, and not before `LEAST_TIMEOUT_S`."""
+"""A request straggles after this multiple of the usual time, but not before `LEAST_TIMEOUT_S`. As long as no request
+has been answered, it straggles after `FIRST_TIMEOUT_S`."""
 
 
 class How(Enum):
@@ -69,23 +74,23 @@ class AnswerUse(Enum):
     """What to do with an answer."""
 
     WRITE = "write"
-    """It is the first: write it, then say `written`."""
+    """The first answer for its unit: write it, then call `written`."""
     SUM = "sum"
-    """It was the last operand that was missing: sum, write, then say `written`."""
+    """The last missing operand: compute the sum into its place, then call `written` or `spoilt`."""
     KEEP = "keep"
-    """An operand; others are still to come."""
+    """An operand of a sum that still misses others."""
     DROP = "drop"
-    """The unit is here already, or will be."""
+    """The unit is written already, or being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How a unit can be got.
+    """The ways to get a unit.
 
     Attributes:
-        holders: who hold it as it is.
-        operands: who holds which other unit of its stripe, by number.
-        needed: how many of these make it up.
+        holders: the SMPs that hold the unit itself.
+        operands: the holders of the other units of its stripe, by number.
+        needed: how many operands it takes to compute the unit.
     """
 
     holders: tuple[Address, ...]
@@ -95,14 +100,15 @@ class Ways:
 
 @dataclass(frozen=True, slots=True)
 class UnitRequest:
-    """What the caller is to request.
+    """A request that the caller is to send.
 
     Attributes:
-        number: of the request.
-        operands: of a chain, in the order in which it goes; of an operand, its number.
-        through: whom the answer depends on; the first is the one to send it to.
-        shared: how many requests the first has open, this one included.
-        began, due: seconds by the caller's clock. After `due`, at the latest, it is a straggler.
+        number: the number of the request.
+        unit: index of the unit in the shard.
+        operands: for a chain, its operands in the order of its helpers; for an operand, its number alone.
+        through: the SMPs that the answer depends on. The request is sent to the first.
+        shared: how many requests the first of them has open, including this one.
+        began, due: when it was made, and when it becomes a straggler at the latest, in seconds of the caller's clock.
     """
 
     number: int
@@ -117,15 +123,15 @@ class UnitRequest:
 
 @dataclass(slots=True)
 class WantedUnit:
-    """A unit that has been requested.
+    """A unit that has been requested, or is the next to be.
 
     Attributes:
-        open: requests for it that are not answered, by number.
+        open: unanswered requests for the unit, by number.
         failed: holders that could not give it.
-        chain_failed: a chain for it has; no other is begun.
+        chain_failed: a chain for it failed; no other is begun.
         summed: it is computed here. `operands`: those that have come. `bad`: those that cannot be got.
         spoilt: its sum did not match its digest.
-        claimed: an answer, or a sum, is being written.
+        claimed: an answer or a sum is being written.
     """
 
     index: int
@@ -142,13 +148,13 @@ class WantedUnit:
 
 @dataclass(slots=True)
 class SourceSpeed:
-    """One SMP that units are requested of.
+    """The speed and the failures of one SMP that units are requested from.
 
     Attributes:
-        times: seconds for a unit, the newest last.
-        open: requests that it has not answered yet.
-        straggles: one of its requests became a straggler, and none was answered in time since.
-        strikes: failures since its last answer.
+        times: its latest times for a unit, in seconds, the newest last.
+        open: number of requests that it has not answered yet.
+        straggles: one of its requests became a straggler, and it has answered none in time since.
+        strikes: number of failures since its last answer.
     """
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -158,17 +164,17 @@ class SourceSpeed:
 
     @property
     def gone(self) -> bool:
-        """Whether it has failed too often to be used any more."""
+        """Whether it has failed too often to be used again."""
         return self.strikes >= STRIKES
 
     @property
     def usual_s(self) -> float:
-        """The median of its times; 0 if there is none."""
+        """The median of its times in seconds; 0 if there are none."""
         return statistics.median(self.times) if self.times else 0.0
 
 
 class Speeds:
-    """All sources of one load. Not thread-safe."""
+    """The speeds of all sources of one load. Not thread-safe."""
 
     def __init__(self) -> None:
         self._sources: dict[Address, SourceSpeed] = {}
@@ -177,7 +183,7 @@ class Speeds:
         return self._sources.setdefault(address, SourceSpeed())
 
     def is_slow(self, address: Address) -> bool:
-        """Whether `address` straggles, or has taken much longer than the others, more than once."""
+        """Whether `address` straggles, or takes much longer than the others; one answer is not enough to tell."""
         source = self[address]
         if source.straggles:
             return True
@@ -187,12 +193,13 @@ class Speeds:
         return source.usual_s > max(SLOW_S, SLOWER * others[(len(others) - 1) // 2])
 
     def slow(self, addresses: Collection[Address]) -> set[Address]:
-        """Those of `addresses` that are slow."""
+        """The slow ones among `addresses`."""
         return {address for address in addresses if self.is_slow(address)}
 
 
 class StragglerTimeout:
-    """After how long a request of one kind straggles: a multiple of what is usual, doubled by each straggler."""
+    """How long a request of one kind may take before it straggles: a multiple of the usual time, doubled by each
+    straggler."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=2 * REMEMBERED)
@@ -200,23 +207,27 @@ class StragglerTimeout:
 
     @property
     def seconds(self) -> float:
-        """For a request that begins now."""
+        """The timeout of a request that begins now."""
         return self._timeout_s
 
     def answered(self, seconds: float) -> None:
-        """An answer took so long."""
+        """Note an answer that took `seconds`."""
         self._times.append(seconds)
         usual = statistics.median(self._times)
         self._timeout_s = min(CALL_DEADLINE_S, max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * usual))
 
     def straggled(self) -> None:
-        """A request has become a straggler: perhaps all are slow."""
+        """Note a straggler and double the timeout: perhaps all sources are slow."""
         self._timeout_s = min(CALL_DEADLINE_S, 2 * self._timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """A request, but for its number and time."""
+    """A request without its number and times.
+
+    Attributes:
+        explored_s: the holders' time for a unit, if the request measures other sources instead; see `_explores`.
+    """
 
     unit: WantedUnit
     how: How
@@ -229,15 +240,15 @@ class RequestScheduler:
     """Decides the requests for the units 0..count-1 of one shard. Not thread-safe.
 
     Attributes:
-        hopeless: a unit that cannot be got; then nothing more is requested.
-        hedged: how many requests were made for units that had been requested of somebody before.
+        hopeless: a unit that cannot be got, after which nothing more is requested; None: no such unit is known.
+        hedged: number of requests for units that had been requested from another source before.
     """
 
     def __init__(self, count: int, ways: Callable[[int], Ways], *, by_chain: bool) -> None:
         """
         Args:
-            ways: how a unit can be got; called once for each.
-            by_chain: whether sums may come by chain.
+            ways: returns the ways to get a unit; called once for each.
+            by_chain: whether chains may be requested.
         """
         self.hopeless: int | None = None
         self.hedged = 0
@@ -264,7 +275,7 @@ class RequestScheduler:
     # ------------------------------------------------------------------ what to request
 
     def next(self, now: float) -> UnitRequest | None:
-        """What to request at `now`; None: nothing, until something is answered or `wait_s` has passed."""
+        """The request to send at `now`; None: nothing to send until an answer comes or `wait_s` has passed."""
         self._note_stragglers(now)
         found = self._choose()
         if found is None:
@@ -290,22 +301,22 @@ class RequestScheduler:
         return self._choose() is not None
 
     def wait_s(self, now: float) -> float | None:
-        """How long it takes from `now` until a request becomes a straggler; None: none will."""
+        """Seconds from `now` until a request becomes a straggler; None: none will."""
         dues = [self._due(request) for request in self._requests.values() if request.number not in self._stragglers]
         return max(0.0, min(dues) - now) if dues else None
 
     def cancelled(self) -> list[int]:
-        """Numbers of requests to cancel, each given once. `failed` or `answered` is still to be called for them."""
+        """Numbers of requests to cancel, each returned once. The caller still calls `failed` or `answered` for them."""
         numbers, self._cancelled = self._cancelled, []
         return numbers
 
-    # ------------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------------ results
 
     def answered(self, request: UnitRequest, now: float, waits: tuple[float, ...] = ()) -> AnswerUse:
-        """An answer came, whole, and it matched its digest.
+        """Note a complete answer that matched its digest, and return what to do with it.
 
         Args:
-            waits: how long each helper of a chain, but the last, waited for the one after it, in seconds.
+            waits: how long each helper of a chain, except the last, waited for the next one, in seconds.
         """
         unit = self._close(request)
         self._revoked.discard(request.number)
@@ -322,12 +333,12 @@ class RequestScheduler:
         return AnswerUse.WRITE
 
     def written(self, index: int) -> None:
-        """A unit that was to be written is in its place; all other requests for it are cancelled."""
+        """Note that a unit is in its place. All other requests for it are cancelled."""
         self._cancel(self._units.pop(index).open)
         self._left -= 1
 
     def spoilt(self, index: int) -> bool:
-        """A sum did not match its digest. Whether there is another way left to get the unit."""
+        """Note a sum that did not match its digest. Returns whether there is another way left to get the unit."""
         unit = self._units[index]
         unit.claimed, unit.spoilt = False, True
         if not any(request.how is not How.OPERAND for request in unit.open.values()) and not self._has_ways(unit):
@@ -335,11 +346,11 @@ class RequestScheduler:
         return self.hopeless is None
 
     def failed(self, request: UnitRequest, now: float, *, broke: bool, silent: bool = False) -> None:
-        """A request has failed.
+        """Note a request that failed.
 
         Args:
-            broke: the connection broke, or could not be made; else the source refused, or gave a wrong unit.
-            silent: it did not answer in time.
+            broke: the connection broke, or could not be made.
+            silent: the source did not answer in time. If neither is set, it refused, or sent a wrong unit.
         """
         unit = self._close(request)
         source = self.speeds[request.through[0]]
@@ -385,7 +396,7 @@ class RequestScheduler:
         return found
 
     def _wants(self, unit: WantedUnit) -> bool:
-        """Whether a unit should be requested of somebody else too."""
+        """Whether a unit should be requested from another source too."""
         ending = self._ahead is None and self._peek() is None
         trusted = [request for request in unit.open.values() if self._is_trusted(request, unit, ending)]
         if not unit.summed:
@@ -395,8 +406,8 @@ class RequestScheduler:
         return unit.spoilt or unit.ways.needed > len(unit.operands) + len(trusted)
 
     def _is_trusted(self, request: UnitRequest, unit: WantedUnit, ending: bool) -> bool:
-        """Whether a request needs no hedge: it does not straggle, nor, towards the end, depend on a slow source that is
-        not needed."""
+        """Whether a request needs no hedge: it does not straggle and, towards the end, does not depend on a slow source
+        that can be spared."""
         if request.number in self._stragglers:
             return False
         return not ending or not self.speeds.slow(request.through) or not self._spares_slow(unit)
@@ -413,7 +424,7 @@ class RequestScheduler:
         )
 
     def _begin(self) -> _Proposal | None:
-        """A way to get a unit that was not requested yet."""
+        """A way to get the next unit that was not requested yet."""
         unit = self._peek()
         if unit is None:
             return None
@@ -422,7 +433,7 @@ class RequestScheduler:
         if holders and all(self.speeds.is_slow(a) for a in holders):
             idle = [a for a in holders if not self.speeds[a].open]
             if idle:
-                return _Proposal(unit, How.WHOLE, (), (idle[0],))  # it does what it can
+                return _Proposal(unit, How.WHOLE, (), (idle[0],))  # a slow holder still gets one request at a time
         elif holders:
             explored_s = self._explores(unit, holders)
             if explored_s is None:
@@ -449,7 +460,7 @@ class RequestScheduler:
         return _Proposal(unit, How.WHOLE, (), (min(able, key=lambda address: self.speeds[address].open),))
 
     def _choose_chain(self, unit: WantedUnit, *, slow_too: bool) -> _Proposal | None:
-        """`slow_too`: through slow sources if there are not enough others."""
+        """`slow_too`: use slow sources if there are not enough others."""
         if not self._by_chain or unit.chain_failed or self._is_in_doubt() or self._passed_on(unit):
             return None
         able = {number: address for number, address in unit.ways.operands.items() if not self.speeds[address].gone}
@@ -459,7 +470,7 @@ class RequestScheduler:
         if len(fast) < unit.ways.needed and not (slow_too and len(able) >= unit.ways.needed):
             return None
         busy = Counter(address for request in self._requests.values() for address in request.through)
-        shuffle = random.Random(unit.index)  # so that all are equally often next to each other, first, and left out
+        shuffle = random.Random(unit.index)  # varies evenly which sources are first, adjacent, and left out
         fast, rest = shuffle.sample(fast, len(fast)), shuffle.sample(rest, len(rest))
         chosen = (sorted(fast, key=lambda number: busy[able[number]]) + rest)[: unit.ways.needed]
         order = tuple(shuffle.sample(chosen, len(chosen)))
@@ -486,7 +497,7 @@ class RequestScheduler:
         return None if best is None else _Proposal(unit, How.OPERAND, (best,), (unit.ways.operands[best],))
 
     def _has_ways(self, unit: WantedUnit) -> bool:
-        """Whether a unit can still be got, now or once other requests are done."""
+        """Whether there is a way left to get a unit, now or once other requests are done."""
         if any(a not in unit.failed and not self.speeds[a].gone for a in unit.ways.holders):
             return True
         able = [n for n, a in unit.ways.operands.items() if n in unit.operands or not self.speeds[a].gone]
@@ -501,8 +512,8 @@ class RequestScheduler:
         return not self.speeds[address].gone and not self.speeds.is_slow(address)
 
     def _explores(self, unit: WantedUnit, holders: list[Address]) -> float | None:
-        """The holders' time for a unit, if this one should measure the other sources instead; else None. That is worth
-        while if the holders alone would take long, and have become twice as slow since the last measurement."""
+        """The holders' time for a unit, if this unit should measure the other sources instead; else None. Measuring is
+        worth while if the holders alone would take long, and have become twice as slow since the last measurement."""
         usual = min(self.speeds[a].usual_s for a in holders)
         enough = all(len(self.speeds[a].times) >= EXPLORE_AFTER for a in holders)
         if not enough or usual * self._left < EXPLORE_S or usual < 2 * self._explored_s:
@@ -510,27 +521,28 @@ class RequestScheduler:
         return usual if len(unit.ways.operands) >= unit.ways.needed else None
 
     def _is_in_doubt(self) -> bool:
-        """Whether a chain straggles and no slow source explains it: until that is known, sums say more than chains."""
+        """Whether a chain straggles and no slow source explains it. Then no chain is begun, because sums show which
+        source is slow."""
         return any(
             request.how is How.CHAIN and number in self._stragglers and not self.speeds.slow(request.through)
             for number, request in self._requests.items()
         )
 
     def _passed_on(self, unit: WantedUnit) -> bool:
-        """Whether two chains are open for it: enough."""
+        """Whether two chains are open for the unit, which is enough."""
         return sum(request.how is How.CHAIN for request in unit.open.values()) >= 2
 
     def _peek(self) -> WantedUnit | None:
-        """The next unit that was not requested yet."""
+        """The next unit that was not requested yet; None if there is none."""
         if self._ahead is None:
             index = next(self._fresh, None)
             self._ahead = None if index is None else WantedUnit(index, self._ways(index))
         return self._ahead
 
-    # ------------------------------------------------------------------ inside: keeping the books
+    # ------------------------------------------------------------------ inside: bookkeeping
 
     def _make_room(self) -> None:
-        """Cancel the oldest straggler that is no operand: operands count for their sum whenever they come."""
+        """Cancel the oldest straggler that is not an operand: operands are needed for their sum whenever they come."""
         stragglers = [a for n, a in self._requests.items() if n in self._stragglers and a.how is not How.OPERAND]
         if stragglers:
             self._cancel([min(stragglers, key=lambda request: request.due).number])
@@ -544,7 +556,7 @@ class RequestScheduler:
                     self.speeds[request.through[0]].straggles = True
 
     def _due(self, request: UnitRequest) -> float:
-        """When a request becomes a straggler: sooner than was thought when it began, if others were faster since."""
+        """When a request becomes a straggler: before its `due` if others were answered faster since it began."""
         return min(request.due, request.began + self._timeouts[request.how].seconds)
 
     def _note_times(self, request: UnitRequest, now: float, waits: tuple[float, ...]) -> None:
@@ -566,7 +578,7 @@ class RequestScheduler:
         self._revoked.update(new)
 
     def _close(self, request: UnitRequest) -> WantedUnit | None:
-        """The unit that a request was for; None if it is in its place already."""
+        """Forget a request and return the unit that it was for; None if that is in its place already."""
         del self._requests[request.number]
         self._stragglers.discard(request.number)
         self.speeds[request.through[0]].open -= 1

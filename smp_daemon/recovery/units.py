@@ -1,7 +1,7 @@
-"""Units of one snapshot: who holds them, how they are requested and checked, how one is computed from its stripe.
+"""Units of one snapshot: who holds them, how to request and check them, how to compute one from its stripe.
 
-A unit that does not match its digest is an erasure, as one that nobody holds. What is computed is checked against the
-digest that was made when the unit was sealed; whoever accumulated the unit into parity has kept that digest.
+A unit that does not match its digest is an erasure, like a unit that nobody holds. A computed unit is checked against
+the digest made when it was sealed; the nodes that accumulated it into parity have kept that digest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REQUESTS = {ShardUnit: AskShardUnit, ParityUnit: AskParityUnit, PartialSum: Ask
 
 
 class StripePlace(NamedTuple):
-    """Which unit of which stripe: `number` in its stripe is 0..k-1 for data, k..k+m-1 for parity."""
+    """The place of a unit: its group, stripe, and number in the stripe, 0..k-1 for data, k..k+m-1 for parity."""
 
     group: int
     stripe: int
@@ -47,12 +47,13 @@ class StripePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldUnit:
-    """A unit of a stripe that somebody holds.
+    """A unit of a stripe that some SMP holds.
 
     Attributes:
-        number: of the unit in its stripe: 0..k-1 data, k..k+m-1 parity.
-        what: how to request it.
-        length: its bytes; data units may be shorter than their stripe, the rest is zeros.
+        number: the unit's number in its stripe: 0..k-1 for data, k..k+m-1 for parity.
+        address: the SMP that holds it.
+        what: the name by which to request it.
+        length: its length in bytes. Data units may be shorter than the stripe; the rest is zeros.
     """
 
     number: int
@@ -72,7 +73,7 @@ def place_of(layout: Layout, coord: str, index: int) -> StripePlace:
 
 
 def held_units(sources: Sources, group: int, stripe: int) -> Iterator[HeldUnit]:
-    """The units of a stripe that somebody is known to hold, data first."""
+    """The units of a stripe that have a known holder, data first."""
     layout, stripes = sources.layout, sources.layout.stripes(group)
     for index, position, piece in stripes.contributors(stripe):
         coord = layout.members(group)[position].shards[piece.segment].coord
@@ -90,9 +91,9 @@ def held_units(sources: Sources, group: int, stripe: int) -> Iterator[HeldUnit]:
 
 
 class UnitReader:
-    """Requests units of one snapshot, checks what comes, and computes what is lost.
+    """Requests units of one snapshot and checks the answers.
 
-    It keeps no connections and changes nothing, so threads may share it.
+    It keeps no connections and no state of its own, so threads may share it.
     """
 
     def __init__(self, sources: Sources, counters: Counters, backend: str = "auto") -> None:
@@ -102,26 +103,33 @@ class UnitReader:
         self.backend = backend
 
     def send(self, links: Links, address: Address, what: ShardUnit | ParityUnit | PartialSum) -> None:
-        """Request a unit, or a partial sum. Raises as `Links.send`."""
+        """Request a unit or a partial sum. Raises like `Links.send`."""
         kind = _REQUESTS[type(what)]
         job, snapshot = self.sources.layout.job, self.sources.snapshot
         links.send(address, kind(job=job, snapshot=snapshot, **msgspec.structs.asdict(what)))
 
     def receive(self, links: Links, address: Address, out: memoryview) -> UnitReply:
-        """Fill `out` with the answer to the oldest request there, for a unit. Blocks as `Links.receive`.
+        """Fill `out` with the unit that answers the oldest open request to `address`. Blocks and raises like
+        `Links.receive`.
 
         Raises:
-            DamagedSnapshot: it does not match its digest.
+            DamagedSnapshot: the unit does not match its digest.
         """
         reply = from_plain(UnitReply, links.receive(address, out), "an answer with a unit")
         self._check(address, links.digest, reply.digest)
         return reply
 
     def receive_sum(self, links: Links, address: Address, out: memoryview) -> tuple[float, ...]:
-        """The same, for a partial sum; how long each of those on the way, but the last, waited, in seconds."""
+        """Like `receive`, for a partial sum. Returns how long each helper except the last waited for the next one, in
+        seconds.
+
+        Raises:
+            ProtocolError: no helper knows the digest of the sum.
+            DamagedSnapshot: the sum does not match its digest.
+        """
         reply = from_plain(SumReply, links.receive(address, out), "an answer with a sum")
         if reply.expected is None:
-            raise ProtocolError(f"nobody that {address} has asked knows what the sum must be")
+            raise ProtocolError(f"none of the SMPs asked through {address} knows the digest of the sum")
         self._check(address, links.digest, reply.expected)
         return tuple(wait / MICROSECONDS for wait in reply.waits)
 
@@ -130,22 +138,22 @@ class UnitReader:
             raise self.damaged(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
 
     def damaged(self, text: str) -> DamagedSnapshot:
-        """The error for a unit that does not match its digest, which is counted."""
+        """Count a unit that does not match its digest, and return the error to raise for it."""
         self.counters.add(units_damaged=1)
         return DamagedSnapshot(text)
 
 
 class Computation:
-    """One unit of a stripe, data or parity, computed from k others. Not thread-safe; does not block.
+    """Computes one unit of a stripe, data or parity, from k others. Not thread-safe; does not block.
 
     Attributes:
-        operands: the other units of the stripe that somebody holds, by number, data first.
-        needed: how many of them it takes. Padding, which is zeros and stored nowhere, makes up for the rest of k.
-        buffers: those that have come, by number; as long as the unit at least.
+        operands: the other units of the stripe that have a holder, by number, data first.
+        needed: how many operands the computation takes. The rest of the k are padding: zeros that are stored nowhere.
+        buffers: the operands that have come, by number. Each buffer is at least as long as the unit.
     """
 
     def __init__(self, reader: UnitReader, place: StripePlace, length: int) -> None:
-        """`length`: bytes of the unit."""
+        """`length`: length of the unit in bytes."""
         layout = reader.sources.layout
         self._reader = reader
         self._place = place
@@ -160,28 +168,30 @@ class Computation:
         self.buffers: dict[int, memoryview] = {}
 
     def add(self, number: int, buffer: memoryview, reply: UnitReply) -> None:
-        """Operand `number` has come: it begins `buffer`, and what follows is overwritten with zeros."""
+        """Add operand `number`, which was received into `buffer`. If it is shorter than the unit, the rest of the
+        buffer is overwritten with zeros."""
         self._digests |= reply.sources
         if (received := self.operands[number].length) < self._length:
             np.frombuffer(buffer, np.uint8)[received : self._length] = 0
         self.buffers[number] = buffer
 
     def chain(self, order: Sequence[int]) -> PartialSum:
-        """What to request of the holder of the first of `order`, so that operands are summed on their way here."""
+        """The request to send to the holder of the first operand in `order`, so that helpers sum the operands on the
+        way here."""
         factors = self._codec().coefficients([*order, *self._padding], self._place.number)
         units = [self.operands[number] for number in order]
         terms = tuple(Term(unit.address, unit.what, factors.get(unit.number, 0)) for unit in units)
         return PartialSum(terms, self._length, self._position)
 
     def finish(self, out: memoryview, expected: int | None = None) -> int:
-        """Compute the unit into `out`, from the operands that have come; its digest.
+        """Compute the unit into `out` from the operands that have come, and return its digest.
 
         Args:
-            expected: its digest, if known here; for data units it is also learnt from the parity.
+            expected: the unit's digest, if known here; for data units it is also learnt from the parity.
 
         Raises:
-            Unrecoverable: fewer than k have come.
-            DamagedSnapshot: the result does not match the digest, or none is known.
+            Unrecoverable: too few operands have come.
+            DamagedSnapshot: the result does not match the digest, or no digest is known.
         """
         _, stripe, number = self._place
         units = {index: buffer[: out.nbytes] for index, buffer in self.buffers.items()}
@@ -203,5 +213,5 @@ class Computation:
 
     @property
     def _position(self) -> int:
-        """Of the node whose data unit it is; holders of parity keep its digest by that."""
+        """The position of the node whose data unit this is. Holders of parity keep the unit's digest under it."""
         return self._stripes.data_positions(self._place.stripe)[self._place.number]

@@ -1,13 +1,13 @@
-"""The arena: one SMP's directory of slot files on tmpfs. All pools, and the layouts that say what they hold.
+"""The arena: one SMP's directory of slot files on tmpfs, with all pools and the layouts that say what they hold.
 
 ::
 
     <arena>/                  0700, locked by the SMP that owns it
       smp.json                who owns it: pid, addresses
-      node.json               the newest epoch seen, the newest snapshot protected job-wide; without it nothing counts
-      reserve                 memory that slots may still take, where there is a limit (`smp_daemon.shared.budget`)
-      layout-<epoch>-<revision>.json     the job's layout in that epoch, and as its SMPs regrouped it
-      board                   what became of recent snapshots; mapped by the trainers (`smp_daemon.shared.board`)
+      node.json               newest epoch seen, newest snapshot protected job-wide; without it no slot counts
+      reserve                 holds memory that slots may still take, if there is a limit (`smp_daemon.shared.budget`)
+      layout-<epoch>-<revision>.json     the job's layout in that epoch; each regrouping adds a revision
+      board                   outcomes of recent snapshots; mapped by the trainers (`smp_daemon.shared.board`)
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
       <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record
 """
@@ -33,28 +33,28 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, room, too_small
 
 OVERFLOW_UID = 65534
-"""Whom the kernel names where a user of the host has no name in a container."""
+"""The uid that the kernel reports in a container for a host user that is not mapped there."""
 
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
 OWNERSHIP = ("lock", "smp.json")
-"""Files that say whose the arena is."""
+"""Files that say who owns the arena."""
 
 log = get_log(__name__)
 
 
 class Arena:
-    """All pools of one SMP. Not thread-safe, except that views may be read by any thread."""
+    """All pools of one SMP. Not thread-safe: the store's lock guards it. Any thread may read views without the lock."""
 
     def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, system: System = MACHINE) -> None:
         """Create or take over the directory `path`.
 
         Args:
-            memory: most bytes that slots may take; 0: as many as there are. `settle` reserves them.
-            zero: overwrite what is given up with zeros.
+            memory: most bytes that slots may take; 0: no limit. `settle` reserves them.
+            zero: overwrite slots with zeros when they are given up.
 
         Raises:
-            ConfigError: another SMP owns it, it is somebody else's, or it cannot be made.
+            ConfigError: another SMP owns the directory, it belongs to another user, or it cannot be made.
         """
         self.path = path
         self._system = system
@@ -78,7 +78,7 @@ class Arena:
         except OSError as error:
             raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
         for part in list(path.glob(f"*{PART}")):
-            part.unlink()  # a predecessor was killed while it wrote a record
+            part.unlink()  # a predecessor was killed while it wrote a record or made a slot
         self.budget = Budget(path, memory)
         self._zero = zero
         self.shards: dict[str, SlotFilePool] = {}
@@ -110,8 +110,9 @@ class Arena:
     def reserve(self, wanted: dict[SlotFilePool, tuple[int, int]]) -> None:
         """Give each pool `count` slots of `length` bytes; ``wanted[pool] = (length, count)``.
 
-        Free slots that nobody wants are deleted first. Slots that hold a snapshot stay, whatever their length.
-        Nothing is created unless there is room for all. More than `AT_ONCE_BYTES` are only planned, for a `Reserver`.
+        Free and unfinished slots of pools or lengths that are not wanted are deleted first. Slots that hold a snapshot
+        stay, whatever their length. Nothing is created unless everything fits. If more than `AT_ONCE_BYTES` are
+        missing, they are only planned, for a `Reserver`.
 
         Raises:
             ArenaTooSmall: the message names the need, the room and the fix.
@@ -150,8 +151,8 @@ class Arena:
             raise
 
     def next_planned(self) -> tuple[SlotFilePool, Slot] | None:
-        """Of the slots that are planned the one to make next: every pool gets a first one before any has a second, the
-        largest first."""
+        """The planned slot to make next: every pool gets its first slot before any pool gets a second. Among these the
+        largest comes first."""
         planned = [
             (sum(other.state is not SlotState.MAKING for other in pool.slots), -slot.bytes, number, pool, slot)
             for number, pool in enumerate(self.pools())
@@ -161,19 +162,20 @@ class Arena:
         return min(planned, key=lambda each: each[:3])[3:] if planned else None
 
     def ready(self) -> int | None:
-        """How many slots of every pool are made, of those that `reserve` was asked for; None: all."""
+        """How many of the slots that `reserve` was asked for are made in every pool; None if all are."""
         missing = {
             pool: sum(slot.state is SlotState.MAKING for slot in pool.slots) for pool in self._wanted if pool.slots
         }
         return min((self._wanted[pool][1] - count for pool, count in missing.items() if count), default=None)
 
     def planned_bytes(self) -> int:
-        """How much of the slots that are planned is not reserved yet."""
+        """How many bytes of the planned slots are not reserved yet."""
         slots = [slot for pool in self.pools() for slot in pool.slots if slot.state is SlotState.MAKING]
         return sum(slot.bytes - slot.reserved for slot in slots)
 
     def give_up_planned(self) -> tuple[int, int]:
-        """Delete what is planned, or was made with it and is free: of how many bytes, and how many were reserved."""
+        """Delete the planned slots, and the slots made from the same plan that are free. Returns the bytes of the plan,
+        and how many of them were reserved."""
         need, missing = sum(slot.bytes for _, slot in self._planned), self.planned_bytes()
         for pool, slot in self._planned:
             if slot.state in (SlotState.FREE, SlotState.MAKING) and any(slot is other for other in pool.slots):
@@ -182,12 +184,12 @@ class Arena:
         return need, need - missing
 
     def reserved(self, pool: SlotFilePool) -> list[Slot]:
-        """The slots that `reserve` was asked for and that are made, whatever they hold."""
+        """The slots of a pool that `reserve` was asked for and that are made, whatever they hold."""
         length, _ = self._wanted.get(pool, (None, 0))
         return [slot for slot in pool.slots if slot.bytes == length and slot.state is not SlotState.MAKING]
 
     def settle(self) -> None:
-        """Reserve what slots may still take; see `Budget.top_up`."""
+        """Reserve the memory that slots may still take; see `Budget.top_up`."""
         self.budget.top_up()
 
     def release(
@@ -197,17 +199,19 @@ class Arena:
         held: Collection[SnapshotId] = frozenset(),
         with_parity: Collection[SnapshotId] | None = None,
     ) -> None:
-        """Free sealed slots of snapshots older than `before` that are not in `keep`, nor shards of one that is `held`;
-        and parity of what is not in `with_parity` (None: in `keep`).
+        """Free sealed slots of snapshots older than `before`, except shards of snapshots in `keep` or `held`, and
+        parity of snapshots in `with_parity` (None: `keep`).
 
-        Slots that `reserve` was not asked for go with their files, and so do layouts that nothing refers to.
+        Slots that `reserve` was not asked for are deleted with their files. So are layouts of older epochs of which no
+        snapshot is kept or held.
         """
         parities = keep if with_parity is None else with_parity
         for pool in self.pools():
             length, count = self._wanted.get(pool, (None, 0))
             is_shard = pool.suffix == SHARD_SUFFIX
             for slot in pool.outdated({*keep, *held} if is_shard else parities, before):
-                # A trainer may have every slot of its shard mapped, and its memory would not be free.
+                # Shard slots of the wanted length stay, even surplus ones: a trainer may have all slots of its shard
+                # mapped, so deleting the file would not free the memory.
                 asked_for = is_shard or sum(each.bytes == length for each in pool.slots) <= count
                 if slot.bytes == length and asked_for:
                     pool.discard(slot)
@@ -221,9 +225,9 @@ class Arena:
                 failpoint("layout.removed")
 
     def make_room(self, length: int, wanted: SlotFilePool) -> int:
-        """Delete free slots of other pools until `length` bytes are free again; how many are.
+        """Delete free slots of other pools, the largest first, until `length` bytes are freed. Returns the bytes freed.
 
-        What is received for another node takes the place of slots that wait for snapshots; `reserve` makes new ones.
+        Bytes received for another node take the memory of slots that wait for snapshots; `reserve` makes new ones.
         """
         freed = 0
         spare = [(slot.bytes, pool, slot) for pool in self.pools() if pool is not wanted for slot in pool.slots]
@@ -236,7 +240,7 @@ class Arena:
         return freed
 
     def fence(self) -> None:
-        """Take the slots that somebody is writing, or may be writing, out of their hands."""
+        """Take every slot that somebody writes, or may still write, away from its writer."""
         for pool in self.pools():
             for slot in list(pool.slots):
                 if pool.is_abandoned(slot):
@@ -244,10 +248,10 @@ class Arena:
                 elif slot.is_being_filled and is_at_once(slot.bytes):
                     pool.replace(slot)
                 elif slot.is_being_filled:
-                    pool.remove(slot)  # `reserve` has another made in its own time
+                    pool.remove(slot)  # too large to make again at once: `reserve` plans another
 
     def add_layout(self, layout: Layout) -> None:
-        """Remember a layout."""
+        """Write a layout to the arena and remember it."""
         write_json(self._layout_path(layout.epoch, layout.revision), to_plain(layout))
         self.layouts[layout.epoch, layout.revision] = layout
 
@@ -255,9 +259,10 @@ class Arena:
         return self.path / f"layout-{epoch}-{revision}.json"
 
     def adopt(self) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
-        """Find what a predecessor left: yields every slot with its commit record, to be accepted or discarded.
+        """Find what a predecessor left: remember its layouts, and yield every slot that has a commit record with that
+        record. The caller accepts or discards the slot.
 
-        Slots without a commit record become free; a record that cannot be read is none.
+        Slots without a commit record become free. A record that cannot be read counts as missing.
         """
         for path in sorted(self.path.glob("layout-*.json")):
             try:
@@ -265,7 +270,7 @@ class Arena:
                 if path == self._layout_path(layout.epoch, layout.revision):
                     self.layouts[layout.epoch, layout.revision] = layout
             except ProtocolError as error:
-                log.warning("left alone: %s", error)
+                log.warning("a layout file is ignored: %s", error)
         for suffix in (SHARD_SUFFIX, PARITY_SUFFIX):
             for path in sorted(self.path.glob(f"*.*.{suffix}")):
                 yield from self._adopt_file(path, suffix)
@@ -281,7 +286,7 @@ class Arena:
             or not status.st_size
             or status.st_uid != self._system.os.getuid()
         ):
-            log.warning("%s is no slot file of this arena: it is deleted", path.name)
+            log.warning("%s is not a slot file of this arena, and is deleted", path.name)
             if not stat.S_ISDIR(status.st_mode):
                 path.unlink()
             path.with_name(path.name + ".json").unlink(missing_ok=True)
@@ -293,7 +298,7 @@ class Arena:
         try:
             record = read_json(pool.record_path(slot), self._system)
         except ProtocolError as error:
-            log.warning("slot treated as free: %s", error)
+            log.warning("a slot is treated as free, because its commit record cannot be read: %s", error)
             record = None
         if record is None:
             pool.abandon(slot)
@@ -301,17 +306,17 @@ class Arena:
             yield pool, slot, record
 
     def clear(self) -> None:
-        """Delete what counts for nothing: a predecessor was killed while it removed the arena."""
+        """Delete slots and layouts that no longer count: a predecessor was killed while it removed the arena."""
         for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*"):
             for path in list(self.path.glob(pattern)):
                 log.info("%s is left over from a removed arena and is deleted", path.name)
                 path.unlink(missing_ok=True)
 
     def destroy(self) -> None:
-        """Remove the directory and all it holds.
+        """Remove the directory and everything in it.
 
-        What says that there is something goes first, and what says whose it is goes last: whenever this ends too
-        early, a successor finds nothing to adopt, and `holdfast gc` still finds the directory.
+        ``node.json``, without which no slot counts, goes first. The files that say who owns the arena go last. So if
+        this is interrupted, a successor finds nothing to adopt, and `holdfast gc` still finds the directory.
         """
         (self.path / "node.json").unlink(missing_ok=True)
         for pool in self.pools():
@@ -319,7 +324,7 @@ class Arena:
                 pool.remove(slot)
         for path in list(self.path.glob("*")):
             if path.name not in OWNERSHIP:
-                with suppress(IsADirectoryError):  # which is nothing of ours, and goes with the rest
+                with suppress(IsADirectoryError):  # not made by us; `rmtree` removes it below
                     path.unlink(missing_ok=True)
         failpoint("arena.emptied")
         (self.path / "lock").unlink(missing_ok=True)
@@ -332,7 +337,7 @@ def _is_count(text: str) -> bool:
 
 
 def _check_parent(path: Path, uid: int) -> None:
-    """Raises `ConfigError` if the directory with the arena is somebody else's, who could put another in its place."""
+    """Raise `ConfigError` if the directory with the arena belongs to another user, who could replace the arena."""
     status = path.lstat()
     if status.st_uid not in (uid, 0, OVERFLOW_UID):
         raise ConfigError(
@@ -340,4 +345,4 @@ def _check_parent(path: Path, uid: int) -> None:
             "with HOLDFAST_ARENA"
         )
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode):
-        log.warning("others may write to %s, and replace the arena in it: chmod go-w it", path)
+        log.warning("other users may write to %s, and so replace the arena in it: run chmod go-w on it", path)

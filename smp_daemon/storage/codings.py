@@ -1,8 +1,8 @@
-"""Parity that is being gathered on this node, and how far the rest of each group is with theirs.
+"""The parity that is being gathered on this node, and which members of each group have committed theirs.
 
-Every public method is thread-safe. `changed` is the store's lock, and notified as there; it guards which gatherings
-there are. The lock of a `ParityGathering` guards its bytes, so units are accumulated while others have the store's
-lock.
+Every public method is thread-safe. `changed` is `Store.changed`, the store's lock; here it guards the set of gatherings
+and the committed positions. The locks of a `ParityGathering` guard its bytes, so units are accumulated while other
+threads hold the store's lock.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class Codings:
     ) -> None:
         """
         Args:
-            epoch: tells the current one; whoever says another is refused.
-            on_own: called once this node's own parity is committed, to tell the group of that layout.
-            on_done: called when any member's parity of a snapshot is committed.
+            epoch: returns the current epoch; calls that name another are refused.
+            on_own: called with the store's lock held once this node's own parity is committed, to tell the group in
+                that layout.
+            on_done: called whenever a member's parity of a snapshot is committed.
         """
         self._system = system
         self._epoch = epoch
@@ -62,9 +63,9 @@ class Codings:
     def accumulate(
         self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int
     ) -> None:
-        """Fold a group member's data unit, which is whole, into this node's parity. `unit_digest`: its xxh3-64.
+        """Accumulate a group member's complete data unit into this node's parity. `unit_digest`: its xxh3-64.
 
-        Call `await_gathering` first: it waits until there is a slot.
+        Call `await_gathering` first: it waits for a slot.
 
         Raises:
             StaleEpoch, ProtocolError, DeadlineExceeded.
@@ -80,7 +81,8 @@ class Codings:
             self._commit_parity(coding, gathering)
 
     def await_gathering(self, epoch: int, coding: Coding) -> None:
-        """Block until the group is known here and its parity has a slot. Parity of nothing but padding is then done.
+        """Block until this node knows the group and has a slot for its parity. Parity of padding alone is done at
+        once.
 
         Raises:
             StaleEpoch, ProtocolError, DeadlineExceeded.
@@ -97,15 +99,16 @@ class Codings:
                             self._commit_parity(coding, gathering)
                         return
                     except NoFreeSlot:
-                        pass  # the next `begin` releases one
+                        pass  # the next `begin` releases a slot
                 left = deadline - self._system.monotonic()
                 if left <= 0 or not self.changed.wait(left):
                     raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
 
     def repair_over(self, coding: Coding) -> None:
-        """An attempt to compute parity of that group again is over. It took the slot of what was gathered, if anything.
+        """Note that an attempt to recompute this group's parity is over. It took the slot of the gathering, if any.
 
-        Until this call, what still arrives is accumulated into nothing. If the attempt failed, it can be gathered anew.
+        Until this call, units that still arrive are accumulated into the old file, which is no slot any more. If the
+        attempt failed, the parity can be gathered anew.
         """
         with self.changed:
             gathering, layout = self._gatherings.get(coding), self.find_layout(coding)
@@ -118,11 +121,11 @@ class Codings:
         self._on_done(coding.snapshot)
 
     def parity_done(self, epoch: int, coding: Coding, position: int) -> None:
-        """The group member at `position` has committed its parity."""
+        """Note that the group member at `position` has committed its parity. Raises `StaleEpoch`, `ProtocolError`."""
         with self.changed:
             self._check_epoch(epoch)
             if coding not in self._done and len(self._done) >= MAX_CODINGS:
-                raise ProtocolError(f"node {self._node!r} has {MAX_CODINGS} parities in mind already")
+                raise ProtocolError(f"node {self._node!r} tracks {MAX_CODINGS} parities already, which is the limit")
             self._done.setdefault(coding, set()).add(position)
             failpoint("parity.told", coding.snapshot.step)
             self.changed.notify_all()
@@ -132,7 +135,7 @@ class Codings:
         """Block until every member of the group has committed its parity.
 
         Raises:
-            StaleEpoch, DeadlineExceeded.
+            StaleEpoch, ProtocolError, DeadlineExceeded.
         """
         layout = self.find_layout(coding)
         group = layout.group_of(coding.tag) if layout is not None else None
@@ -149,10 +152,10 @@ class Codings:
                 raise StaleEpoch(f"group {coding.tag} was regrouped, or its epoch is over")
             if not done:
                 missing = sorted(everyone - self._done.get(coding, set()))
-                raise DeadlineExceeded(f"no parity of positions {missing} in {deadline_s:.0f} s")
+                raise DeadlineExceeded(f"positions {missing} have not committed their parity in {deadline_s:.0f} s")
 
     def find_layout(self, coding: Coding) -> Layout | None:
-        """The layout in which the group of `coding` stands, if it is known here."""
+        """The layout that contains the group of `coding`; None if this node knows none."""
         with self.changed:
             for (epoch, _), layout in self._arena.layouts.items():
                 if epoch == coding.snapshot.epoch and layout.group_of(coding.tag) is not None:
@@ -165,18 +168,18 @@ class Codings:
             return self._done.get(coding, set()) >= set(positions)
 
     def forget(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Stop all work for snapshots that are given up."""
+        """Stop all work for snapshots for which `gone` is True: they are given up."""
         with self.changed:
             for coding in [coding for coding in self._gatherings if gone(coding.snapshot)]:
                 self._stop(coding)
             self._done = {coding: done for coding, done in self._done.items() if not gone(coding.snapshot)}
 
     def regrouped(self, layout: Layout) -> None:
-        """A layout came that replaces others of its epoch: stop what nobody will finish."""
+        """Note a layout that replaces earlier ones of its epoch: stop gatherings that nobody will finish."""
         with self.changed:
             for coding in [coding for coding in self._gatherings if self._is_superseded(coding)]:
                 self._stop(coding)
-            # A group may form again that was there before: who has its parity now is asked anew.
+            # A group that existed before may form again: its members must report their parity anew.
             for coding in [k for k in self._done if k.snapshot.epoch == layout.epoch]:
                 if layout.group_of(coding.tag) is not None:
                     del self._done[coding]
@@ -188,7 +191,7 @@ class Codings:
             raise StaleEpoch(f"epoch {epoch} {what}: node {self._node!r} is in epoch {self._epoch()}")
 
     def _gather(self, coding: Coding) -> GatheringSlot | None:
-        """The gathering of this node's parity, begun if need be; None if it is committed.
+        """The gathering of this node's parity, begun if needed; None if the parity is committed.
 
         Raises:
             NoFreeSlot: every parity slot holds a snapshot that is kept.
@@ -224,9 +227,9 @@ class Codings:
         with self.changed:
             layout = self.find_layout(coding)
             if layout is None or self._gatherings.get(coding) is not gathering:
-                return  # another thread accumulated the last unit too, or the snapshot was given up
+                return  # another thread saw it complete and committed it, or the snapshot was given up
             if not gathering.pool.is_at(gathering.slot, gathering.view):
-                return  # somebody is at work to compute it from the shards of others: see `repair_over`
+                return  # a repair took the slot and computes the parity from shards: see `repair_over`
             self._holdings.commit_parity(gathering.pool, gathering.slot, record)
             failpoint("parity.committed", coding.snapshot.step)
             del self._gatherings[coding]
@@ -244,7 +247,7 @@ class Codings:
         self._holdings.stop(self._gatherings.pop(coding))
 
     def _is_superseded(self, coding: Coding) -> bool:
-        """Whether its groups were regrouped, and again since."""
+        """Whether the layout of `coding` came from regrouping, and a later regrouping dissolved the group."""
         layout = self.find_layout(coding)
         newest = max((at for at in self._arena.layouts if at[0] == coding.snapshot.epoch), default=None)
         return (

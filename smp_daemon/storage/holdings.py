@@ -1,7 +1,7 @@
-"""The sealed shards and complete parities of one SMP: reading them, checking them, taking in more, repairing them.
+"""The sealed shards and complete parities of one SMP: reads, checks, receives and repairs them.
 
-A unit that does not match its digest is an erasure. It is noted as damaged, counted, and not given to anybody, until
-it is repaired in place with bytes that match.
+A unit that does not match its digest is an erasure. It is noted as damaged, counted, and not handed out until it is
+repaired in place with bytes that match.
 
 Every public method is thread-safe; `lock` is the store's own.
 """
@@ -73,7 +73,7 @@ class GatheringSlot:
 
 
 class Holdings:
-    """What is sealed in an arena."""
+    """The sealed shards and complete parities in an arena."""
 
     def __init__(
         self, arena: Arena, lock: threading.Condition, counters: Counters, backend: str, system: System = MACHINE
@@ -84,11 +84,10 @@ class Holdings:
         self.backend = backend
         self._system = system
         self.verifying = system.Lock()
-        """Held by the one thread that checks the newest shards in the background, for as long as it does; never waited
-        for. That thread takes the store's lock under it. It may be released by another thread than took it."""
-        # The store's lock: it guards the records, the damage and the repairs noted here with the slots that they are
-        # about. Reads of bytes go without it, so a slot may be freed under a reader, who then sees bytes that match no
-        # digest.
+        """Held while one background thread checks the newest shards. Nobody waits for it. A connection thread acquires
+        it; the checking thread takes the store's lock while it is held, and releases it."""
+        # The store's lock. It guards the records, damage and repairs noted here, together with their slots. Bytes are
+        # read without it, so a slot may be freed while it is read; the reader then sees bytes that match no digest.
         self._lock = lock
         self._records: dict[Key, Record] = {}
         self._damaged: set[tuple[Key, int]] = set()
@@ -96,18 +95,18 @@ class Holdings:
         self._episodes = Episodes(log)
 
     def held(self) -> list[Key]:
-        """Everything held."""
+        """The keys of everything held."""
         with self._lock:
             return list(self._records)
 
     def newest_shards(self) -> list[ShardKey]:
-        """The shards held of the newest snapshot of which any are."""
+        """The shards held here of the newest snapshot that has any."""
         shards = [key for key in self.held() if isinstance(key, ShardKey)]
         newest = max((key.snapshot for key in shards), default=None)
         return [key for key in shards if key.snapshot == newest]
 
     def holds(self, key: Key) -> bool:
-        """Whether it is here, sealed."""
+        """Whether the shard or parity is here, sealed."""
         with self._lock:
             return key in self._records
 
@@ -118,7 +117,7 @@ class Holdings:
     def open(self, key: Key) -> tuple[memoryview, Record]: ...
 
     def open(self, key: Key) -> tuple[memoryview, Any]:
-        """The bytes, mapped, and the commit record. Raises `ProtocolError` if it is not here."""
+        """The mapped bytes and the commit record. Raises `ProtocolError` if `key` is not held here."""
         with self._lock:
             record = self._records.get(key)
             slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
@@ -127,17 +126,17 @@ class Holdings:
             return self._pool(key).view(slot), record
 
     def shard_unit(self, key: ShardKey, index: int) -> tuple[memoryview, int]:
-        """A unit of a shard, for sending, and the digest it was sealed with; the receiver checks it."""
+        """A unit of a shard, to be sent, and the digest it was sealed with. The unit is checked by the receiver."""
         view, record = self.open(key)
         offset, length = record.unit(index)
         return view[offset : offset + length], record.digests[index]
 
     def checked_unit(self, key: Key, index: int) -> tuple[memoryview, Record]:
-        """A unit that was just checked, and the record it is in.
+        """Check a unit; return it and the record that contains its digest.
 
         Raises:
             ProtocolError: there is no such unit here.
-            DamagedSnapshot: it does not match its digest; from now on it counts as erased.
+            DamagedSnapshot: the unit does not match its digest; from now on it counts as erased.
         """
         view, record = self.open(key)
         if not 0 <= index < len(record.digests):
@@ -150,7 +149,8 @@ class Holdings:
         return unit, record
 
     def damaged_units(self, key: Key) -> list[int]:
-        """Reads all of it; which units do not match their digests. Blocks for about one read of the bytes."""
+        """Read and check all units; return those that do not match their digests. Blocks for about one read of the
+        bytes."""
         _, record = self.open(key)
         damaged = []
         for index in range(len(record.digests)):
@@ -161,7 +161,7 @@ class Holdings:
         return damaged
 
     def known_damage(self, key: Key) -> list[int]:
-        """Which units are known not to match their digests, and are not repaired. Reads nothing."""
+        """The units that are known not to match their digests and are not repaired. Reads no bytes."""
         with self._lock:
             return sorted(index for of, index in self._damaged if of == key)
 
@@ -169,14 +169,14 @@ class Holdings:
         """Put a unit's bytes back in place.
 
         Raises:
-            DamagedSnapshot: these are not the bytes it was sealed with.
-            ProtocolError: it is not held here any more.
+            DamagedSnapshot: `content` does not match the digest that the unit was sealed with.
+            ProtocolError: `key` is not held here any more.
         """
-        with self._lock:  # or the slot could be somebody else's before the copy is made
+        with self._lock:  # otherwise the slot could be reused before the copy is made
             view, record = self.open(key)
             offset, length = record.unit(index)
             if content.nbytes != length or digest(content) != record.digests[index]:
-                raise DamagedSnapshot(f"what was computed for unit {index} of {key} does not match its digest")
+                raise DamagedSnapshot(f"the recomputed unit {index} of {key} does not match its digest")
             failpoint("repair.before", key.snapshot.step)
             np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
             self._damaged.discard((key, index))
@@ -187,7 +187,7 @@ class Holdings:
             self._episodes.end(key, "all units of %s are whole again", key, extra=about(key.snapshot))
 
     def drop(self, key: Key) -> None:
-        """It is damaged beyond repair, or not needed: this node does not hold it any more."""
+        """Free the slot and forget its record: it is damaged beyond repair, or not needed."""
         with self._lock:
             pool = self._pool(key)
             slot = pool.find(key.snapshot, SlotState.SEALED)
@@ -197,21 +197,21 @@ class Holdings:
             self._forget(key)
 
     def keep_only(self, stays: Callable[[Key], bool]) -> None:
-        """Forget what the arena has released."""
+        """Forget the records whose slots the arena has released: those for which `stays` is False."""
         with self._lock:
             for key in [key for key in self._records if not stays(key)]:
                 self._forget(key)
 
-    # ------------------------------------------------------------------ taking in
+    # ------------------------------------------------------------------ committing and receiving
 
     def commit_shard(self, pool: SlotFilePool, slot: Slot, record: ShardRecord) -> None:
-        """A shard is sealed."""
+        """Commit a shard: from now on it is held, sealed."""
         with self._lock:
             pool.commit(slot, to_plain(record))
             self._add(ShardKey(record.snapshot, record.coord), record)
 
     def commit_parity(self, pool: SlotFilePool, slot: Slot, record: ParityRecord) -> None:
-        """A parity slot is complete."""
+        """Commit a complete parity slot: from now on it is held."""
         with self._lock:
             pool.commit(slot, to_plain(record))
             self._add(ParityKey(record.snapshot, record.group, record.position), record)
@@ -220,10 +220,11 @@ class Holdings:
     def receiving_shard(
         self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]
     ) -> Iterator[memoryview]:
-        """A slot to receive a shard from elsewhere; committed with fresh digests if the block ends well.
+        """A slot to receive a shard from elsewhere. It is committed with fresh digests if the block ends without an
+        error, and freed otherwise.
 
         Args:
-            check: raises if what was received is not what a trainer may have written.
+            check: raises if the received bytes are not a valid slot of that shard.
 
         Raises:
             StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or by its trainer.
@@ -249,7 +250,7 @@ class Holdings:
 
     @contextmanager
     def receiving_parity(self, key: ParityKey, layout: Layout, group: int) -> Iterator[ParityGathering]:
-        """A gathering of a parity that this node was not there for; committed if the block leaves it complete.
+        """A gathering to recompute a parity that this node lacks. It is committed if the block leaves it complete.
 
         Raises:
             StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or because the snapshot
@@ -279,31 +280,33 @@ class Holdings:
             raise
 
     def stop_repairs(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Of these no parity is wanted any more: what was being gathered of it gives its slot to another."""
+        """Stop the parity repairs of snapshots for which `gone` is True, and free their slots."""
         with self._lock:
             for key in [key for key in self._repairs if gone(key.snapshot)]:
                 self.stop(self._repairs.pop(key))
 
     def stop(self, gathering: GatheringSlot) -> None:
-        """Nobody will finish it: free its slot."""
-        gathering.parity.cancel()  # or it would go on writing to what is somebody else's by then
+        """Give up a gathering that nobody will finish, and free its slot."""
+        gathering.parity.cancel()  # first: nothing may write to the slot once it is free
         self.give_back(gathering.pool, gathering.slot, gathering.view)
 
     def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
-        """A gathering that grows in `view`."""
+        """A new gathering that accumulates into `view`."""
         codec = choose_codec(stripes.data, stripes.parity, self.backend)
         return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._system)
 
     def take(
         self, pool: SlotFilePool, snapshot: SnapshotId, length: int, *, make_room: bool = True
     ) -> tuple[SlotFilePool, Slot, memoryview]:
-        """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing.
+        """A slot to receive into. An earlier attempt at the same snapshot loses its slot, and writes into a file that
+        no slot uses any more.
 
         Args:
-            make_room: where none is free, use the memory of free slots of other pools, and then take more.
+            make_room: if no slot is free, delete free slots of other pools and make a new one.
 
         Raises:
-            NoFreeSlot: none is, and no room is to be made; or its trainer is writing that snapshot.
+            NoFreeSlot: no slot is free and `make_room` is False, or the trainer is writing that snapshot.
+            ArenaTooSmall: there is no memory for a new slot.
         """
         with self._lock:
             if pool.find(snapshot, SlotState.WRITING) is not None:
@@ -316,21 +319,22 @@ class Holdings:
             except NoFreeSlot:
                 if not make_room:
                     raise
-                pool.unplan(length)  # it is needed now
+                pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
                 self.arena.make_room(length, pool)
                 pool.create(length)
                 slot = pool.begin(snapshot, length, SlotState.RECEIVING)
             return pool, slot, pool.view(slot)
 
     def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
-        """Free the slot that was received into, unless it was taken away before."""
+        """Free a slot from `take`, unless it was taken away before."""
         with self._lock:
             if pool.is_at(slot, view):
                 pool.discard(slot)
-                self._lock.notify_all()  # somebody may wait for a free one
+                self._lock.notify_all()  # a thread may wait for a free slot
 
     def adopt(self) -> None:
-        """Take over what a predecessor left in the arena; units that do not match their digests are noted."""
+        """Take over what a predecessor left in the arena, and note the units that do not match their digests. Blocks
+        for about one read of all bytes."""
         for pool, slot, data in self.arena.adopt():
             try:
                 self._adopt_slot(pool, slot, data)
@@ -355,7 +359,7 @@ class Holdings:
         slot.state = SlotState.SEALED
         self._records[key] = record
         failpoint("adopt.slot", key.snapshot.step)
-        self.damaged_units(key)  # notes them: others can help to repair them
+        self.damaged_units(key)  # notes them, so that they are repaired with the help of other nodes
 
     def _pool(self, key: Key) -> SlotFilePool:
         if isinstance(key, ShardKey):
@@ -371,7 +375,8 @@ class Holdings:
         self._damaged = {(of, index) for of, index in self._damaged if of != key}
 
     def _note_damage(self, key: Key, index: int, record: Record) -> None:
-        """Raises `ProtocolError` if the slot was given up while the unit was read: then it is not damaged, but gone."""
+        """Raise `ProtocolError` if the slot was given up while the unit was read: then the unit is not damaged, but
+        gone."""
         with self._lock:
             if self._records.get(key) is not record:
                 raise ProtocolError(f"{key} is not held here any more")
@@ -384,7 +389,7 @@ class Holdings:
 
 
 def _fits(record: Record, length: int) -> bool:
-    """Whether a commit record can be of a slot of that length."""
+    """Whether a commit record can belong to a slot of that length."""
     if isinstance(record, ShardRecord):
         return record.bytes == length and len(record.digests) == -(-length // record.unit_bytes)
     return all(sum(record.unit(i)) <= length for i in range(len(record.digests)))

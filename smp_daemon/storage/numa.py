@@ -1,4 +1,4 @@
-"""Where memory lies: on which NUMA node the pages of a file are made."""
+"""Chooses the NUMA node on which the pages of a mapped file are allocated."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 import platform
 
 _PREFERRED = 1
-"""``MPOL_PREFERRED``: of that node if it has any left, else of another."""
+"""``MPOL_PREFERRED``: pages come from that node while it has free memory, else from another."""
 
 _CALLS = {"x86_64": 237, "aarch64": 235}
-"""The number of ``mbind``, for which libc has no name."""
+"""System call number of ``mbind`` by machine; libc has no wrapper for it."""
 
 
 def prefer(mapped: mmap.mmap, node: int) -> None:
-    """Have the pages of a mapped file that are not there yet made on a NUMA node, whoever touches them first. The file
-    remembers it.
+    """Allocate the missing pages of a mapped file on a NUMA node, whichever thread touches them first. The file keeps
+    this policy.
 
     Raises:
-        OSError: this machine cannot, or has no such node.
+        OSError: this machine does not support it, or has no such node.
     """
     call = _CALLS.get(platform.machine())
     if call is None:
@@ -31,9 +31,9 @@ def prefer(mapped: mmap.mmap, node: int) -> None:
     begin = ctypes.c_char.from_buffer(mapped)
     try:
         place, count = ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_ulong(len(mapped))
-        bits = ctypes.c_ulong(words * 64 + 1)  # the kernel looks at one bit less
+        bits = ctypes.c_ulong(words * 64 + 1)  # the kernel reads one bit fewer
         if libc.syscall(call, place, count, ctypes.c_int(_PREFERRED), mask, bits, ctypes.c_uint(0)):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
     finally:
-        del begin  # or the mapping could not be closed
+        del begin  # the mapping cannot be closed while this refers to it

@@ -1,4 +1,4 @@
-"""Gathering one parity slot: data units arrive in any order from the group and are accumulated into it."""
+"""Gathers one parity slot: the group's data units arrive in any order and are accumulated into the slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.smp_daemon.shared.records import ParityRecord, digest
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 LOCKS = 16
-"""Stripes that may be worked on at a time."""
+"""Number of stripes that can be accumulated at the same time."""
 
 
 class ParityGathering:
@@ -35,24 +35,25 @@ class ParityGathering:
         self._mine = stripes.parity_stripes(position)
         self._lengths = {stripe: stripes.stripe_bytes(stripe) for stripe in self._mine}
         self._sources: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
-        # Each guards the bytes of every sixteenth stripe and what is in them, for as long as one unit is accumulated:
-        # threads of connections take them. `cancel` takes all of them, one after the other, with the store's lock held,
-        # so nothing under one may take the store's lock. `complete` counts `_digests` without any: each is put there
-        # once, under its stripe's lock.
+        # Each lock guards the bytes, sources and digest of every sixteenth stripe. A connection thread holds one while
+        # it accumulates a unit. `cancel` takes all of them, one after another, while its caller holds the store's lock,
+        # so a thread that holds one must not take the store's lock. `complete` counts `_digests` without a lock: each
+        # digest is added once, under its stripe's lock.
         self._locks = tuple(system.Lock() for _ in range(min(LOCKS, len(self._mine))))
         self._cancelled = False
         self._digests = {stripe: digest(self._unit(stripe)) for stripe in self._mine if not self._contributors(stripe)}
 
     @property
     def complete(self) -> bool:
-        """Whether every data unit is in it."""
+        """Whether every data unit has been accumulated."""
         return len(self._digests) == len(self._mine)
 
     def accumulate(self, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
-        """Accumulate the data unit of `position`, whose digest this is; one that was accumulated before is left out.
+        """Accumulate the data unit of `position`, whose digest is `unit_digest`. Ignores a unit that was accumulated
+        before.
 
         Raises:
-            ProtocolError: that position has no such unit, or not of that length.
+            ProtocolError: the position has no unit in that stripe, or the unit has another length.
             StaleEpoch: the snapshot was given up.
         """
         if stripe not in self._sources:
@@ -81,10 +82,10 @@ class ParityGathering:
             sources[position] = unit_digest
             if len(sources) == len(contributors):
                 same = len(sources) == 1 and length == parity.nbytes and self._codec.factor(index, row) == 1
-                self._digests[stripe] = unit_digest if same else digest(parity)  # while it is in the cache
+                self._digests[stripe] = unit_digest if same else digest(parity)  # still in the cache
 
     def record(self) -> ParityRecord:
-        """The commit record of the complete slot."""
+        """The commit record of the complete slot. Raises `ValueError` if units are missing."""
         if not self.complete:
             missing = len(self._mine) - len(self._digests)
             raise ValueError(f"the parity of {self.snapshot} lacks units of {missing} stripes")
@@ -99,10 +100,10 @@ class ParityGathering:
         )
 
     def cancel(self) -> None:
-        """From the return of this call on, nothing is written to the slot any more."""
+        """Stop accumulating: once this returns, no thread writes to the slot any more."""
         self._cancelled = True
         for lock in self._locks:
-            with lock:  # whoever takes it after this sees that it is cancelled
+            with lock:  # a thread that takes it after this sees `_cancelled`
                 pass
 
     def _unit(self, stripe: int) -> memoryview:
@@ -110,5 +111,5 @@ class ParityGathering:
         return self._slot[start : start + self._lengths[stripe]]
 
     def _contributors(self, stripe: int) -> dict[int, tuple[int, int]]:
-        """Which number the unit of each position has in a stripe, and how many bytes."""
+        """The data index and the length of each position's unit in a stripe."""
         return {position: (index, piece.length) for index, position, piece in self._stripes.contributors(stripe)}

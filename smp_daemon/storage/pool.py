@@ -1,7 +1,7 @@
 """The slots of one shard, or of one parity: their life cycle (`SlotPool`) and their files on tmpfs (`SlotFilePool`).
 
 ``making -> free -> writing | receiving -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a
-sealed one is also protected is a matter of the whole group, so that is noted in the `Store` and not in the slot.
+sealed snapshot is also protected depends on the whole group, so the `Store` records that, not the slot.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ log = get_log(__name__)
 
 
 class SlotState(StrEnum):
-    """What a slot's bytes are worth."""
+    """The life cycle of a slot."""
 
     MAKING = "making"
-    """Its memory is being reserved; there is no file of its name yet."""
+    """The slot's memory is being reserved; no file has the slot's name yet."""
     FREE = "free"
     WRITING = "writing"
-    """By the trainer whose shard it is."""
+    """The trainer that owns the shard is writing it."""
     RECEIVING = "receiving"
-    """By this SMP, from elsewhere. Whoever takes such a slot away gives it another file: two would write into one."""
+    """This SMP is receiving bytes from elsewhere. Code that takes such a slot away must give it a new file; otherwise
+    two threads would write into one file."""
     SEALED = "sealed"
 
 
 @dataclass(slots=True)
 class Slot:
-    """One slot of a pool. `snapshot` is None exactly while it is free, or made.
+    """One slot of a pool. `snapshot` is None exactly while the slot is free or being made.
 
     Attributes:
-        reserved: of one that is being made, how many of its bytes are.
+        reserved: how many of the bytes are reserved so far, while the slot is being made.
     """
 
     index: int
@@ -64,11 +65,11 @@ class Slot:
 
     @property
     def is_being_filled(self) -> bool:
-        """Whether somebody is at work to fill it, a trainer or this SMP."""
+        """Whether a trainer or this SMP is filling the slot."""
         return self.state in (SlotState.WRITING, SlotState.RECEIVING)
 
     def free(self) -> None:
-        """Give the slot up, whatever it holds."""
+        """Mark the slot as free, whatever it holds."""
         self.state = SlotState.FREE
         self.snapshot = None
 
@@ -105,10 +106,12 @@ class SlotPool:
                 slot.snapshot = snapshot
                 return slot
         held = ", ".join(str(slot.snapshot) for slot in self.slots if slot.snapshot)
-        raise NoFreeSlot(f"no free slot of {length} bytes for {snapshot} of {self.name}: held are {held or 'none'}")
+        raise NoFreeSlot(
+            f"no free slot of {length} bytes for {snapshot} of {self.name}: the slots hold {held or 'nothing'}"
+        )
 
     def seal(self, slot: Slot) -> None:
-        """All bytes of the slot's snapshot are there, with digests."""
+        """Mark the slot as sealed: all bytes of its snapshot are there, with digests."""
         if not slot.is_being_filled:
             raise ValueError(f"slot {slot.index} of {self.name} is {slot.state}: nothing is being written into it")
         slot.state = SlotState.SEALED
@@ -133,16 +136,16 @@ class SlotPool:
 
 
 class SlotFilePool(SlotPool):
-    """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept.
+    """A slot pool and its files. Slots of other lengths may remain while their snapshots are kept.
 
     Attributes:
-        near: the NUMA node on which new files are made; None: any.
+        near: the NUMA node on which new files are allocated; None: any.
     """
 
     def __init__(
         self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool, system: System = MACHINE
     ) -> None:
-        """`zero`: what is given up is overwritten with zeros."""
+        """`zero`: overwrite slots with zeros when they are given up."""
         super().__init__(name)
         self.near: int | None = None
         self._budget = budget
@@ -158,14 +161,14 @@ class SlotFilePool(SlotPool):
         return self.arena / f"{self.name}.{slot.index}.{self.suffix}"
 
     def path_of(self, snapshot: SnapshotId) -> str:
-        """Name of the file that holds `snapshot`, sealed. Raises `ProtocolError` if none does."""
+        """The name of the file that holds `snapshot`, sealed. Raises `ProtocolError` if none does."""
         slot = self.find(snapshot, SlotState.SEALED)
         if slot is None:
             raise ProtocolError(f"{snapshot} of {self.name} is not here")
         return self.path(slot).name
 
     def record_path(self, slot: Slot) -> Path:
-        """The slot's commit record."""
+        """The file of the slot's commit record."""
         return self.arena / f"{self.name}.{slot.index}.{self.suffix}.json"
 
     def view(self, slot: Slot) -> memoryview:
@@ -179,12 +182,12 @@ class SlotFilePool(SlotPool):
         """A new slot whose file has all its memory reserved.
 
         Raises:
-            ArenaTooSmall: the file system is full, or more than the arena may take would be taken.
+            ArenaTooSmall: the file system is full, or the slot would exceed the limit of the arena.
         """
         self._budget.claim(length)
         self._budget.take(length)
         slot = self.add(length)
-        self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
+        self.record_path(slot).unlink(missing_ok=True)  # left over if somebody deleted a slot file
         try:
             self._reserve(slot)
         except BaseException:
@@ -193,19 +196,19 @@ class SlotFilePool(SlotPool):
         return slot
 
     def plan(self, length: int) -> Slot:
-        """A new slot of which nothing is there yet; see `Reserver`.
+        """A new slot whose memory is not reserved yet; see `Reserver`.
 
         Raises:
-            ArenaTooSmall: more than the arena may take would be taken.
+            ArenaTooSmall: the slot would exceed the limit of the arena.
         """
         self._budget.claim(length)
         slot = self.add(length)
         slot.state = SlotState.MAKING
-        self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
+        self.record_path(slot).unlink(missing_ok=True)  # left over if somebody deleted a slot file
         return slot
 
     def part_path(self, slot: Slot) -> Path:
-        """The file of a slot that is being made: one that no successor takes for a slot."""
+        """The slot's file while it is being made; no successor takes a file of this name for a slot."""
         path = self.path(slot)
         return path.with_name(path.name + PART)
 
@@ -217,16 +220,16 @@ class SlotFilePool(SlotPool):
                 return
 
     def open_part(self, slot: Slot) -> SlotMemory:
-        """Make that file. Raises `OSError`."""
+        """Create the file of a slot that is being made. Raises `OSError`."""
         return SlotMemory(self.part_path(slot), slot.bytes, self._system, self.near)
 
     def reserve(self, slot: Slot, count: int) -> None:
-        """`count` more bytes of a slot that is being made are about to be reserved."""
+        """Account for `count` more bytes of a slot that is being made, before they are reserved."""
         self._budget.take(count)
         slot.reserved += count
 
     def made(self, slot: Slot, memory: SlotMemory) -> None:
-        """All of its memory is reserved: the slot is free from now on."""
+        """Free a slot whose memory is all reserved, and give its file the slot's name."""
         self.part_path(slot).replace(self.path(slot))
         self._maps[slot.index] = memory.mapped
         slot.free()
@@ -236,7 +239,7 @@ class SlotFilePool(SlotPool):
         """Write the commit record: from here on the slot counts.
 
         Raises:
-            ArenaTooSmall: it cannot be written; the slot is as it was.
+            ArenaTooSmall: the record cannot be written; the slot keeps its state.
         """
         before = slot.state
         self.seal(slot)
@@ -247,7 +250,7 @@ class SlotFilePool(SlotPool):
             raise
 
     def discard(self, slot: Slot) -> None:
-        """Free the slot. Its commit record goes first, so a crash in between leaves a free slot."""
+        """Free the slot. Its commit record is deleted first, so a crash in between leaves a free slot."""
         self.record_path(slot).unlink(missing_ok=True)
         if slot.state is not SlotState.FREE:
             self._wipe(slot)
@@ -255,7 +258,7 @@ class SlotFilePool(SlotPool):
         slot.free()
 
     def abandon(self, slot: Slot) -> None:
-        """Free the slot of a writer that may not have noticed. In this epoch nobody else writes; see `Arena.fence`."""
+        """Free a slot that its writer may still write to. In this epoch nobody else writes to it; see `Arena.fence`."""
         self.discard(slot)
         self._wipe(slot)
         self._abandoned.add(slot.index)
@@ -265,16 +268,16 @@ class SlotFilePool(SlotPool):
         return slot.state is SlotState.FREE and slot.index in self._abandoned
 
     def is_at(self, slot: Slot, view: memoryview) -> bool:
-        """Whether `view` is still the slot's memory: not once somebody took the slot away."""
+        """Whether `view` is still the slot's memory; False once somebody has taken the slot away."""
         return slot in self.slots and self._maps.get(slot.index) is view.obj
 
     def replace(self, slot: Slot) -> None:
-        """Free the slot and give it a new file, so that whoever still maps the old one writes into nothing."""
+        """Free the slot and give it a new file, so that a writer that still maps the old file cannot touch the slot."""
         self.discard(slot)
         self._forget(slot)
         try:
             self._reserve(slot)
-        except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
+        except BaseException:  # the old file's memory is still used if mapped; `Arena.reserve` makes a new slot later
             self._drop(slot)
             raise
 
@@ -292,9 +295,9 @@ class SlotFilePool(SlotPool):
         self._drop(slot)
 
     def _reserve(self, slot: Slot) -> None:
-        """Make the slot's file, all of it allocated now: later writes cannot fail with SIGBUS."""
+        """Make the slot's file and allocate all of it now, so that later writes cannot fail with SIGBUS."""
         left = room(self.arena, self._system)
-        if slot.bytes > left:  # or everything would be filled before that is noticed
+        if slot.bytes > left:  # without this check the file system would be filled before the error
             raise too_small(self.arena, slot.bytes, left)
         try:
             with self.open_part(slot) as memory:
@@ -323,29 +326,29 @@ class SlotFilePool(SlotPool):
 
 
 def room(path: Path, system: System = MACHINE) -> int:
-    """Bytes that its file system has left."""
+    """Free bytes on the file system of `path`."""
     status = system.os.statvfs(path)
     return int(status.f_bavail * status.f_frsize)
 
 
 def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
-    """The error that says what to do."""
+    """The error for an arena that does not fit on its file system; it names the fix."""
     return ArenaTooSmall(f"the arena {path} needs {need:,} bytes more and its file system has {left:,} left: {ENLARGE}")
 
 
 def ran_out(path: Path, need: int, got: int, left: int) -> str:
-    """What to do where memory was there when it was counted, and gone when it was reserved."""
+    """The message for memory that was free when it was counted, and taken by the time it was reserved."""
     return (
-        f"the arena {path} was to have {need:,} bytes more, and memory ran out at {got:,} of them: others took it, and "
-        f"its file system has {left:,} left. What was reserved is given back: {ENLARGE}"
+        f"the arena {path} needs {need:,} bytes more, and memory ran out at {got:,} of them: other processes took it, "
+        f"and its file system has {left:,} left. The reserved bytes are given back: {ENLARGE}"
     )
 
 
 class SlotMemory:
-    """A new slot file, of which memory is reserved slice by slice. Raises `OSError`, as its methods do."""
+    """A new slot file whose memory is reserved slice by slice. The constructor and the methods raise `OSError`."""
 
     def __init__(self, path: Path, length: int, system: System, near: int | None) -> None:
-        """`near`: the NUMA node on which its pages are made."""
+        """`near`: the NUMA node on which its pages are allocated; None: any."""
         self._system = system
         self._fd = system.os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -362,15 +365,14 @@ class SlotMemory:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Close the file; its mapping stays for as long as it is used."""
+        """Close the file; its mapping stays while it is used."""
         self._system.os.close(self._fd)
 
     def reserve(self, start: int, count: int) -> None:
         """Allocate and touch these bytes. Blocks for about as long as zeroing them takes.
 
-        The first touch decides whether pages are huge: what `posix_fallocate` has made of small ones stays so. Where
-        they are refused, or there is no room, nothing is lost: what is missing is allocated after that, or the error
-        seen.
+        The first touch decides whether pages are huge: pages that `posix_fallocate` has allocated small stay small. If
+        touching fails, nothing is lost: `posix_fallocate` then allocates what is missing, or raises the error.
         """
         if self._huge:
             self._touch(start, count)
@@ -399,7 +401,7 @@ class SlotMemory:
 
 
 def gives_huge_pages() -> bool:
-    """Whether tmpfs gets huge pages if it is asked to, as Linux says it."""
+    """Whether Linux is set to give tmpfs huge pages on request."""
     try:
         return "[advise]" in SHMEM_HUGE.read_text()
     except OSError:

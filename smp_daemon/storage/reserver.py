@@ -1,4 +1,4 @@
-"""Reserving the memory of slots beside the training: hundreds of gigabytes take minutes, and nobody waits for them."""
+"""Reserves the memory of slots in the background: hundreds of gigabytes take minutes, and training does not wait."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ log = get_log(__name__)
 
 
 class Reserver:
-    """Makes the slots that an arena has planned, one after the other, in a thread that is there while there are any.
+    """Makes the planned slots of an arena, one after another. Its thread runs only while slots are planned.
 
     Attributes:
-        error: why what was planned last was given up; empty: it was not.
+        error: why the last plan was given up; empty if it was not.
     """
 
     def __init__(self, arena: Arena, lock: threading.Condition, priority: str, system: System = MACHINE) -> None:
-        """`lock`: the store's, which guards the arena and everything here. Memory is reserved without it."""
+        """`lock`: the store's lock, which guards the arena and everything here. It is not held while memory is
+        reserved."""
         self.error = ""
         self._arena = arena
         self._lock = lock
@@ -34,19 +35,19 @@ class Reserver:
         self._closed = False
 
     def start(self) -> None:
-        """See that what is planned is made. The lock is held."""
+        """Forget the last error, and start the thread if slots are planned. The caller holds the lock."""
         self.error = ""
         if self._thread is None and self._arena.next_planned() is not None and not self._closed:
             self._thread = self._system.Thread(target=self._run, name="reserve", daemon=True)
             self._thread.start()
 
     def give_up(self, why: str) -> None:
-        """There is no memory for what was to be planned. The lock is held, unless nobody else can have it yet."""
+        """Record why the slots cannot be made. The caller holds the lock, unless no other thread has the store yet."""
         self.error = why
         log.error("no snapshots can be taken: %s", why)
 
     def close(self) -> None:
-        """End the thread. What is not made yet is left to a successor."""
+        """End the thread and wait for it. A successor makes the slots that are still missing."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -69,7 +70,7 @@ class Reserver:
             return planned
 
     def _make(self, pool: SlotFilePool, slot: Slot) -> None:
-        """Reserve all of it, unless it is given up meanwhile. Raises `OSError`."""
+        """Reserve all memory of the slot, unless the slot is given up meanwhile. Raises `OSError`."""
         with self._lock:
             if slot.state is not SlotState.MAKING:
                 return
@@ -88,7 +89,8 @@ class Reserver:
                     self._lock.notify_all()
 
     def _is_over(self, pool: SlotFilePool, slot: Slot) -> bool:
-        """Whether the slot was given up, and its file with it; or this SMP ends, and nobody will finish the file."""
+        """Whether to stop: the slot and its file were given up, or this SMP ends. In that case delete the unfinished
+        file."""
         if slot.state is not SlotState.MAKING:
             return True
         if self._closed:
@@ -96,7 +98,8 @@ class Reserver:
         return self._closed
 
     def _give_up(self, slot: Slot, error: OSError) -> None:
-        """What was planned and is not in use goes, and whoever waits for it is told; unless it was given up before."""
+        """Delete the planned slots that hold no snapshot, and wake those who wait for them. Does nothing if `slot` was
+        given up before."""
         with self._lock:
             if slot.state is not SlotState.MAKING:
                 return

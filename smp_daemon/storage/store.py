@@ -1,7 +1,7 @@
-"""What one SMP does with snapshots, and the rules by which that changes. No sockets: those call in from
-`smp_daemon.service`. What is sealed lies in `smp_daemon.storage.holdings`.
+"""The snapshots of one SMP, and the rules by which their state changes. No sockets here: `smp_daemon.service` calls in.
+Sealed shards and parity are kept by `smp_daemon.storage.holdings`.
 
-Every public method is thread-safe. `changed` is notified whenever something that a waiter may wait for happened.
+Every public method is thread-safe. `changed` is notified whenever something happens that a thread may wait for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = get_log(__name__)
 
 @dataclass(slots=True)
 class SnapshotProgress:
-    """How far a snapshot of this epoch has come on this node."""
+    """The progress of one snapshot of this epoch on this node."""
 
     sealed: set[str] = field(default_factory=set)
     outcome: SnapshotOutcome = SnapshotOutcome.PENDING
@@ -43,7 +43,7 @@ class SnapshotProgress:
 
 @dataclass(frozen=True, slots=True)
 class _NodeFile:
-    """What ``node.json`` keeps for a successor."""
+    """The contents of ``node.json``, kept for a successor."""
 
     job: str
     node: str
@@ -55,17 +55,18 @@ class _NodeFile:
 
 
 class Store:
-    """What one SMP holds and does.
+    """The snapshots of one SMP: what is being written, sealed, protected and released.
 
     Args:
         backend: erasure code backend, see `ec.choose_codec`.
-        on_sealed: called (in the thread that sealed) once all shards of this node are sealed, with whether they must be
-            encoded.
-        on_parity: called once this node's own parity of a snapshot is committed, to tell the group of that layout.
-        on_protected: called once a snapshot is protected, as far as this node's group is concerned.
-        on_epoch: called with it once a newer epoch has begun.
-        spare: slots for each shard beside those that the layout names, for snapshots that are held.
-        priority: of reserving memory, see `smp_daemon.shared.priority`.
+        on_sealed: called, in the thread that sealed the last one, once all shards of this node are sealed, with whether
+            they must be encoded.
+        on_parity: called with the lock held once this node's own parity of a snapshot is committed, to tell the group
+            in that layout.
+        on_protected: called with the lock held once a snapshot is protected, as far as this node's group is concerned.
+        on_epoch: called with the new epoch once it has begun.
+        spare: slots for each shard beyond those that the layout names, for snapshots that are held (see `hold`).
+        priority: of the thread that reserves memory, see `smp_daemon.shared.priority`.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class Store:
         self.arena = arena
         self.job = job
         self.node = node
-        # The store's lock, also called `changed`: it guards everything here, in the arena and its pools, in `holdings`
-        # and in `codings`. Threads of connections take it, and so do those that protect, persist, scrub, rejoin,
-        # regroup and reserve memory. It is reentrant, as callbacks come back in. It is the outermost lock but for
-        # `Monitor._one`: whoever holds it may take those of the persister, of a `ParityGathering`, of `Recoveries`, of
-        # the channels to peers, of counters and of logs, and nobody who holds one of those may take it. Bytes are
-        # copied, digested, sent and reserved without it.
+        # The store's lock, also called `changed`. It guards everything here, in the arena and its pools, in `holdings`
+        # and in `codings`. Connection threads take it, and so do the threads that protect, persist, scrub, rejoin,
+        # regroup and reserve memory. It is reentrant because callbacks call back in. Lock order: `Monitor._one`,
+        # `Holdings.verifying` and `_taking` of `coding.sending` are taken before it. The locks of the persister, of a
+        # `ParityGathering`, of `Recoveries`, of the channels to peers, of counters and of logs are taken after it: a
+        # thread that holds one of them must not take this one. Bytes are copied, digested, sent and reserved without
+        # it, except to repair a unit, to wipe slots, and to make slots at once (`Arena.reserve`, `Arena.fence`,
+        # `Holdings.take`).
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
         self.holdings = Holdings(arena, self.changed, self.counters, backend, system)
@@ -135,20 +138,20 @@ class Store:
             return self.arena.layouts[max(self.arena.layouts)] if self.arena.layouts else None
 
     def longest_unit(self) -> int:
-        """How long a unit of this job may be, in bytes, as far as is known here."""
+        """The greatest length of a unit of this job, in bytes, as far as this node knows."""
         with self.changed:
             return max((layout.unit_bytes for layout in self.arena.layouts.values()), default=MAX_UNIT_BYTES)
 
     def check_epoch(self, epoch: int) -> None:
-        """Raises `StaleEpoch` unless `epoch` is the current one."""
+        """Raise `StaleEpoch` unless `epoch` is the current one."""
         if epoch != self.epoch:
             raise StaleEpoch(f"epoch {epoch} may not write: job {self.job!r} is in epoch {self.epoch}")
 
     def join(self, epoch: int, start: Start | None = None) -> None:
-        """Enter `epoch`; a newer one takes every slot that is being written away from its writer.
+        """Enter `epoch`. A newer epoch takes every slot that is being written away from its writer.
 
         Args:
-            start: if the job starts with it, and not only its layout changes.
+            start: the start of the job that begins this epoch; None if only the layout changes.
 
         Raises:
             StaleEpoch: a newer epoch has begun here.
@@ -173,7 +176,7 @@ class Store:
         self._on_epoch(epoch)
 
     def ended(self, epoch: int, coord: str, end: TrainerEnd) -> None:
-        """The trainer `coord` of this epoch has ended. Raises `StaleEpoch`."""
+        """Record how the trainer `coord` of this epoch ended; the first report counts. Raises `StaleEpoch`."""
         with self.changed:
             self.check_epoch(epoch)
             if self.record.start is None or coord in self.record.ends:
@@ -186,7 +189,8 @@ class Store:
             log.warning(text, coord, end.step, end.failure, extra=about(SnapshotId(epoch, end.step), **extra))
 
     def goes_on(self, epoch: int, coord: str) -> None:
-        """The trainer `coord` of this epoch is here: it was not killed, if that was noted. Raises `StaleEpoch`."""
+        """Note that the trainer `coord` of this epoch lives: a record that it was killed is removed. Raises
+        `StaleEpoch`."""
         with self.changed:
             self.check_epoch(epoch)
             record = self.record.goes_on(coord)
@@ -195,13 +199,13 @@ class Store:
                 self._write_node()
 
     def configure(self, layout: Layout) -> int:
-        """Reserve what this node needs in `layout`, or have it reserved in the background if it is much; harmless if
-        that has been done, or is under way. How many slots of every shard, and of parity, trainers may use by now.
+        """Reserve the slots that this node needs in `layout`; many bytes are reserved in the background. Harmless if
+        called again. Returns how many slots of every shard, and of parity, trainers may use by now.
 
         Raises:
             StaleEpoch: the layout is of another epoch.
             ArenaTooSmall: there is no room; nothing was reserved.
-            ProtocolError: the layout is of another job, does not name this node, or another one holds already.
+            ProtocolError: the layout is of another job, does not name this node, or differs from the epoch's layout.
         """
         with self.changed:
             self.check_epoch(layout.epoch)
@@ -219,7 +223,8 @@ class Store:
             return self._ready(layout)
 
     def await_reserved(self, epoch: int, count: int, deadline_s: float) -> int:
-        """Block until trainers may use so many slots of every shard, and of parity; how many, by the deadline.
+        """Block until trainers may use `count` slots of every shard, and of parity, or until the deadline. Returns how
+        many they may use.
 
         Raises:
             StaleEpoch: a newer epoch has begun.
@@ -239,11 +244,11 @@ class Store:
         ready = self.arena.ready()
         if ready is None:
             return layout.slots
-        # With two slots the trainers may order that a snapshot is held, see `hold`, which is what spare slots are for.
-        # Until all are made, as many are kept back of those that are.
+        # Trainers that have two slots may order that a snapshot is held, which takes a spare slot (see `hold`). Until
+        # all slots are made, the spare ones are kept back from those that exist.
         return min(max(min(ready, 1), ready - self._spare), layout.slots)
 
-    # ------------------------------------------------------------------ a snapshot's way
+    # ------------------------------------------------------------------ from begin to outcome
 
     def begin(
         self,
@@ -255,13 +260,13 @@ class Store:
         *,
         ahead: bool = False,
     ) -> tuple[SlotFilePool, Slot]:
-        """Hand out a slot for `coord`; older snapshots that are not in `keep` are freed first.
+        """Hand out a slot for `coord`. Older snapshots that are not in `keep` are freed first.
 
         Args:
             protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
-            with_parity: which of them keep their parity, or are still to get it; None: all.
-            ahead: `snapshot` is a guess. Another rank of this node may know better, and have begun one that comes
-                before it: only what is older than the newest of `keep` is freed.
+            with_parity: the snapshots of `keep` that keep their parity, or are still to get it; None: all.
+            ahead: `snapshot` is a guess. Another rank of this node may have begun an earlier snapshot, so only
+                snapshots older than the newest of `keep` are freed.
 
         Raises:
             StaleEpoch, NoFreeSlot, ProtocolError.
@@ -281,7 +286,7 @@ class Store:
                     pool.replace(slot)
                 elif slot.state is SlotState.WRITING:
                     pool.discard(slot)
-            self.holdings.drop(ShardKey(snapshot, coord))  # received before its trainer came to write it
+            self.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
             slot = pool.begin(snapshot, length)
             self._progress.setdefault(snapshot, SnapshotProgress())
             self.board.post(snapshot.step, SnapshotOutcome.PENDING)
@@ -289,15 +294,15 @@ class Store:
             return pool, slot
 
     def place(self, coord: str, near: int | None) -> None:
-        """From now on slots for `coord` are made on that NUMA node; None: on any."""
+        """Allocate future slots for `coord` on NUMA node `near`; None: on any."""
         with self.changed:
             self.arena.shard_pool(coord).near = near
 
     def slots(self, epoch: int, coord: str) -> list[tuple[SlotFilePool, Slot]]:
-        """What there is of slots that shards of `coord` fit into, whatever they hold.
+        """The slots made for shards of `coord` so far, whatever they hold.
 
         Raises:
-            StaleEpoch: of the layout of another epoch.
+            StaleEpoch: `epoch` is not the current one.
         """
         with self.changed:
             self.check_epoch(epoch)
@@ -305,9 +310,10 @@ class Store:
             return [(pool, slot) for slot in self.arena.reserved(pool)]
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
-        """The writer of `coord` is gone or gave up: an unsealed slot becomes free.
+        """Free the slot that the writer of `coord` has not sealed: it is gone or gave up.
 
-        The snapshot has failed then, unless the slot is given back `unused`. One of an older epoch was taken away.
+        The snapshot fails, unless the slot is given back `unused`. Does nothing for another epoch, whose slots were
+        taken away when this one began.
         """
         with self.changed:
             if snapshot.epoch != self.epoch or coord not in self.arena.shards:
@@ -323,19 +329,19 @@ class Store:
     def seal(
         self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None, *, encode: bool = True
     ) -> None:
-        """Check what was written for `coord`, compute digests, commit. Blocks for about one read of the bytes.
+        """Check the bytes written for `coord`, compute digests, commit. Blocks for about one read of the bytes.
 
         Args:
-            protected: as for `begin`, which may have been called before it was known.
-            encode: the snapshot is to be protected; the same for every shard of the job.
+            protected: as for `begin`, which may have been called before this was known.
+            encode: whether the snapshot is to be protected; the same for every shard of the job.
 
         Raises:
-            StaleEpoch: a newer epoch has taken the slot away.
+            StaleEpoch: the slot was taken away, by a newer epoch for example.
             ProtocolError: header or stamp do not fit; the slot is free again.
         """
         with self.changed:
             layout = self._configured(snapshot.epoch)
-            layout.shard_bytes(coord)  # a shard of this job
+            layout.shard_bytes(coord)  # raises if the job has no such shard
             self._note_protected(protected)
             pool = self.arena.shard_pool(coord)
             slot = pool.find(snapshot, SlotState.WRITING)
@@ -366,9 +372,10 @@ class Store:
                 self._settle(snapshot)
 
     def never_acknowledged(self) -> set[SnapshotId]:
-        """Snapshots held here that no trainer can have been told to be protected: this node was never done with them.
+        """Snapshots held here that cannot have been reported to trainers as protected, because this node never posted
+        that.
 
-        As far as is known: of the current epoch, and of the one before until its snapshots are restored.
+        Covers the current epoch, and snapshots of the previous one until they are restored.
         """
         with self.changed:
             held = {key.snapshot for key in self.holdings.held()}
@@ -376,18 +383,19 @@ class Store:
             return current | self._never_acknowledged & held
 
     def is_restored(self, snapshot: SnapshotId) -> None:
-        """It is brought back from here, and what comes back whole is reported as protected."""
+        """Note that a snapshot is being restored: it will be reported as protected, and is no longer
+        `never_acknowledged`."""
         with self.changed:
             self._never_acknowledged.discard(snapshot)
 
     def is_wanted(self, snapshot: SnapshotId) -> bool:
-        """Whether a snapshot of this epoch may still become protected: it has not failed and was not given up."""
+        """Whether a snapshot of this epoch may still become protected: it is pending and was not given up."""
         with self.changed:
             progress = self._progress.get(snapshot)
             return snapshot.epoch == self.epoch and progress is not None and progress.outcome is SnapshotOutcome.PENDING
 
     def fail(self, snapshot: SnapshotId, reason: str) -> None:
-        """`snapshot` will not be protected. The trainers will agree to give it up."""
+        """Post that `snapshot` will not be protected. The trainers will agree to give it up."""
         with self.changed:
             progress = self._progress.get(snapshot)
             if progress is None or progress.outcome is not SnapshotOutcome.PENDING or snapshot.epoch != self.epoch:
@@ -399,7 +407,7 @@ class Store:
         self._failures.begin("snapshots", "%s failed: %s", snapshot, reason, extra=about(snapshot, reason=reason))
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
-        """Block until `snapshot` is protected or has failed, or until the deadline; what became of it."""
+        """Block until `snapshot` is protected or has failed, or until the deadline. Returns its outcome."""
 
         def outcome() -> SnapshotOutcome:
             progress = self._progress.get(snapshot)
@@ -416,16 +424,17 @@ class Store:
         return self.holdings.receiving_shard(key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord))
 
     def keep_layout(self, layout: Layout) -> None:
-        """Remember a layout that was not configured here, because bytes coded in it are about to be."""
+        """Remember a layout that was not configured here, because this node is about to hold bytes coded in it."""
         with self.changed:
             if (layout.epoch, layout.revision) not in self.arena.layouts:
                 self.arena.add_layout(layout)
                 self.codings.regrouped(layout)
 
     def hold(self, snapshot: SnapshotId) -> bool:
-        """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say; False: some are not here.
+        """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say. Returns False if some are
+        not here, or if a snapshot is held already.
 
-        There is room for one, if there is a spare slot: see `Store`.
+        Holding needs a spare slot: see `Store`.
         """
         with self.changed:
             wanted = self.layout.node(self.node).shards if self.layout is not None else ()
@@ -435,12 +444,12 @@ class Store:
             return True
 
     def let_go(self, snapshot: SnapshotId) -> None:
-        """It is held no longer, and is freed with the next snapshot that begins; harmless if it was not held."""
+        """Stop holding a snapshot, so that the next `begin` may free it. Harmless if it was not held."""
         with self.changed:
             self._held.discard(snapshot)
 
     def retire(self) -> None:
-        """The job is over: remove everything. Whoever is still at work for it is turned away."""
+        """Remove everything, because the job is over. Later calls that name an epoch fail with `StaleEpoch`."""
         with self.changed:
             self._forget(lambda snapshot: True)
             self.epoch = sys.maxsize
@@ -474,11 +483,12 @@ class Store:
         if self._checked_headers.get(coord) != unstamped:
             _, metadata = read_format(view)
             if (metadata.get("job"), metadata.get("coord")) != (self.job, coord):
-                raise ProtocolError(f"the slot of {coord} says that it is {metadata}")
+                raise ProtocolError(f"the slot of {coord} has the metadata of another shard or job: {metadata}")
             self._checked_headers[coord] = unstamped
 
     def _settle(self, snapshot: SnapshotId) -> None:
-        """Post the snapshot as protected if all of it is there."""
+        """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
+        committed."""
         with self.changed:
             progress = self._progress.get(snapshot)
             layout = self.layout
@@ -509,7 +519,8 @@ class Store:
         self.changed.notify_all()
 
     def _leave_unprotected(self, given_up: Callable[[SnapshotId], bool]) -> None:
-        """These are kept as they are sealed: no parity is made of them any more, nor repaired."""
+        """Stop making and repairing parity of these snapshots; those that are pending fail. Their sealed shards
+        stay."""
         self.codings.forget(given_up)
         self.holdings.stop_repairs(given_up)
         for snapshot, progress in self._progress.items():
@@ -524,7 +535,7 @@ class Store:
         return outcome is not None and outcome is not SnapshotOutcome.PROTECTED
 
     def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Stop all work for snapshots that are given up."""
+        """Stop all work for snapshots for which `gone` is True: they are given up."""
         self.codings.forget(gone)
         self._progress = {k: v for k, v in self._progress.items() if not gone(k)}
 
@@ -551,8 +562,8 @@ class Store:
         if written != ARENA_FORMAT:
             raise VersionMismatch(
                 f"the arena {self.arena.path} was written by holdfast {data.get('release')} in format {written}, and "
-                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version, or give up what this "
-                "node holds with `holdfast gc`: the others have its parity (docs/upgrades.md)"
+                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version, or delete the "
+                "arena with `holdfast gc` and let the other nodes rebuild it from their parity (docs/upgrades.md)"
             )
         try:
             known = from_plain(_NodeFile, data, "what an SMP has written of its node")
@@ -567,12 +578,12 @@ class Store:
         if self.board.epoch == self.epoch:
             self.board.fail_pending()
         else:
-            self.board.reset(self.epoch)  # the predecessor died after it had noted an epoch and before it said so
+            self.board.reset(self.epoch)  # the predecessor wrote a new epoch to `node.json`, and died before the board
         failpoint("adopt.board")
         self.holdings.adopt()
         failpoint("adopt.done")
         if self.layout is not None:
             try:
                 self._reserve(self.layout)
-            except ArenaTooSmall as error:  # others need what is held here all the same
+            except ArenaTooSmall as error:  # go on: other nodes need the shards and parity that are held here
                 self.reserver.give_up(str(error))
