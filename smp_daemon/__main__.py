@@ -1,6 +1,6 @@
 """``python -m holdfast.smp_daemon``: run one SMP, in the foreground or detached.
 
-Says one line of JSON on standard output once it serves, ``{"ready": {...}}``, or ``{"error": ..., "message": ...}``.
+Prints one line of JSON on standard output: ``{"ready": {...}}`` once it serves, or ``{"error": ..., "message": ...}``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = get_log("holdfast.smp_daemon")
 
 
 def main() -> None:
-    """Parse arguments, detach if asked to, serve until the job has finished."""
+    """Parse arguments, detach if asked to, and serve until the SMP is stopped."""
     arguments = _parser().parse_args()
     out = sys.stdout.fileno()
     if arguments.detach:
@@ -44,12 +44,12 @@ def main() -> None:
 def _serve(arguments: argparse.Namespace, out: int) -> int:
     if arguments.priority == "idle":
         if arguments.detach:
-            make_session_nice()  # else the session is the caller's
-        make_idle()  # before the first thread is made: threads inherit it, the process has no say
+            make_session_nice()  # without --detach the session is the caller's
+        make_idle()  # before the first thread starts: the policy is per thread, and new threads inherit it
 
     from holdfast.smp_daemon.coding.drain import leave_on_signals, parse_spares
     from holdfast.smp_daemon.ops.web import parse_http, show
-    from holdfast.smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
+    from holdfast.smp_daemon.service import Smp, watch  # late: importing NumPy starts threads
     from holdfast.smp_daemon.shared.addresses import parse_hosts
     from holdfast.smp_daemon.shared.spawn import sweep
 
@@ -93,7 +93,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """What the options of `add_options` say. Raises `ConfigError`, which names the option and its variable."""
+    """The settings in the options of `add_options`. Raises `ConfigError`, which names the option and its variable."""
     from holdfast.smp_daemon.coding.sending import parse_links
     from holdfast.smp_daemon.node.core import Settings
     from holdfast.smp_daemon.persist.options import parse_options
@@ -120,7 +120,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def parse_grace(text: str) -> float:
-    """Seconds, of ``--grace``. Raises `ConfigError`."""
+    """The value of ``--grace`` in seconds. Raises `ConfigError`."""
     what = "--grace (HOLDFAST_GRACE)"
     grace_s = parse_time(text, what)
     if grace_s > MOST_GRACE_S:
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All that may be said of an SMP but whose it is; `holdfast.cli.smp` takes the same."""
+    """Add every option except job, node and arena. `holdfast.cli.smp` adds the same options."""
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -153,16 +153,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--bulk-port",
         default=0,
         type=int,
-        help="port for raw bytes, on the first address, and on the "
-        "others if it is free there; 0: the one before, or any",
+        help="TCP port for raw bytes on every address of --host; where it is taken, the addresses after the first use "
+        "another. 0: the predecessor's port, or any free one",
     )
     parser.add_argument(
         "--http",
         default=os.environ.get("HOLDFAST_HTTP", "auto"),
         metavar="PORT",
-        help="port of loopback for the page, /status.json and /metrics; ADDRESS:PORT: others are given /metrics alone "
-        "there; auto: the one before, or any; off: none. One that is taken is replaced by another (default "
-        "HOLDFAST_HTTP or auto)",
+        help="loopback port for the page, /status.json and /metrics; ADDRESS:PORT: an address off loopback serves "
+        "/metrics only; auto: the predecessor's port, or any free one; off: none. If the port is taken, another one is "
+        "used (default HOLDFAST_HTTP or auto)",
     )
     parser.add_argument("--owner-pid", type=int, help="finish when this process is gone")
     parser.add_argument(
@@ -259,8 +259,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--deadlines",
         default=os.environ.get("HOLDFAST_DEADLINES", ""),
         metavar="PHASE=TIME,...",
-        help="after how long a trainer of this node hangs: start, restore (15min each), step (60s, or factor times the "
-        "median step, 10), copy (2min); 0: never (default HOLDFAST_DEADLINES or these)",
+        help="how long a trainer of this node may be quiet before it counts as hung: start, restore (15min each), copy "
+        "(2min), step (60s, or factor (10) times the median step if longer); 0: for ever (default HOLDFAST_DEADLINES "
+        "or these)",
     )
     parser.add_argument(
         "--on-hang",
@@ -273,8 +274,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--grace",
         default=os.environ.get("HOLDFAST_GRACE", "25s"),
         metavar="TIME",
-        help="after SIGTERM, move what is held here to other nodes, and end after so long in any case; 0: end at once "
-        "(default HOLDFAST_GRACE or 25s: Kubernetes kills after 30)",
+        help="longest time after SIGTERM to move this node's snapshots to other nodes before the SMP ends; 0: end at "
+        "once (default HOLDFAST_GRACE or 25s: Kubernetes kills after 30)",
     )
     parser.add_argument(
         "--spares",
@@ -296,9 +297,9 @@ def _absolute(text: str) -> Path:
 
 
 def _detach() -> int:
-    """Fork twice, so that neither the caller's death nor its session's reaches us. Returns where to report.
+    """Fork twice, so that the SMP survives its caller and the caller's session.
 
-    The first process waits for the report, passes it on and exits.
+    Returns the file descriptor to report to. The original process waits for the report, prints it and exits.
     """
     read_end, write_end = os.pipe()
     if os.fork():
@@ -324,7 +325,7 @@ def _pass_on(read_end: int) -> NoReturn:
 
 
 def _say(out: int, message: dict[str, object]) -> None:
-    """Report, and leave nothing but the null device behind: whoever reads the report sees its end."""
+    """Write the report to `out`, then replace `out` by the null device, so that the reader sees end of file."""
     os.write(out, json.dumps(message).encode() + b"\n")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, out)
@@ -347,12 +348,12 @@ _LET_IN = {
     "mTLS": "whoever has a certificate of the CA",
     "token and mTLS": "whoever has the token and a certificate of the CA",
 }
-"""By how an SMP tells friend from foe, see `smp_daemon.shared.credentials.access_of`."""
+"""Who may connect, by the result of `smp_daemon.shared.credentials.access_of`."""
 
 
 def _log_access(access: str, hosts: Sequence[str]) -> None:
     if access == "insecure":
-        text = "INSECURE: whoever reaches %s can read and spoil this job's snapshots: see SECURITY.md"
+        text = "INSECURE: anyone who can reach %s can read and damage this job's snapshots: see SECURITY.md"
         log.warning(text, ", ".join(hosts))
     else:
         log.info("%s may connect", _LET_IN[access])
@@ -365,7 +366,7 @@ def _log_memory(smp: Smp) -> None:
 
 
 def _log_bug(failed: threading.ExceptHookArgs) -> None:
-    """A thread has run into a bug: that must be found in the log, for a detached process has no standard error."""
+    """Log the uncaught exception of a thread, since a detached process has no standard error."""
     name = failed.thread.name if failed.thread else "?"
     trace = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
     log.critical("thread %s ended by a bug: %s", name, failed.exc_value, extra=about(thread=name, trace=trace))

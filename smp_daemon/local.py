@@ -66,19 +66,22 @@ from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
-"""How many digests of units a message has room for, beside its other fields."""
+"""Number of unit digests that fit into a message beside its other fields."""
 
 ROOM_DEADLINE_S = 10.0
-"""How long a new start waits for processes of the one before it to end."""
+"""How long a new start waits for the processes of the previous start to end."""
 
 RESERVED_S = 10.0
-"""How long a trainer is left without an answer while memory is reserved."""
+"""How long `AwaitReserved` waits for memory before it answers."""
 
 log = get_log(__name__)
 
 
 class TrainerConversation:
-    """One trainer of this node. What it began and did not seal becomes free when it is gone."""
+    """The connection of one trainer of this node, used by the connection's thread alone.
+
+    Slots that the trainer began and did not seal are freed when it disconnects.
+    """
 
     def __init__(self, smp: Core, pid: int) -> None:
         self._smp = smp
@@ -163,18 +166,21 @@ class TrainerConversation:
         return Greeted(node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE)
 
     def _check_room(self) -> None:
-        """A trainer comes that has joined no epoch. Raises `ConfigError` if another run of this job is at work here: it
-        would be fenced, and what it has protected would be taken."""
+        """Raise `ConfigError` if another run of this job is training here.
+
+        Called for a trainer that has joined no epoch: admitting it would fence the other run and take over its
+        protected snapshots.
+        """
         other = self._smp.watchdog.await_room(self._pid, ROOM_DEADLINE_S)
         if other is not None:
             raise ConfigError(
-                f"job {self._store.job!r} is at work on node {self._store.node} already: process {other.pid} is its "
-                f"trainer {other.coord}, after step {other.step:,}. Give this run another HOLDFAST_JOB, or job=; if "
-                f"it is to take the place of the other, end process {other.pid} first"
+                f"job {self._store.job!r} is already running on node {self._store.node}: process {other.pid} is its "
+                f"trainer {other.coord}, after step {other.step:,}. Give this run another HOLDFAST_JOB or job=. If it "
+                f"replaces the other run, end process {other.pid} first"
             )
 
     def _inventories(self, request: AskInventories) -> Message:
-        """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
+        """The inventories of the SMPs at these addresses, without their layouts, which the asker knows already."""
         with self._store.changed:
             known = list(self._store.arena.layouts.values())
         found = gather_inventories(self._store.job, request.addresses, known, self._smp.system)
@@ -249,14 +255,15 @@ class TrainerConversation:
         )
 
     def _lend(self, request: Lend) -> None:
-        """From now on `unit` gives units of this snapshot."""
+        """Make later `AskUnit` requests return units of this snapshot."""
         sources = request.sources
         if sources.persisted:
             raise ConfigError(f"{sources.snapshot} is persisted: units are lent from memory only")
         if self._lender is not None:
             self._lender.close()
         self._store.is_restored(sources.snapshot)
-        # This node may hold nothing of it. If only it has ranks at the next start, they find the others by this layout.
+        # This node may hold no part of the snapshot. If the next start has ranks on this node only, this layout tells
+        # them where the other nodes are.
         self._store.keep_layout(sources.layout)
         self._lender = Lender(self._store, sources)
 
@@ -309,13 +316,13 @@ class TrainerConversation:
         self._store.ended(request.epoch, request.coord, TrainerEnd(request.step, request.failure))
 
     def _note_end(self, step: int) -> None:
-        """It went away without a word, with so many steps finished."""
+        """Record that the trainer disconnected without saying how it ended, after `step` finished steps."""
         if self._coord is None or self._epoch is None:
             return
         try:
             self._store.ended(self._epoch, self._coord, TrainerEnd(min(max(step, 0), MAX_COUNT), KILLED))
         except StaleEpoch:
-            pass  # the next start goes on without it, and has taken note of how it ended
+            pass  # a newer start has begun without this trainer, and has noted how the old one ended
         except ArenaTooSmall as error:
             log.warning("could not record how %s ended: %s", self._coord, error)
 
@@ -335,7 +342,7 @@ class TrainerConversation:
 
 
 def checked_peer(sock: socket.socket) -> int:
-    """The pid at the other end of a unix socket. Raises `ConfigError` if it is another user's."""
+    """The pid at the other end of a unix socket. Raises `ConfigError` if the process is another user's."""
     pid, uid = peer_of(sock)
     if uid != os.getuid():
         raise ConfigError(f"process {pid} of user {uid} may not use this SMP")

@@ -1,4 +1,4 @@
-"""What other SMPs and commands ask: conversations about units over TCP, and all that is small over gRPC."""
+"""Answers to other SMPs and to commands: units over TCP, small messages over gRPC."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 
 
 def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
-    """The reply to a message that came by gRPC. Blocks for as long as what is asked for takes."""
+    """The reply to a message that came over gRPC. Blocks for as long as the request takes."""
     store, monitor = smp.store, smp.monitor
     match request:
         case Ping():
@@ -72,13 +72,13 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
             monitor.take_part(request)
         case Drain():
             drained = smp.drain(request.deadline_s, request.spares, request.wait)
-            at_end(smp.stop)  # who has left has no more to do
+            at_end(smp.stop)  # a drained SMP has nothing left to do
             return dict(to_plain(drained))
     return {}
 
 
 class PeerConversation:
-    """Another SMP that sends units to accumulate, or asks for units."""
+    """The TCP connection of another SMP that sends or asks for units. Used by the connection's thread alone."""
 
     def __init__(self, smp: Core) -> None:
         self._smp = smp
@@ -98,7 +98,7 @@ class PeerConversation:
             raise
         if isinstance(request, Accumulate):
             if not self._accumulates:
-                self._accumulates = True  # and no more of anything else: accumulating has connections of its own
+                self._accumulates = True  # for good: connections that accumulate carry nothing else
                 make_background(self._smp.settings.priority)
             return self._accumulate(request, payload, stream), None
         check_request(request, self._store.job)
@@ -113,7 +113,7 @@ class PeerConversation:
                 return self._partial(request)
 
     def _pass_over(self, message: Message, payload: int, stream: MessageStream) -> None:
-        """The unit of a message that is refused; the connection goes on if it might have been one of this job's."""
+        """Discard the unit of a refused message. Close the connection if the unit cannot be one of this job's."""
         if message.get("op") != "accumulate" or payload > self._store.longest_unit():
             stream.close()
             return
@@ -124,11 +124,15 @@ class PeerConversation:
             stream.set_deadline(None)
 
     def ended(self) -> None:
-        """What was accumulated stays, and a unit that came in part was not accumulated."""
+        """Close the links of a chain. Accumulated units stay; a unit that arrived in part was not accumulated."""
         self._links.close()
 
     def _accumulate(self, request: Accumulate, payload: int, stream: MessageStream) -> Message:
-        """Waits for the slot first and only then takes a buffer, so that buffers are held for no longer than a copy."""
+        """Receive a unit and add it to the parity.
+
+        Waits for the parity slot before it takes a buffer, so that a buffer is held only while a unit arrives and is
+        added.
+        """
         limit = self._store.longest_unit()
         if payload > limit:
             stream.close()
@@ -168,14 +172,14 @@ class PeerConversation:
         return HeldShard(snapshot=key.snapshot, bytes=record.bytes, unit_bytes=record.unit_bytes)
 
     def _unit(self, key: Key, index: int) -> tuple[UnitReply, memoryview]:
-        """A unit that was just checked."""
+        """A unit whose digest was just checked."""
         unit, record = self._store.holdings.checked_unit(key, index)
         self._store.counters.add(bytes_sent=unit.nbytes)
         sources = record.sources[index] if isinstance(record, ParityRecord) else {}
         return UnitReply(digest=record.digests[index], sources=sources), unit
 
     def _partial(self, request: AskPartialSum) -> tuple[SumReply, memoryview]:
-        """This node's share of a sum, added to that of the rest of the chain, which is asked first."""
+        """Ask the rest of the chain for its partial sum, and add this node's term to it."""
         length, longest = request.length, self._store.longest_unit()
         if length > longest:
             raise ProtocolError(f"a sum of {length} bytes; this job's units have at most {longest}")
@@ -211,7 +215,7 @@ class PeerConversation:
 
 
 def _discard(count: int, stream: MessageStream) -> None:
-    """Read raw bytes that nobody wants, so that the next message is found."""
+    """Read and drop `count` raw bytes, so that the next message can be read."""
     nowhere = memoryview(bytearray(min(count, 1 << 16)))
     while count:
         piece = nowhere[: min(count, nowhere.nbytes)]

@@ -1,7 +1,7 @@
-"""The SMP as a process: its sockets, its threads, and who may ask what.
+"""The SMP as a process: its sockets, their threads, and the authentication of its peers.
 
-Trainers of this node talk to it over a unix socket, other SMPs by gRPC (control) and TCP (raw bytes). All state
-is in `smp_daemon.storage.store`; this module only carries messages to it.
+Trainers of this node talk to it over a unix socket, other SMPs over gRPC (control) and TCP (raw bytes). The state of
+snapshots is in `smp_daemon.storage.store`; this module only carries messages to it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_DEADLINE_S = 10.0
 
 
 class Smp(Core):
-    """One running SMP. Made by `smp_daemon.__main__`, and in threads by tests."""
+    """One running SMP. Created by `smp_daemon.__main__`, and inside the test process by tests."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Smp(Core):
     ) -> None:
         """Take over the arena and start to serve.
 
-        Ports of 0 mean: the ones a predecessor in this arena had, else any free ones.
+        A port of 0 means the port that a predecessor in this arena had on the same host, or else any free port.
 
         Args:
-            host: one address, or several, see `addresses.parse_hosts`: raw bytes are served on each of them, control on
-                the first.
-            system: what threads and clock it runs on.
-            access: how friend is told from foe, for people; see `smp_daemon.shared.credentials.access_of`.
+            host: one or several addresses, see `addresses.parse_hosts`. Raw bytes are served on all of them, control
+                on the first.
+            system: provides threads, clock, sockets and files.
+            access: how peers are authenticated, for display; see `smp_daemon.shared.credentials.access_of`.
 
         Raises:
-            ConfigError: the arena or a port is taken, or an address cannot be had.
+            ConfigError: the arena or a port is in use, or an address is not available.
             ProtocolError: the arena belongs to another job or node.
         """
         host, *others = parse_hosts(host)
@@ -83,7 +83,7 @@ class Smp(Core):
             RELEASE,
             tuple((each, sock.getsockname()[1]) for each, sock in zip(others, sockets[1:], strict=True)),
         )
-        # Not before the owner is known: others may ask for it at once.
+        # Only now that the owner is known, since peers may ask for it at once.
         self._bulk = [
             SocketListener(
                 sock, lambda sock: PeerConversation(self), Authenticator(self.credentials, job, system), system
@@ -101,7 +101,7 @@ class Smp(Core):
         self.rejoiner.start(self.store)
 
     def close(self) -> None:
-        """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
+        """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""
         self.end()
         for listener in self._bulk:
             listener.close()
@@ -114,7 +114,7 @@ class Smp(Core):
 
 
 def _bind_if_free(host: str, port: int, system: System) -> socket.socket:
-    """Listen on that port, or on any: others are told which."""
+    """Listen on `port`, or on any free port if that one is taken. Peers learn the port from `Owner.more_bulk`."""
     try:
         return bind_tcp(host, port, system)
     except ConfigError:
@@ -122,7 +122,7 @@ def _bind_if_free(host: str, port: int, system: System) -> socket.socket:
 
 
 def watch(smp: Smp, owner_pid: int | None) -> None:
-    """Block until the job has finished or, if given, the process `owner_pid` is gone."""
+    """Block until the SMP is told to stop or, if `owner_pid` is given, until that process ends."""
     if owner_pid is None:
         smp.stopped.wait()
         return

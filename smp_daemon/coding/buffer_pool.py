@@ -1,4 +1,4 @@
-"""A fixed number of buffers for units that arrive: what an SMP receives at once is bounded, whoever sends."""
+"""A fixed number of buffers for arriving units, which bounds the memory for receiving however many peers send."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 
 
 def buffers_for(links: int) -> int:
-    """How many there are in an SMP whose peers send over so many connections each."""
+    """Number of buffers of an SMP whose peers each send over `links` connections."""
     return 2 * links + 1
 
 
 class BufferPool:
     """Buffers, each as long as the longest unit it has held. Thread-safe: a buffer that is not in the queue belongs to
-    the thread that has taken it out."""
+    the thread that took it."""
 
     def __init__(self, count: int, system: System = MACHINE) -> None:
         self._free: queue.SimpleQueue[bytearray] = system.SimpleQueue()
@@ -27,9 +27,9 @@ class BufferPool:
 
     @contextmanager
     def borrow(self, length: int) -> Iterator[memoryview]:
-        """A buffer of `length` bytes, with anything in it. Blocks until one is free.
+        """A buffer of `length` bytes with arbitrary content. Blocks until one is free.
 
-        Whoever has one must not wait for another SMP with it, other than for the bytes that go into it.
+        The borrower must not wait for another SMP, except for the bytes that fill the buffer.
 
         Raises:
             DeadlineExceeded: none became free in time.

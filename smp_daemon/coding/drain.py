@@ -1,8 +1,8 @@
-"""Before a node is taken away: what it holds is moved to those that stay, who then protect it among themselves.
+"""Draining: before a node is taken away, its data is moved to the nodes that stay, which then protect it.
 
-Moving is a regrouping (`coding.regroup`) in which this node says that it is leaving, so whatever goes wrong on the way
-leaves what there was: another node that is lost meanwhile is planned around, and if this one is lost it is a loss like
-any other. Nothing is moved while trainers are connected anywhere: they arrange their nodes by themselves.
+Moving is a regrouping (`coding.regroup`) in which this node reports that it is leaving. A failure on the way therefore
+loses nothing: if another node is lost meanwhile, the plan is made again without it, and the loss of this node is a loss
+like any other. Nothing is moved while trainers are connected anywhere, since they arrange their nodes themselves.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import System
 
 FIRST_S, MOST_S = 0.02, 1.0
-"""How long it waits before it looks, or tries, again: twice as long each time, up to a limit."""
+"""First and longest pause between two attempts. The pause doubles after each attempt."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A node that may be taken away.
+    """The result of draining `node`, which may now be taken away.
 
     Attributes:
-        snapshot: what the others hold whole; None: there was nothing to be moved.
+        snapshot: the snapshot that the other nodes hold whole; None: there was nothing to move.
         holders: names of the nodes that hold its shards.
-        tolerates: how many of them may be lost, whichever they are.
+        tolerates: how many more nodes may be lost, whichever they are.
     """
 
     node: str
@@ -45,7 +45,7 @@ class Drained:
 
 
 def parse_spares(text: str) -> list[Address]:
-    """Addresses of SMPs from ``"10.0.0.7:4711,10.0.0.8:4711"``; none from an empty text. Raises `ConfigError`."""
+    """Addresses of SMPs from ``"10.0.0.7:4711,10.0.0.8:4711"``; an empty text gives none. Raises `ConfigError`."""
     found = []
     for part in filter(None, text.split(",")):
         host, _, port = part.strip().rpartition(":")
@@ -58,10 +58,10 @@ def parse_spares(text: str) -> list[Address]:
 def leave_on_signals(
     drain: Callable[[], Drained], stop: Callable[[], None], grace_s: float, told: Callable[[int], None]
 ) -> None:
-    """From now on SIGTERM calls `drain`, then `stop`; after `grace_s` in any case, and on a second one at once.
+    """Make SIGTERM call `drain`, then `stop`. `stop` is called after `grace_s` at the latest, or on a second SIGTERM.
 
-    SIGINT ends it at once. `told` is called with the number of each signal. The arena stays for a successor. Call it in
-    the main thread; with a `grace_s` of 0 SIGTERM ends the process as it does any other.
+    SIGINT calls `stop` at once. `told` is called with the number of each signal. The arena stays for a successor. Call
+    this in the main thread. With a `grace_s` of 0, SIGTERM keeps its default action and kills the process.
     """
 
     def leave() -> None:
@@ -91,7 +91,7 @@ def leave_on_signals(
 
 
 class Draining:
-    """How one SMP leaves. Thread-safe: `run` may be called by several threads, and each waits for the same end."""
+    """The drain of one SMP. Thread-safe: several threads may call `run`, and each waits until the node is drained."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Draining:
     ) -> None:
         """
         Args:
-            inventory: what this node holds now.
-            move: has the job's nodes regroup without this one, spares first; blocks for so many seconds at most.
+            inventory: returns what this node holds now.
+            move: called with spares and a timeout in seconds; makes the job's nodes regroup without this one. Blocks.
         """
         self._job = job
         self._system = system
@@ -111,30 +111,30 @@ class Draining:
         self._move = move
         self._ended = threading.Event()
         self._running = 0
-        self._lock = threading.Lock()  # guards the count alone, which threads of connections and of SIGTERM change
+        self._lock = threading.Lock()  # guards `_running`, which gRPC threads and the SIGTERM thread change
 
     @property
     def leaving(self) -> bool:
-        """Whether this node is on its way out."""
+        """Whether this node is being drained, or has been."""
         return self._running > 0
 
     def end(self) -> None:
-        """The SMP ends: `run` returns soon, with an error unless it is done."""
+        """The SMP is stopping: make `run` return soon, with an error unless the node is drained."""
         self._ended.set()
 
     def run(self, deadline_s: float, spares: Collection[Address], *, wait: bool) -> Drained:
-        """Move what this node holds to others. Blocks until it is whole and protected there.
+        """Move what this node holds to other nodes. Blocks until it is whole and protected there.
 
-        This node says that it is leaving until then, and from then on; if it comes to nothing, it stays.
+        Meanwhile this node reports that it is leaving. It goes on doing so after success, but not after a failure.
 
         Args:
             spares: SMPs of this job that no layout names yet. They are filled first.
-            wait: wait for trainers that are connected to go, instead of refusing.
+            wait: wait for connected trainers to leave, instead of refusing.
 
         Raises:
-            ConfigError: trainers are connected, or nobody else answers.
-            Unrecoverable: the newest protected snapshot is not whole, and this node is needed for it.
-            DeadlineExceeded: it was not done in time; the message says what stood in the way.
+            ConfigError: trainers are connected and `wait` is false, or no other SMP answers.
+            DeadlineExceeded: the node was not drained in time, or the SMP stops. The message gives the last reason,
+                such as that the newest protected snapshot is not whole and this node is needed for it.
         """
         limit = time.monotonic() + deadline_s
         with self._lock:
@@ -163,7 +163,7 @@ class Draining:
             pause_s = min(2 * pause_s, MOST_S)
 
     def _try(self, limit: float, spares: Collection[Address], wait: bool) -> Drained | None:
-        """One attempt; None if it is not done yet. Raises `HoldfastError`: what stands in the way."""
+        """One attempt. None if the node is not drained yet. Raises `HoldfastError` with the reason that prevents it."""
         mine = self._inventory()
         name = mine.node
         addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.control}

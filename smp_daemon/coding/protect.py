@@ -1,10 +1,10 @@
-"""Encoding: each SMP sends its data units to whoever holds the parity of their stripe.
+"""Encoding: each SMP sends its data units to the nodes that hold the parity of their stripe.
 
-Each SMP pushes on its own as soon as its shards are sealed; nobody coordinates. Units go straight from the arena to
-the socket (`smp_daemon.coding.sending`).
+Each SMP starts on its own as soon as its shards are sealed; there is no coordinator. Units go straight from the arena
+to the socket (`smp_daemon.coding.sending`).
 
-Between two units it waits: for a cap on bandwidth, and while trainers of this node communicate (`Board.pause`). Groups
-may take turns (`smp_daemon.shared.pacer.turn_delay_s`).
+Before each unit the SMP waits if it would exceed a bandwidth cap, or while trainers of this node communicate
+(`Board.pause`). Groups may take turns (`smp_daemon.shared.pacer.turn_delay_s`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.store import Store
 
 REREAD_S = 0.002
-"""How often the board is read during a pause: nothing tells that a trainer has resumed."""
+"""Interval between reads of the board during a pause, since no event tells that a trainer has resumed."""
 
 log = get_log(__name__)
 _episodes = Episodes(log)
 
 
 class Protector:
-    """The thread that encodes, with those that it starts.
+    """The encoding thread, and the sending threads that it starts.
 
     `protect`, `announce` and `hang_up` may be called from any thread, and return at once.
 
     Args:
-        pacer: caps what it sends.
-        turns: in how many turns the groups encode; 1: all at once.
+        pacer: caps the bytes sent per second.
+        turns: number of turns in which the groups encode; 1: all at once.
         links: connections to each peer, for each network card of this node.
         priority: see `smp_daemon.shared.priority`.
     """
@@ -61,8 +61,8 @@ class Protector:
         self._turns = turns
         self._links = links
         self._priority = priority
-        # Guarded by the store's lock, as threads that seal add to it. `_sender` belongs to the encoding thread; others
-        # only `interrupt` it.
+        # `_sealed` is guarded by the store's lock, since threads that seal append to it. `_sender` belongs to the
+        # encoding thread; other threads only call its `interrupt`.
         self._sealed: deque[tuple[SnapshotId, float]] = deque(maxlen=2)
         self._queue: SimpleQueue[SnapshotId | None] = system.SimpleQueue()
         self._store: Store
@@ -93,12 +93,12 @@ class Protector:
         failpoint("parity.announced", snapshot.step)
 
     def hang_up(self) -> None:
-        """A newer epoch has begun: wait for no answer of the one before. A node that lost power never gives it."""
+        """A newer epoch has begun: drop the connections of the old one. A node that lost power would never answer."""
         if self._sender is not None:
             self._sender.interrupt()
 
     def close(self) -> None:
-        """Stop after the unit at hand."""
+        """Stop after the current unit."""
         self._closed.set()
         with self._store.changed:
             self._store.changed.notify_all()
@@ -111,7 +111,7 @@ class Protector:
             self._sender = sender
             while (snapshot := self._queue.get()) is not None:
                 if snapshot.epoch != epoch:
-                    sender.close()  # `hang_up` may have ended them
+                    sender.close()  # `hang_up` may have broken its connections
                     epoch = snapshot.epoch
                 layout = self._store.layout
                 if layout is None or layout.epoch != snapshot.epoch or not self._store.is_wanted(snapshot):
@@ -148,13 +148,13 @@ class Protector:
         failpoint("encode.done", snapshot.step)
 
     def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
-        """Wait so long, but not once it is `over`; that is asked again whenever the store has changed."""
+        """Wait for `seconds`, or until `over` returns True; it is called again whenever the store has changed."""
         if seconds > 0:
             with self._store.changed:
                 self._store.changed.wait_for(over, seconds)
 
     def _make_way(self, patience: Patience, over: Callable[[], bool]) -> None:
-        """Wait while a trainer of this node wants quiet."""
+        """Wait while a trainer of this node asks for a pause."""
 
         def asked_s() -> float:
             now = self._system.monotonic()
@@ -166,7 +166,7 @@ class Protector:
             self._wait(min(wait_s, REREAD_S), over)
 
     def _until_turn_s(self, group: int, snapshot: SnapshotId) -> float:
-        """How long it still is until this group's turn. Without two snapshots of this epoch no turns are known."""
+        """Seconds until this group's turn; 0 or less: now. There are no turns before an epoch's second snapshot."""
         with self._store.changed:
             times = [at for sealed, at in self._sealed if sealed.epoch == snapshot.epoch]
         if len(times) < 2:
@@ -174,6 +174,6 @@ class Protector:
         return times[1] + turn_delay_s(group, self._turns, times[1] - times[0]) - self._system.monotonic()
 
     def _is_overtaken(self, snapshot: SnapshotId) -> bool:
-        """Whether a newer one was sealed meanwhile."""
+        """Whether a newer snapshot has been sealed."""
         with self._store.changed:
             return any(sealed > snapshot for sealed, _ in self._sealed)

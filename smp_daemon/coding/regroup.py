@@ -1,9 +1,9 @@
-"""After a loss without a replacement, or before a node is taken away: which groups the others form, and who takes over
-which shard.
+"""Plans which groups the remaining nodes form, and which node takes over which shard.
 
-Snapshots never change, so nothing here can spoil one: lost shards are computed again on survivors, parity is coded anew
-in groups of survivors, and only when all of that is committed is the old parity dropped. If anything goes wrong before,
-what was there still is, and it is planned again. Two sides of a torn network may both do it, or not be able to.
+This happens after a loss without a replacement, and before a node is taken away. Snapshots never change, so a
+regrouping cannot damage one: survivors rebuild the lost shards and encode parity in their new groups, and the old
+parity is dropped only when all of that is committed. After an earlier failure everything that was held is still there,
+and a new plan is made. Both sides of a partitioned network may regroup, or neither may be able to.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from holdfast.smp_daemon.shared.plan import choose_sources, missing_parities, ne
 from holdfast.smp_daemon.shared.sources import Sources
 
 PHASES = ("adopt", "encode", "release")
-"""What the nodes of a regrouping are told to do, one after the other, each once all have done what is before it."""
+"""The phases of a regrouping, in order. Each begins once all nodes have completed the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """What is to be done.
+    """A planned regrouping.
 
     Attributes:
-        sources: who holds what now, in the layout that still codes the snapshot.
-        layout: of the same epoch, with a higher revision: survivors only, and the lost shards among them.
-        nodes: names of those whose group changes; if none does, of those that hold parity which is not needed any more.
+        sources: who holds what now, in the layout that the snapshot is still encoded in.
+        layout: the new layout, of the same epoch with a higher revision: remaining nodes only, which take over the lost
+            shards. If only old parity is to be dropped, the layout of `sources`.
+        nodes: names of the nodes whose group changes or, if none does, of the nodes that hold old parity.
     """
 
     sources: Sources
@@ -39,22 +40,22 @@ class Regrouping:
 
     @property
     def snapshot(self) -> SnapshotId:
-        """The snapshot that is protected anew."""
+        """The snapshot to protect again."""
         return self.sources.snapshot
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Those of `PHASES` that are left to do."""
+        """The phases of `PHASES` that remain to be done."""
         return PHASES[-1:] if self.layout is self.sources.layout else PHASES
 
 
 def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
-    """What the SMPs that answer should do to survive the next loss; None if they do already, or cannot.
+    """Plan how the SMPs that answer can survive the next loss; None if they can already, or if there is no way.
 
-    Groups that are whole are left alone, unless the survivors of the others are too few for k + m by themselves.
-    A node that came back, with its memory or without, is taken into the groups that change; so is a spare, which no
-    layout knows. A node that is leaving gives what it holds, and is in no group any more. If all that is left to do is
-    to drop the old parity, because somebody died before that, so it is planned.
+    Whole groups are left alone, unless the other groups have fewer than k + m survivors. A node that came back, with or
+    without its memory, joins the groups that change, and so does a spare, which no layout names. A leaving node serves
+    what it holds, but is in no new group. If only old parity remains to be dropped, because an earlier regrouping was
+    interrupted before its last phase, the plan is just that.
     """
     snapshot = newest_whole(inventories)
     sources = choose_sources(inventories, snapshot) if snapshot is not None else None
@@ -109,18 +110,18 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
 
 
 def is_cluttered(parities: Iterable[tuple[SnapshotId, str, int]], snapshot: SnapshotId, layout: Layout) -> bool:
-    """Whether a node that holds these parities holds one of the snapshot for a group that the layout does not have."""
+    """Whether `parities`, held by one node, include parity of `snapshot` for a group that `layout` does not have."""
     return any(of == snapshot and layout.group_of(tag) is None for of, tag, _ in parities)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What those who stay hold of the newest snapshot, all of it whole.
+    """The newest snapshot, held whole by the nodes that stay.
 
     Attributes:
-        snapshot: None: nobody ever held any.
+        snapshot: None if no node holds a whole one, and none was ever protected.
         holders: names of the nodes that hold its shards.
-        tolerates: how many of them may be lost, whichever they are.
+        tolerates: how many more nodes may be lost, whichever they are.
     """
 
     snapshot: SnapshotId | None
@@ -129,12 +130,12 @@ class Moved:
 
 
 def moved(inventories: Sequence[Inventory]) -> Moved | None:
-    """What is safe without the nodes that are leaving; None if they still hold what nobody else does.
+    """What is safe without the leaving nodes; None if they are still needed.
 
-    That is so until every shard is held by those who stay, and the parity of every group is complete among them.
+    They are needed until the nodes that stay hold every shard and the complete parity of every group.
 
     Raises:
-        Unrecoverable: the newest snapshot that was protected is not whole even with the nodes that are leaving.
+        Unrecoverable: the newest protected snapshot is not whole even with the leaving nodes.
     """
     snapshot = newest_whole(inventories)
     if snapshot is None:
@@ -142,8 +143,8 @@ def moved(inventories: Sequence[Inventory]) -> Moved | None:
         if protected is None:
             return Moved(None, (), 0)
         raise Unrecoverable(
-            f"{protected} was protected, and not all of it can be had from the nodes that answer: what this node holds "
-            "of it is needed. Bring the others back first, or give the run up with `holdfast gc`"
+            f"{protected} was protected, but the nodes that answer, this one included, cannot restore all of it, so "
+            "this node must stay. Bring the others back first, or give the run up with `holdfast gc`"
         )
     staying = [inventory for inventory in inventories if not inventory.leaving]
     sources = choose_sources(staying, snapshot)
@@ -157,9 +158,9 @@ def moved(inventories: Sequence[Inventory]) -> Moved | None:
 
 
 def _is_whole(layout: Layout, group: int, held: dict[str, set[str]], leaving: Collection[str]) -> bool:
-    """Whether the nodes of a group protect each other, and all answer, stay, and hold their shards."""
+    """Whether the nodes of a group protect each other, and all of them answer, stay and hold their shards."""
     members = layout.members(group)
-    if not layout.parity:  # then nobody is protected, and all that matters is who leaves
+    if not layout.parity:  # nothing is protected: only leaving nodes matter
         return not any(node.name in leaving for node in members)
     return layout.protects(group) and all(
         node.name in held and node.name not in leaving and all(shard.coord in held[node.name] for shard in node.shards)
@@ -170,7 +171,10 @@ def _is_whole(layout: Layout, group: int, held: dict[str, set[str]], leaving: Co
 def _settle(
     pool: Sequence[str], homeless: Sequence[Shard], homes: Sequence[dict[str, str]], held: dict[str, set[str]]
 ) -> dict[str, tuple[Shard, ...]]:
-    """A node of `pool` for each shard: one of its `homes` that still holds it, else any holder, else the emptiest."""
+    """Give each homeless shard to a node of `pool`; returns the shards of each node.
+
+    A shard goes to one of its `homes` that still holds it, else to any holder, else to the node with the fewest bytes.
+    """
     settled: dict[str, list[Shard]] = {name: [] for name in pool}
     lost = []
     for shard in homeless:
@@ -186,7 +190,7 @@ def _settle(
 
 
 def _keep_groups(layout: Layout, groups: Sequence[int], kept: Sequence[Node]) -> list[tuple[int, ...]]:
-    """The same groups, with the nodes numbered as they stand in `kept`."""
+    """The same groups, as indices into `kept`."""
     index = {node.name: i for i, node in enumerate(kept)}
     return [tuple(index[node.name] for node in layout.members(g)) for g in groups]
 

@@ -1,8 +1,8 @@
-"""What a restarted SMP sees to by itself: that this node holds again what its group counts on.
+"""Brings a restarted SMP's node back to everything its group counts on.
 
-Its predecessor may have died while it repaired a unit, took in a shard or computed parity again. Units that do not
-match their digests were noted when the arena was adopted. Here they are repaired, missing shards are brought back, and
-missing parity is encoded anew: of the newest snapshot that lies here, and of the one that the job was promised.
+The predecessor may have died while it repaired a unit, received a shard or computed parity again. Units that do not
+match their digests were noted when the arena was adopted. Here they are repaired, missing shards are recovered, and
+missing parity is computed again, for the newest snapshot held here and the newest that the job knows to be protected.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
 AGAIN_S = 5.0
-"""After so long it is tried again, for as long as something is missing and no newer epoch has begun: the other SMPs
-may have been restarted too."""
+"""Pause between two attempts. There are `ATTEMPTS` at most, while something is missing and no newer epoch has begun:
+the other SMPs may have been restarted too."""
 
 ATTEMPTS = 24
 ENV = "HOLDFAST_REJOIN"
@@ -34,7 +34,7 @@ log = get_log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What this node should hold of a snapshot and does not, and units of what it holds that are damaged."""
+    """The shards and parities, as (group, position), of a snapshot that this node lacks, and its damaged units."""
 
     shards: tuple[str, ...] = ()
     parities: tuple[tuple[int, int], ...] = ()
@@ -45,7 +45,7 @@ class Missing:
 
 
 class Rejoiner:
-    """The thread that does it, once, when an SMP starts in an arena that holds something."""
+    """The thread that calls `rejoin` after an SMP has started in an arena that holds something."""
 
     def __init__(self, method: str, system: System = MACHINE) -> None:
         """`method`: how lost shards are computed, see `rebuild.recover`."""
@@ -54,12 +54,12 @@ class Rejoiner:
         self._closed = system.Event()
 
     def start(self, store: Store) -> None:
-        """Begin to work for `store`, if there is anything in it and ``HOLDFAST_REJOIN`` is not 0."""
+        """Start the thread, if `store` holds anything and ``HOLDFAST_REJOIN`` is not 0."""
         if store.holdings.held() and os.environ.get(ENV) != "0":
             self._system.Thread(target=self._run, args=(store, store.epoch), name="rejoin", daemon=True).start()
 
     def close(self) -> None:
-        """Do not try again."""
+        """Make no further attempt."""
         self._closed.set()
 
     def _run(self, store: Store, epoch: int) -> None:
@@ -81,9 +81,9 @@ class Rejoiner:
 
 
 def rejoin(store: Store, epoch: int, method: str) -> bool:
-    """Bring back what is missing here. Blocks while bytes travel, and holds no lock meanwhile.
+    """Recover what is missing here. Blocks while bytes travel, and holds no lock meanwhile.
 
-    Returns whether nothing is missing any more that can be recovered.
+    Returns whether all that can be recovered is here. False: try again, since SMPs that hold the rest may come back.
 
     Raises:
         HoldfastError: something cannot be recovered now, or another epoch has begun.
@@ -98,7 +98,7 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
             continue
         sources = choose_sources(gather_inventories(store.job, addresses_of(layouts), layouts, store.system), snapshot)
         if sources is None:
-            whole = False  # others may come back that hold the rest
+            whole = False  # SMPs that hold the rest may come back
             continue
         try:
             _bring_back(store, epoch, sources, method)
@@ -110,7 +110,7 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
 
 
 def find_missing(store: Store, layout: Layout, snapshot: SnapshotId) -> Missing:
-    """What this node lacks of a snapshot in a layout: of its place, and of those of lost nodes that it has taken."""
+    """What this node lacks of a snapshot: at its position in `layout`, and at those it took over from lost nodes."""
     holdings, node = store.holdings, store.node
     keys: list[Key] = [key for key in holdings.held() if key.snapshot == snapshot]
     shards = {key.coord for key in keys if isinstance(key, ShardKey)}
@@ -134,7 +134,7 @@ def find_missing(store: Store, layout: Layout, snapshot: SnapshotId) -> Missing:
 
 
 def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None:
-    """What nobody holds any more; what moved to another node, with its ranks, is not missing."""
+    """Repair damaged units, and recover what no node holds. What another node holds is not missing: its rank moved."""
     snapshot, missing = sources.snapshot, find_missing(store, sources.layout, sources.snapshot)
     for key, units in missing.damaged:
         repaired = repair_units(store, key, units)
@@ -145,7 +145,7 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
             store.check_epoch(epoch)
             how = recover(store, sources, coord, method).how
             log.warning("%s of %s was missing and was %s", coord, snapshot, how, extra=about(snapshot, coord=coord))
-    encoded = snapshot == store.protected or any(sources.parities.values())  # or it was only to be sealed
+    encoded = snapshot == store.protected or any(sources.parities.values())  # else it was meant to be sealed only
     for group, position in missing.parities if encoded else ():
         if sources.parity_holder(group, position) is None:
             store.check_epoch(epoch)

@@ -1,4 +1,4 @@
-"""The scrub: reads everything that is sealed, slowly and for ever, and repairs units that went bad."""
+"""The scrub: reads everything that is sealed, slowly and over and over, and repairs damaged units."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.store import Store
 
 PASS_EVERY_S = 60.0
-"""A pass begins no sooner than this after the one before."""
+"""Pause before each pass."""
 
 log = get_log(__name__)
 
 
 @dataclass(slots=True)
 class Pass:
-    """What one pass found: units read, units that were bad, and of those how many are whole again."""
+    """The result of one pass: number of units read, of damaged units, and of damaged units that were repaired."""
 
     units: int = 0
     damaged: int = 0
@@ -29,7 +29,7 @@ class Pass:
 
 
 class Scrubber:
-    """The thread that scrubs. A rate of 0 in `pacer` means that it does not run by itself."""
+    """The scrubbing thread. With a rate of 0 in `pacer` it does not start, and passes run only on request."""
 
     def __init__(self, pacer: Pacer, priority: str = "normal", system: System = MACHINE) -> None:
         """`priority`: see `smp_daemon.shared.priority`."""
@@ -44,7 +44,7 @@ class Scrubber:
             self._system.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
 
     def close(self) -> None:
-        """Stop after the unit at hand."""
+        """Stop after the current unit."""
         self._closed.set()
 
     def _run(self, store: Store) -> None:

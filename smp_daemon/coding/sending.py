@@ -1,10 +1,9 @@
-"""A node's data units on their way to whoever holds the parity of their stripe.
+"""Sends a node's data units to the nodes that hold the parity of their stripe.
 
-Several threads send side by side, each over connections of its own, so that neither one connection, nor one network
-card, nor one processor bounds them. A thread takes the next unit as soon as fewer than `WINDOW` of its own are on their
-way; a unit is, until it is acknowledged, which is when it is accumulated. So a slow peer slows its senders and takes no
-memory. What was not acknowledged over a connection that broke is sent again; a unit that comes twice is accumulated
-once.
+Several threads send in parallel, each over its own connections, so that no single connection, network card or processor
+is the bottleneck. A thread takes the next unit as soon as fewer than `WINDOW` of its units are in flight. A unit is in
+flight until the peer acknowledges that it has accumulated it, so a slow peer slows its senders and takes no memory.
+When a connection breaks, its unacknowledged units are sent again; a unit that arrives twice is accumulated once.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
 WINDOW = 4
-"""Units of one thread on their way at the same time."""
+"""Largest number of units that one thread has in flight."""
 
 MAX_LINKS = 16
-"""Connections to a peer for each network card of this node."""
+"""Largest number of connections to a peer for each network card of this node."""
 
 ATTEMPTS = 3
-"""How often a unit is sent that arrives damaged: then it is not the way that is bad, but what is sent."""
+"""How many times a unit that arrives damaged is sent. After that, the damage is at the sender."""
 
 RECONNECT_DEADLINE_S = 5.0
 RECONNECT_EVERY_S = 0.05
 
 AVOIDED_S = 60.0
-"""How long a link is not tried again that broke while others to the same peer worked."""
+"""How long a lane avoids a peer after its connection broke while those of other lanes worked."""
 
 SILENT_S = 3.0
-"""A link over which nothing moves for so long, while others to the same peer work, is broken."""
+"""How long nothing may move over a connection, while others to the same peer work, before it counts as broken."""
 
 CONNECT_S = 5.0
-"""How long a lane that is not the only one waits for a connection."""
+"""Timeout for connecting, unless there is only one lane."""
 
 log = get_log(__name__)
 _episodes = Episodes(log)
@@ -67,11 +66,11 @@ class OutboundUnit:
 class Sender:
     """Sends from one node, over `links` connections to each peer for each network card of this node.
 
-    One call of `send` at a time; `interrupt` may be called from any thread.
+    `send` and `close` are called by one thread; `interrupt` may be called from any thread.
     """
 
     def __init__(self, store: Store, links: int, prepare: Callable[[], None] = lambda: None) -> None:
-        """`prepare`: what each thread that it starts does first."""
+        """`prepare`: called first in each thread that the sender starts."""
         self._store = store
         self._links = links
         self._prepare = prepare
@@ -86,12 +85,12 @@ class Sender:
         self.close()
 
     def interrupt(self) -> None:
-        """End every connection: who waits on one gets `SmpUnavailable`."""
+        """Close every connection: a thread that waits on one gets `SmpUnavailable`."""
         for lane in list(self._lanes):
             lane.links.interrupt()
 
     def close(self) -> None:
-        """End every connection; the next `send` makes new ones."""
+        """Close every connection; the next `send` opens new ones."""
         for lane in self._lanes:
             lane.links.close()
             lane.avoided.clear()
@@ -102,12 +101,11 @@ class Sender:
         """Send every data unit of this node to its stripe's parity in `layout`. Blocks until all are accumulated.
 
         Args:
-            check: called before each unit, by any of the threads; raises if the work is not wanted any more.
-            pace: called with the length of each unit in bytes before it is sent, by one thread at a time; waits as long
-                as it likes.
+            check: called before each unit, by any sending thread; raises if the work is no longer wanted.
+            pace: called with the length of each unit in bytes before it is sent, by one thread at a time; may block.
 
         Raises:
-            StaleEpoch, ProtocolError: it is not wanted any more, here or there.
+            StaleEpoch, ProtocolError: the work is no longer wanted, by this node or by a peer.
             SmpUnavailable, DeadlineExceeded: a peer cannot be reached.
         """
         store = self._store
@@ -119,7 +117,7 @@ class Sender:
         group, _ = layout.place(store.node)
         store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
         supply = _Supply(_outbound_units(store, snapshot, layout), self._lanes, check, pace, store)
-        # The calling thread runs the first lane, and each other lane belongs to one of these until it is joined.
+        # The calling thread runs the first lane. Each of these threads owns one of the other lanes until it is joined.
         threads = [
             store.system.Thread(target=self._run, args=(lane, supply), name="send", daemon=True)
             for lane in self._lanes[1:]
@@ -137,7 +135,7 @@ class Sender:
 
 
 class _Supply:
-    """The units of one snapshot, shared out among lanes. Thread-safe."""
+    """The units of one snapshot, distributed to lanes. Thread-safe."""
 
     def __init__(
         self,
@@ -151,10 +149,11 @@ class _Supply:
         self._lanes = lanes
         self._check = check
         self._pace = pace
-        # Held by the thread that makes a unit ready that nobody has sent yet, also while that must wait to be sent.
-        # `_changed` is taken under it, and the store's lock.
+        # Held by the thread that takes the next unit from `_units`, also while `_pace` blocks. `_changed` and the
+        # store's lock are taken under it.
         self._taking = store.system.Lock()
-        # Guards all that follows. Notified when a unit is ready, or none ever will be. No lock is taken under it.
+        # Guards all attributes below; `_failure` is also read without it. Notified when a unit is ready, when the last
+        # open unit is acknowledged, when no more units come, and on failure. No lock is taken under it.
         self._changed = store.system.Condition()
         self._ready: deque[OutboundUnit] = deque()
         self._open = 0
@@ -167,10 +166,10 @@ class _Supply:
             for node in {node for lane in lanes for node in lane.avoided}
             if len(avoiding := {lane.number for lane in lanes if lane.avoided.get(node, now) > now}) < len(lanes)
         }
-        """For each peer the lanes that do not reach it, never all of them."""
+        """The lanes that do not reach a peer, by its name; never all lanes."""
 
     def next(self, lane: _Lane, *, wait: bool) -> OutboundUnit | None:
-        """A unit for a lane; None: there is none just now or, if it waits, none ever. Raises what `check` raises."""
+        """A unit for a lane; None: there is none now or, with `wait`, never will be. Raises as `check`."""
         while True:
             with self._changed:
                 self.raise_failure()
@@ -181,12 +180,12 @@ class _Supply:
                 if self._ready or self._drained:
                     if not wait or (self._drained and not self._open):
                         return None
-                    self._changed.wait()  # what others have sent is acknowledged, or fails, within a deadline
+                    self._changed.wait()  # ends: units of other lanes are acknowledged, or fail, within a deadline
                     continue
             self._make_ready()
 
     def acknowledged(self, owner: str, now: float) -> None:
-        """A unit is accumulated there."""
+        """The peer `owner` has accumulated a unit."""
         with self._changed:
             self._acknowledged[owner] = now
             self._open -= 1
@@ -194,12 +193,12 @@ class _Supply:
                 self._changed.notify_all()
 
     def is_awake(self, owner: str, since: float) -> bool:
-        """Whether a peer has acknowledged a unit since then, over whichever connection."""
+        """Whether the peer `owner` has acknowledged a unit after `since`, over any connection."""
         with self._changed:
             return self._acknowledged.get(owner, since) > since
 
     def part(self, lane: _Lane, owner: Node, units: list[OutboundUnit]) -> bool:
-        """A lane does not reach a peer any more: others send these units. False if there are no others."""
+        """A lane no longer reaches a peer: let other lanes send its `units`. False if none of them reaches the peer."""
         with self._changed:
             self.raise_failure()
             parted = self._parted.setdefault(owner.name, set())
@@ -211,12 +210,12 @@ class _Supply:
             return True
 
     def check(self) -> None:
-        """Raises if the work is not wanted any more, or has failed in another lane."""
+        """Raises if the work is no longer wanted, or has failed in any lane."""
         self.raise_failure()
         self._check()
 
     def fail(self, error: Exception) -> None:
-        """It cannot be done: all lanes end."""
+        """Keep the first failure, and make all lanes end."""
         with self._changed:
             if self._failure is not None:
                 return
@@ -226,13 +225,13 @@ class _Supply:
             lane.links.interrupt()
 
     def raise_failure(self) -> None:
-        """Raises the first error of any lane, if there was one."""
+        """Raises the first failure of any lane, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     def _make_ready(self) -> None:
         with self._taking:
-            if self._ready:  # another thread's; more are not made, or they would be paced long before they are sent
+            if self._ready:  # another thread's: a unit must not be paced long before it is sent
                 return
             unit = None if self._drained else next(self._units, None)
             if unit is not None:
@@ -248,17 +247,18 @@ class _Supply:
 
 
 class _Lane:
-    """A connection to each peer, and the units that are on their way over them. One thread's at a time.
+    """One connection to each peer, and the units in flight on them. One thread at a time owns it.
 
     Attributes:
-        avoided: until when, by the name of a peer, others send what is for it.
+        links: the connections. Other threads only call its `interrupt`.
+        avoided: by the name of a peer, until when the other lanes send its units (`System.monotonic`).
     """
 
     def __init__(self, number: int, store: Store, source: str, *, alone: bool) -> None:
         """
         Args:
-            source: the address of the network card that it uses; empty: whichever the system chooses.
-            alone: there are no other lanes.
+            source: the address of the network card to use; empty: the system chooses.
+            alone: whether there are no other lanes.
         """
         self.number = number
         self.links = Links(
@@ -273,7 +273,7 @@ class _Lane:
         self._owners: dict[Address, str] = {}
 
     def run(self, supply: _Supply) -> None:
-        """Send for as long as there are units. Blocks; what goes wrong, `supply` is told."""
+        """Send until `supply` has no more units. Blocks. Errors go to `supply.fail`."""
         self._supply = supply
         self._sent.clear()
         try:
@@ -325,20 +325,23 @@ class _Lane:
         _episodes.end((owner, self.number), "a connection to %s works again", owner, extra=about(peer=address))
 
     def _lose_patience(self, address: Address, waited_s: float) -> None:
-        """Nothing has moved over a connection for so long: raises `SmpUnavailable` if that is not the peer's doing."""
+        """Raises `SmpUnavailable` if a connection is silent for `SILENT_S` while the peer answers on others."""
         since = self._system.monotonic() - waited_s
         if waited_s >= SILENT_S and self._supply.is_awake(self._owners[address], since):
             raise SmpUnavailable(f"nothing has moved for {waited_s:.0f} s, while other connections carry on")
 
     def _broken(self, owner: Node, error: SmpUnavailable | DeadlineExceeded) -> None:
-        """A connection broke: other lanes send what was not acknowledged on it, or the last one connects again."""
+        """A connection broke: let other lanes send its unacknowledged units.
+
+        If no other lane reaches the peer, this one reconnects, or raises `error` if that is a timeout.
+        """
         address = self._address(owner)
         self.links.drop(address)
         mine = [unit for unit in self._sent if unit.owner.name == owner.name]
         if self._supply.part(self, owner, mine):
             self._sent = deque(unit for unit in self._sent if unit.owner.name != owner.name)
             self.avoided[owner.name] = self._system.monotonic() + AVOIDED_S
-            text = "a connection to %s does not work, and others carry on for %.0f s: %s"
+            text = "a connection to %s is broken; other connections take over for %.0f s: %s"
             extra = about(peer=address)
             _episodes.begin((owner.name, self.number), text, owner.name, AVOIDED_S, error, extra=extra)
         elif isinstance(error, DeadlineExceeded):
@@ -347,7 +350,7 @@ class _Lane:
             self._send_again(address, error)
 
     def _send_again(self, address: Address, broken: SmpUnavailable) -> None:
-        """Connect anew and send all that was not acknowledged there, for as long as it is wanted."""
+        """Reconnect to a peer and send its unacknowledged units. Raises `broken` after `RECONNECT_DEADLINE_S`."""
         limit = self._system.monotonic() + RECONNECT_DEADLINE_S
         while True:
             self.links.drop(address)
@@ -361,7 +364,7 @@ class _Lane:
                 _episodes.end(address, "%s takes units again", address, extra=about(peer=address))
                 return
             except (SmpUnavailable, DeadlineExceeded) as error:
-                text, extra = "%s is sent to again: %s", about(peer=address)
+                text, extra = "reconnecting to %s: %s", about(peer=address)
                 _episodes.begin(address, text, address, error, level=logging.INFO, extra=extra)
                 with self._store.changed:
                     self._store.changed.wait(RECONNECT_EVERY_S)
@@ -372,7 +375,7 @@ class _Lane:
 
 
 def parse_links(text: str) -> int:
-    """A number of connections to each peer; `Settings` says how many there may be.
+    """Parse a number of connections to each peer; `Settings` checks its range.
 
     Raises:
         ConfigError: it is neither a whole number nor ``auto``.

@@ -1,8 +1,8 @@
-"""Who may talk to an SMP over TCP. Nothing is read as a message, and no memory taken, before that is known.
+"""Authenticates TCP connections to an SMP before any message is read or memory is allocated for one.
 
-With a token or certificates: whoever has them. Without: on loopback this user's processes alone; off loopback
-(``--insecure``) anybody. At most `PLACES` connections are being asked at a time, and `PLACES_OF_SOURCE` of one address:
-the oldest gives way, so that those who say nothing cannot keep others out.
+With a token or certificates, every peer that has them is admitted. Without, loopback admits only processes of this user
+or root, and other addresses (``--insecure``) admit every peer. At most `PLACES` connections are authenticated at a
+time, and `PLACES_OF_SOURCE` from one address. A new one replaces the oldest, so silent peers cannot keep others out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLACES = 64
 PLACES_OF_SOURCE = 16
 ASK_AGAIN_S = 0.2
 PENALTY_S = 1.0
-"""How long whoever fails keeps its place, before the connection ends."""
+"""How long a refused connection keeps its place before it is closed."""
 
 MAX_DISCARDED_BYTES = 1 << 16
 COMPLAIN_EVERY_S = 60.0
@@ -34,15 +34,15 @@ log = get_log(__name__)
 
 
 class Complaints:
-    """Logs what came from an address that was not let in: once, then at most every `COMPLAIN_EVERY_S`. Thread-safe."""
+    """Logs refused connections: per address the first, then at most one every `COMPLAIN_EVERY_S`. Thread-safe."""
 
     def __init__(self, system: System = MACHINE) -> None:
         self._system = system
-        self._lock = system.Lock()  # guards `_said`; innermost
+        self._lock = system.Lock()  # guards `_said`; no other lock is taken under it
         self._said: dict[str, tuple[float, int]] = {}
 
     def note(self, source: str, why: object) -> bool:
-        """Count it; whether it was logged."""
+        """Count a refusal, and log it if one is due. Returns whether it was logged."""
         now_s = self._system.monotonic()
         with self._lock:
             at, count = self._said.pop(source, (float("-inf"), 0))
@@ -57,23 +57,24 @@ class Complaints:
 
 
 class Authenticator:
-    """Lets connections in. `enter` is called in a thread of each connection."""
+    """Authenticates connections. Each connection's own thread calls `enter`."""
 
     def __init__(self, credentials: Credentials, job: str, system: System = MACHINE) -> None:
         self._credentials = credentials
         self._job = job
         self._system = system
-        # Guards who is being authenticated, together with `_closed`, as in `SocketListener`. Threads of connections
-        # take it for moments, and never with a handshake under way; no other lock is taken under it.
+        # Guards `_entering`, together with `_closed`, as in `SocketListener`. Threads of connections hold it briefly,
+        # never during a handshake; no other lock is taken under it.
         self._lock = system.Lock()
         self._entering: dict[int, tuple[str, socket.socket]] = {}
         self._closed = system.Event()
         self._complaints = Complaints(system)
 
     def enter(self, sock: socket.socket) -> socket.socket | None:
-        """The socket to talk over, which takes the place of `sock`; None, and `sock` is closed, if it may not come in.
+        """The socket to use in place of `sock`; None if the connection was refused, and `sock` is closed.
 
-        Blocks for at most twice `HANDSHAKE_DEADLINE_S` and `PENALTY_S`; reads at most `MAX_DISCARDED_BYTES`.
+        Blocks for at most twice `HANDSHAKE_DEADLINE_S` plus `PENALTY_S`. Of what a refused peer goes on to send, reads
+        at most `MAX_DISCARDED_BYTES`.
         """
         if not self._credentials:
             return self._of_this_user(sock)
@@ -98,13 +99,13 @@ class Authenticator:
                     _say(
                         sock,
                         "SmpUnavailable",
-                        "this SMP asks for a token: set HOLDFAST_TOKEN_FILE as it was for the job",
+                        "this SMP requires a token: set HOLDFAST_TOKEN_FILE to the token file of the job",
                     )
                 _punish(sock)
                 return None
 
     def close(self) -> None:
-        """End what is at the door."""
+        """End every connection that is being authenticated."""
         with self._lock:
             self._closed.set()
             for _, sock in self._entering.values():
@@ -143,12 +144,12 @@ class Authenticator:
 
 
 def _punish(sock: socket.socket) -> None:
-    """Wait a little before the end: guesses are slow then. What still comes is read, so that our answer is heard."""
+    """Close a connection after a delay that slows down guessing. Until then read on, so the peer gets our answer."""
     limit, left = time.monotonic() + PENALTY_S, MAX_DISCARDED_BYTES
     with suppress(OSError):
         while left > 0 and (wait_s := limit - time.monotonic()) > 0:
             sock.settimeout(wait_s)
-            got = len(socket.socket.recv(sock, min(left, 4096)))  # as it comes, not as TLS reads it
+            got = len(socket.socket.recv(sock, min(left, 4096)))  # raw bytes, past TLS
             left -= got
             if not got:
                 break
@@ -162,7 +163,7 @@ def _say(sock: socket.socket, error: str, message: str) -> None:
 
 
 def check_name(certificate: object, name: str) -> None:
-    """Raises `ProtocolError` unless a certificate, as `ssl.SSLSocket.getpeercert` gives it, carries the DNS name."""
+    """Raises `ProtocolError` unless `certificate`, from `ssl.SSLSocket.getpeercert`, carries the DNS name `name`."""
     names = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
     if ("DNS", name) not in names:
         raise ProtocolError(f"its certificate is not for {name!r} but for {[text for _, text in names]}")

@@ -1,7 +1,7 @@
-"""Who may make gRPC calls. Every method is guarded before its request is even read, so that none can be forgotten.
+"""Authenticates gRPC calls. An interceptor guards every method, before its request is read, so none can be forgotten.
 
-With a token each call carries a signature (`shared.signatures`) as metadata, and so does its reply. Certificates are
-checked by gRPC, and the name in them here.
+With a token, each call carries a signature (`shared.signatures`) in its metadata, and so does its reply. gRPC verifies
+certificates; this module checks the name in them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from holdfast.smp_daemon.shared.uids import may_come
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
 LONGEST_CALL_S = 24 * 3600
-"""A call whose deadline is later has none, as far as anybody cares."""
+"""A call with a later deadline is refused as if it had none."""
 
 log = get_log(__name__)
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it runs
-    """Refuses calls of those who may not make any."""
+    """Refuses calls that are not authenticated. gRPC calls it in many threads."""
 
     def __init__(self, credentials: Credentials, job: str) -> None:
         self._credentials = credentials
@@ -37,7 +37,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
         self.listens_at = ("0.0.0.0", 0)
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """The method's handler, guarded; called by gRPC."""
+        """The guarded handler of a method. Called by gRPC."""
         handler = continuation(details)
         if handler is None or handler.unary_unary is None:
             return None
@@ -46,7 +46,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
             sign = value(context.invocation_metadata(), CALL_KEY)
             try:
                 self._check(details.method, sign, context)
-                request = next(requests, b"")  # it is read from here on
+                request = next(requests, b"")  # gRPC reads the request only now
                 if self._verifier is not None:
                     self._verifier.verify_request(request, sign)
             except ProtocolError as error:
@@ -70,7 +70,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
             try:
                 known = peer is None or may_come(peer, self.listens_at)
             except OSError as error:
-                raise ProtocolError(f"whose process it is could not be asked: {error}") from error
+                raise ProtocolError(f"the user of the calling process could not be looked up: {error}") from error
             if not known:
                 raise ProtocolError("it is another user's process")
         if self._credentials.tls is not None:
@@ -82,14 +82,14 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
 
 
 def learn(signer: Signer, address: str, call: Any) -> bool:
-    """Whether a server refused a call because its name was not known: now it is, and the call can be made again."""
+    """Learn a server's name from its refusal of `call`. Returns whether it is new, so that a retry makes sense."""
     if call.code() is not grpc.StatusCode.UNAUTHENTICATED:
         return False
     return signer.learn(address, value(call.trailing_metadata(), SERVER_KEY))
 
 
 def value(metadata: Sequence[tuple[str, Any]] | None, key: str) -> bytes:
-    """What is said under `key`; empty if nothing is."""
+    """The binary value of `key`; empty if there is none."""
     for name, said in metadata or ():
         if name == key and isinstance(said, bytes):
             return said
@@ -97,7 +97,11 @@ def value(metadata: Sequence[tuple[str, Any]] | None, key: str) -> bytes:
 
 
 def _address(peer: str) -> tuple[str, int] | None:
-    """Of ``ipv4:127.0.0.1:4711``, as gRPC names it; None if it is of no such kind. Raises `ProtocolError`."""
+    """(host, port) of a peer that gRPC names like ``ipv4:127.0.0.1:4711``; None if it is IPv6 and not loopback.
+
+    Raises:
+        ProtocolError: the user of that peer cannot be determined.
+    """
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if kind == "ipv4" and port.isdigit():

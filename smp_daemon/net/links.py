@@ -1,4 +1,4 @@
-"""Connections from this SMP to others, kept open, and what goes over them counted. One owner thread at a time."""
+"""Persistent connections from this SMP to others, with their traffic counted. One owner thread at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from holdfast.smp_daemon.shared.transport import Message, SocketStream, connect,
 
 
 class Links:
-    """A connection to each address that was asked for; calls raise as `Stream` does. Not thread-safe, save `interrupt`.
+    """One connection to each address in use. Calls raise as `MessageStream` does. Not thread-safe, except `interrupt`.
 
-    A connection that breaks is forgotten, and the next `send` makes a new one.
+    A broken connection is dropped, and the next `send` opens a new one.
 
     Attributes:
-        bytes_received: raw bytes that came with replies.
-        digest: xxh3-64 of those that came with the last reply that had any.
+        bytes_received: number of raw bytes that came with replies.
+        digest: xxh3-64 of the raw bytes of the last reply that had any.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Links:
     ) -> None:
         """
         Args:
-            deadline_s: how long each answer may take.
-            patience: see `SocketStream.patience`; of which address it is, it is told first.
-            source: address of this machine that connections come from; empty: whichever the system chooses.
+            deadline_s: timeout for each reply.
+            patience: see `SocketStream.patience`; gets the address as its first argument.
+            source: address of this machine to connect from; empty: the system chooses.
         """
         self._counters = counters
         self._deadline_s = deadline_s
@@ -58,7 +58,7 @@ class Links:
         self.close()
 
     def connect(self, address: Address, job: str, deadline_s: float = CALL_DEADLINE_S) -> None:
-        """Have a connection to `address`. While it is made `interrupt` does not reach it."""
+        """Connect to `address`, unless connected. `interrupt` does not reach a connection that is being opened."""
         if address not in self._streams:
             stream = connect(address, deadline_s, job, self._system, self._source)
             stream.set_deadline(self._deadline_s)
@@ -72,7 +72,7 @@ class Links:
         try:
             self._streams[address].send(introduced(message), payload)
         except ProtocolError:
-            raise  # it is too long, and nothing of it was sent
+            raise  # the message is too long, and nothing of it was sent
         except BaseException:
             self.drop(address)
             raise
@@ -80,12 +80,12 @@ class Links:
             self._counters.add(bytes_sent=payload.nbytes)
 
     def receive(self, address: Address, out: memoryview | None = None) -> Message:
-        """The reply to the oldest message without one; the raw bytes with it must just fill `out`.
+        """The reply to the oldest unanswered message. Its raw bytes must fill `out` exactly.
 
         Raises:
-            HoldfastError: the other side's error, or what `Stream.receive` raises.
-            ProtocolError: the reply has another number of raw bytes; the connection is over.
-            SmpUnavailable: the connection is over, and the reply with it.
+            HoldfastError: the error that the other side replied with, or one from `MessageStream.receive`.
+            ProtocolError: the reply has another number of raw bytes; the connection is closed.
+            SmpUnavailable: the connection is closed, and the reply is lost.
         """
         stream = self._streams.get(address)
         if stream is None:
@@ -115,17 +115,17 @@ class Links:
         return self.receive(address, out)
 
     def drop(self, address: Address) -> None:
-        """End a connection; replies that were still to come are lost."""
+        """Close a connection; outstanding replies are lost."""
         stream = self._streams.pop(address, None)
         if stream is not None:
             stream.close()
 
     def interrupt(self) -> None:
-        """End every connection from another thread: who waits on one, or uses it next, gets `SmpUnavailable`."""
+        """Close every connection, from any thread. Calls that wait on one, or use it next, raise `SmpUnavailable`."""
         for stream in list(self._streams.values()):
             stream.close()
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all connections."""
         for address in list(self._streams):
             self.drop(address)

@@ -1,4 +1,4 @@
-"""Listening: a thread for each connection, and a `Conversation` in it."""
+"""Listening sockets: each connection has a thread, which runs a `Conversation`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = get_log(__name__)
 
 
 class Conversation(Protocol):
-    """What a listener does with one connection, in a thread of its own."""
+    """What a listener does with one connection, in the connection's own thread."""
 
     def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Outbound, memoryview | None]:
         """The reply to one message; must consume its `payload` bytes. A `HoldfastError` becomes an error reply."""
         ...
 
     def ended(self) -> None:
-        """The other side is gone."""
+        """The connection has ended."""
         ...
 
 
@@ -42,15 +42,16 @@ class SocketListener:
         authenticator: Authenticator | None = None,
         system: System = MACHINE,
     ) -> None:
-        """`authenticator`: decides who may talk; else whoever can connect."""
+        """`authenticator`: admits or refuses connections; None: all are admitted."""
         self._system = system
         self._sock = sock
         self._converse = converse
         self._authenticator = authenticator
         self._live: dict[SocketStream, None] = {}
-        """In the order in which they came, so that they always end in that order too."""
+        """In the order of arrival, so that `close` ends them in a fixed order."""
         # Guards `_live` together with `_closed`: a connection is either in `_live` when `close` looks, or sees
-        # `_closed`. The thread of each connection takes it when it begins and ends, and no other lock under it.
+        # `_closed`. The thread of each connection takes it at its start and end. Under it, only the lock of a stream is
+        # taken.
         self._lock = system.Lock()
         self._closed = system.Event()
         self._episodes = Episodes(log)
@@ -86,7 +87,7 @@ class SocketListener:
                 if not self._closed.is_set():
                     text = "a connection could not be accepted: %s"
                     self._episodes.begin("accept", text, error, level=logging.ERROR)
-                self._closed.wait(ACCEPT_AGAIN_S)  # out of files or of memory, as a rule: others may free some
+                self._closed.wait(ACCEPT_AGAIN_S)  # usually out of files or memory, which others may free
                 continue
             self._episodes.end("accept", "connections are accepted again")
             if len(self._live) >= MAX_CONNECTIONS:
@@ -103,7 +104,7 @@ class SocketListener:
             return
         try:
             admitted = self._authenticator.enter(sock)
-        except OSError:  # it has ended already
+        except OSError:  # the connection has ended already
             sock.close()
             return
         if admitted is not None:

@@ -1,7 +1,8 @@
-"""Control between SMPs, and from commands to them: gRPC, small messages, a deadline on each. Who may: `net.control`.
+"""Control messages between SMPs, and from commands to SMPs, over gRPC. Authentication is in `net.control`.
 
-There is one method. Its request is one of `messages.PeerControl` as JSON, and so is its reply, or the error that the
-request was refused with. Calls may come twice; every one of these messages may be said twice.
+Messages are small, and every call has a deadline. There is one method. Its request is one of `messages.PeerControl` as
+JSON; its reply, or the error that the request was refused with, is JSON too. A call may arrive twice; every one of
+these messages is idempotent.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ SERVICE, NAME = "holdfast.Smp", "Ask"
 METHOD = f"/{SERVICE}/{NAME}"
 NOTIFY_DEADLINE_S = 20.0
 MAX_CALLS = 64
-"""Under way at a time; more are refused."""
+"""Largest number of calls in progress; more are refused."""
 
 THREADS = 16
-"""That answer. What takes long is asked for by the one SMP that leads a regrouping, or by a command: there are few."""
+"""Number of threads that answer. Few requests take long: those of commands, and of the SMP that leads a regrouping."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -54,15 +55,15 @@ _OPTIONS = [
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2000),  # by default a node that was gone for long is not reached for 2 minutes
+    ("grpc.max_reconnect_backoff_ms", 2000),  # the default leaves a node that comes back unreached for 2 minutes
 ]
 
 AtEnd = Callable[[Callable[[], None]], None]
-"""Has something done once the asker has its reply, or is gone."""
+"""Calls a function once the caller has its reply, or is gone."""
 
 
 class PeerServer:
-    """Answers the other SMPs of the job, and commands, in threads of its own."""
+    """Answers the other SMPs of the job, and commands, in its own threads."""
 
     def __init__(
         self,
@@ -73,10 +74,11 @@ class PeerServer:
         credentials: Credentials,
         system: System = MACHINE,
     ) -> None:
-        """Starts to serve.
+        """Start to serve.
 
         Args:
-            answer: the reply to a message for this job. A `HoldfastError` becomes an error reply.
+            answer: returns the reply to a message for this job; called in several threads. A `HoldfastError` becomes an
+                error reply.
 
         Raises:
             ConfigError: the port is taken.
@@ -112,7 +114,7 @@ class PeerServer:
 
     def _handle(self, body: bytes, context: Any) -> bytes:
         def at_end(done: Callable[[], None]) -> None:
-            if not context.add_callback(done):  # it is over already
+            if not context.add_callback(done):  # the call has ended already
                 done()
 
         try:
@@ -124,18 +126,18 @@ class PeerServer:
 
 
 class PeerClient:
-    """Asks SMPs. Thread-safe; one channel to each, kept open until `close`. Not for trainers, which may fork."""
+    """Asks SMPs. Thread-safe; one channel to each stays open until `close`. Not for trainers, which may fork."""
 
     def __init__(self, job: str, credentials: Credentials | None = None, system: System = MACHINE) -> None:
-        """`credentials`: default this process's."""
+        """`credentials`: by default those of this process."""
         self._job = job
         self._credentials = system.credentials() if credentials is None else credentials
         self._grpc = system.grpc()
         token = self._credentials.token
         self._signer = Signer(token, job) if token else None
         self._channels: dict[Address, grpc.Channel] = {}
-        # Guards the channels. Any thread takes it, some with the store's lock held; a channel connects by itself, so
-        # making one under the lock does not block.
+        # Guards `_channels`. Any thread takes it, some while they hold the store's lock. Creating a channel under it
+        # does not block, since a channel connects in the background.
         self._lock = system.Lock()
 
     def __enter__(self) -> Self:
@@ -149,15 +151,15 @@ class PeerClient:
     def ask(
         self, address: Address, request: PeerRequest, deadline_s: float = CALL_DEADLINE_S, *, starting: bool = False
     ) -> Message:
-        """Say `request` and wait for its reply.
+        """Send `request` and wait for its reply.
 
         Args:
-            starting: nobody may listen there yet; that is waited for until the deadline.
+            starting: the SMP may not listen yet; wait for it until the deadline.
 
         Raises:
-            SmpUnavailable: nobody answers there, or who does not know this job's token.
+            SmpUnavailable: nothing answers there, or something that does not know this job's token.
             DeadlineExceeded: no answer in time.
-            HoldfastError: the error that it replies with.
+            HoldfastError: the error that the SMP replies with.
         """
         body = pack(introduced(request))
         try:
@@ -168,13 +170,13 @@ class PeerClient:
             raise DeadlineExceeded(text) if late else SmpUnavailable(text) from error
 
     def ping(self, address: Address, deadline_s: float, *, starting: bool = False) -> Pong:
-        """Ask who is there. Raises as `ask`."""
+        """Ask an SMP which job, node and epoch it serves. Raises as `ask`."""
         return from_plain(Pong, self.ask(address, Ping(job=self._job), deadline_s, starting=starting), "who is there")
 
     def tell_parity_done(
         self, layout: Layout, node: str, epoch: int, snapshot: SnapshotId, failed: Callable[[str], None]
     ) -> None:
-        """Tell every other member of the group of `node`; returns at once. `failed` is called with a reason."""
+        """Tell the other members of `node`'s group. Returns at once; `failed` gets the reason if one cannot be told."""
         group, position = layout.place(node)
         tag = layout.tag(group)
         request = ParityDone(job=layout.job, epoch=epoch, snapshot=snapshot, tag=tag, position=position)
@@ -248,7 +250,7 @@ class PeerClient:
 
 
 def _why(error: grpc.RpcError) -> str:
-    """What gRPC says last is what happened; before that it says where, in layers."""
+    """The error code and the cause, which stands at the end of gRPC's text after the names of its layers."""
     return f"{error.code().name.replace('_', ' ').lower()}, {str(error.details()).rpartition(': ')[2]}"
 
 

@@ -1,3 +1,3 @@
-"""The parts of one SMP together, and its eye on the nodes around it."""
+"""One SMP, put together from its parts, and its monitor of the nodes around it."""
 
 __all__ = ["core"]

@@ -1,4 +1,4 @@
-"""What an SMP holds and does, without the sockets over which it is asked: `service` adds those."""
+"""An SMP without its listening sockets, which `service` adds."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ log = get_log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How an SMP works, as far as it is not the job's to say.
+    """The settings of one SMP that the job's layout does not determine.
 
     Attributes:
         backend: erasure code backend, see `ec.choose_codec`.
-        bandwidth: most bytes per second that encoding sends; 0: no limit.
-        links: connections to each peer for each network card of this node, over which units travel side by side.
-        turns: in how many turns the groups encode, see `smp_daemon.shared.pacer.turn_delay_s`; 1: all at once.
-        scrub: bytes per second that the scrub reads; 0: it does not run by itself.
+        bandwidth: limit on the bytes per second that encoding sends; 0: no limit.
+        links: parallel connections to each peer for each network card of this node.
+        turns: number of turns in which the groups encode, see `smp_daemon.shared.pacer.turn_delay_s`; 1: all at once.
+        scrub: bytes per second that the scrub reads; 0: it runs only on request.
         regroup_after_s: how long a node may be missing before the survivors regroup; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.recovery.rebuild.recover`.
-        memory: most bytes that slots may take, reserved from the start; 0: what the layout needs, at the first step.
+        memory: limit in bytes for slots, all reserved at the start; 0: no limit, and what the layout needs is reserved
+            at the first step.
         deadlines: how long trainers may be quiet.
-        on_hang: shell command for each hang of a trainer; empty: none.
-        zero: what is given up is overwritten with zeros.
-        priority: how much encoding, accumulating and the scrub press on the trainers, see `smp_daemon.shared.priority`.
+        on_hang: shell command to run for each hang of a trainer; empty: none.
+        zero: whether snapshots that are given up are overwritten with zeros.
+        priority: whether encoding, accumulating and the scrub yield to the trainers, see `smp_daemon.shared.priority`.
         persist: the persist tier; None: it is off.
     """
 
@@ -89,14 +90,15 @@ class Settings:
 
 
 class Core:
-    """The parts of one SMP, at work.
+    """The running parts of one SMP.
 
     Attributes:
-        owner: who serves the arena, and where; known once the sockets are bound.
-        stopped: set when the SMP is to end. `finished`: nothing of the job is needed any more.
-        system: what threads and clock it runs on.
-        trainers: how many are connected. `said`: what the training loop last asked to be told to operators.
-        impaired: optional parts that do not work as they were asked to, and how, in words.
+        owner: who serves the arena, and where; set once the sockets are bound.
+        stopped: set when the SMP must end. `finished`: the arena can be removed then.
+        system: provides threads, clock, sockets and files.
+        trainers: number of connections of trainers; changed under the store's lock. `said`: the last message of the
+            training loop to operators.
+        impaired: optional parts that do not work as requested; the values describe the problems.
     """
 
     owner: Owner
@@ -111,7 +113,7 @@ class Core:
         access: str,
         system: System = MACHINE,
     ) -> None:
-        """Take over the arena and start the threads. `cards`: addresses that raw bytes come to. Raises as `Smp`."""
+        """Take over the arena and start the threads. `cards`: number of addresses for raw bytes. Raises as `Smp`."""
         self.settings = settings
         self.system = system
         self.stopped = system.Event()
@@ -173,7 +175,7 @@ class Core:
             thread.start(self.store)
 
     def inventory(self) -> Inventory:
-        """What it holds."""
+        """What this SMP holds."""
         with self.store.changed:
             keys = self.store.holdings.held()
             return Inventory(
@@ -194,12 +196,12 @@ class Core:
             )
 
     def shown_at(self, host: str, port: int) -> None:
-        """It shows itself over HTTP there: tell those who look into the arena."""
+        """Record in the arena that this SMP serves HTTP at `host` and `port`; port 0: nowhere."""
         self.owner = replace(self.owner, http_host=host, http_port=port)
         self.write_owner()
 
     def impair(self, part: str, how: str) -> None:
-        """An optional part does not work as it was asked to. It is logged, and shown to operators from now on."""
+        """An optional part does not work as requested: log that, and show it to operators from now on."""
         self.impaired[part] = how
         log.error(how)
 
@@ -209,14 +211,14 @@ class Core:
             self.trainers += 1
 
     def trainer_left(self) -> None:
-        """Its connection has ended."""
+        """A trainer's connection has ended."""
         with self.store.changed:
             self.trainers -= 1
             self._trained_s = self.system.monotonic()
 
     @property
     def trainerless_s(self) -> float | None:
-        """For how many seconds no trainer has been connected; None: none ever was, or all have ended well."""
+        """How many seconds no trainer has been connected; None: none ever was, or all have ended well."""
         with self.store.changed:
             ends = self.store.record.ends.values()
             if not self.store.epoch or (ends and all(end.failure == WELL for end in ends)):
@@ -224,22 +226,22 @@ class Core:
             return 0.0 if self.trainers else self.system.monotonic() - self._trained_s
 
     def finish(self) -> None:
-        """The job has ended well: nothing of it is needed any more."""
+        """The job has ended well: stop, and let the arena be removed."""
         self.finished = True
         failpoint("finish.told")
         self.stopped.set()
 
     def stop(self, *, remove: bool = False) -> None:
-        """End. What is held stays for a successor, unless it is to be removed."""
+        """Stop. The arena stays for a successor, unless `remove` is set."""
         self.finished = self.finished or remove
         self.stopped.set()
 
     def drain(self, deadline_s: float, spares: Collection[Address], wait: bool) -> Drained:
-        """Move what is held here to other nodes; see `coding.drain.Draining.run`. `stop` is up to the caller."""
+        """Move what is held here to other nodes; see `coding.drain.Draining.run`. Does not call `stop`."""
         return self.drainer.run(deadline_s, spares, wait=wait)
 
     def end(self) -> None:
-        """End the threads. What is held stays."""
+        """Stop the threads. The arena stays."""
         self.drainer.end()
         self.watchdog.close()
         for part in (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector, self.store.reserver):
@@ -255,5 +257,5 @@ class Core:
         self._protector.hang_up()
 
     def write_owner(self) -> None:
-        """Note in the arena who serves it, and where."""
+        """Record in the arena who serves it, and where."""
         write_json(self.arena.path / "smp.json", asdict(self.owner))

@@ -1,8 +1,8 @@
-"""Noticing that a node is lost and nobody replaces it, and carrying out what `smp_daemon.coding.regroup` then plans.
+"""Detects lost nodes that nobody replaces, and carries out the regrouping that `smp_daemon.coding.regroup` plans.
 
-Each SMP pings the members of its group. One that misses a member for long enough, or finds that its group has gone on
-without it, asks for a regrouping; the first node of the layout that answers is in charge. It does nothing while any
-trainer is connected anywhere: then the job runs, or is about to, and arranges its nodes by itself.
+Each SMP pings the members of its group. An SMP that misses a member for too long, or whose group has regrouped without
+it, asks for a regrouping. The first node of the layout that answers is in charge. It does nothing while any trainer is
+connected anywhere: the job then runs, or is about to, and arranges its nodes itself.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from holdfast.smp_daemon.storage.store import Store
 PING_DEADLINE_S = 2.0
 LOOK_EVERY_S = 5.0
 SUSPECT_AFTER_S = 2.0
-"""So long, and no longer than any other, a member may be missing that somebody else takes for dead."""
+"""How long a suspected member may be missing before the survivors regroup, if that is less than for other members."""
 
 PHASES: dict[str, type[Phase]] = {"adopt": Adopt, "encode": Encode, "release": Release}
-"""What is asked of nodes in each of `regroup.PHASES`."""
+"""The message sent to nodes in each of `regroup.PHASES`."""
 
 log = get_log(__name__)
 
 
 class Monitor:
-    """The thread that watches over the group, and the regrouping it may lead to.
+    """The thread that watches the group, and the thread that leads regroupings.
 
     Args:
-        after_s: how long a member may be missing before the survivors go on without it; 0: for ever.
+        after_s: how long a member may be missing before the survivors regroup without it; 0: they never do.
         method: how lost shards are computed, see `rebuild.recover`.
-        trainers: how many are connected to this SMP.
+        trainers: returns the number of connections that trainers have to this SMP.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class Monitor:
         self._seen: dict[str, float] = {}
         self._suspects: set[str] = set()
         self._declined = 0
-        # Held for a whole regrouping, over the network and for minutes: by the leading thread, or by a connection's
-        # that has it done for a node which leaves. It is outermost: the store's lock is taken under it, never the
-        # reverse. `_seen` and `_suspects` belong to the watching thread; others only add to them or read single items.
+        # Held for a whole regrouping, which talks to other nodes and may take minutes. The leading thread takes it, and
+        # so does a thread that drains this node or another. It is the outermost lock: the store's lock is taken under
+        # it, never the reverse. `_declined` is guarded by it. `_seen` and `_suspects` belong to the watching thread;
+        # other threads only add or read single items. Any thread adds to `_spares`; only the lock's holder removes.
         self._one = system.Lock()
         self._spares: set[Address] = set()
         self._episodes = Episodes(log)
@@ -84,18 +85,18 @@ class Monitor:
         self._system.Thread(target=self._lead, name="regroup", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop both threads."""
         self._closed.set()
         self._roused.set()
         self._wanted.set()
 
     def request(self) -> None:
-        """Somebody misses a node, and this one is in charge. Returns at once; many requests become one regrouping."""
+        """An SMP misses a node, and this one is in charge. Returns at once; requests in quick succession are merged."""
         self._wanted.set()
 
     def suspect(self, name: str) -> None:
-        """Somebody who sees nodes from elsewhere, such as Ray, takes this one for dead. It never decides alone: a node
-        that answers here is none."""
+        """An outside observer, such as Ray, takes node `name` for dead. That alone decides nothing: a node that answers
+        pings is alive."""
         self._suspects.add(name)
         self._roused.set()
 
@@ -114,13 +115,13 @@ class Monitor:
                 self._episodes.begin("watch", "the group could not be watched: %s", error)
 
     def _rest(self) -> bool:
-        """Until it is time to look again; whether the end has come."""
+        """Wait until the next look at the group is due. Returns whether the monitor is closed."""
         self._roused.wait(SUSPECT_AFTER_S / 4 if self._suspects else min(LOOK_EVERY_S, self._after_s / 5))
         self._roused.clear()
         return self._closed.is_set()
 
     def _is_incomplete(self, layout: Layout) -> bool:
-        """Whether a member is missing for too long, or the group has gone on without this node."""
+        """Ping the members. Returns whether one is missing for too long, or has a newer revision of the layout."""
         group, _ = layout.place(self._store.node)
         members = layout.members(group)
         self._suspects &= {member.name for member in members}
@@ -140,7 +141,7 @@ class Monitor:
         return min(self._after_s, SUSPECT_AFTER_S) if name in self._suspects else self._after_s
 
     def _is_cluttered(self, layout: Layout) -> bool:
-        """Whether somebody died after the group went on without a member, and before the old parity was dropped."""
+        """Whether this node still holds old parity, because a regrouping was interrupted before its last phase."""
         held = self._store.holdings.held()
         newest = max((key.snapshot for key in held), default=None)
         parities = (key for key in held if isinstance(key, ParityKey))
@@ -153,10 +154,10 @@ class Monitor:
                 return
             try:
                 self._peers.ask(node.control, Regroup(job=layout.job), PING_DEADLINE_S)
-                self._episodes.end(node.name, "%s can be in charge again", node.name, extra=about(peer=node.name))
+                self._episodes.end(node.name, "%s can lead a regrouping again", node.name, extra=about(peer=node.name))
                 return
             except HoldfastError as error:
-                text, extra = "%s is not in charge: %s", about(peer=node.name)
+                text, extra = "%s cannot lead a regrouping: %s", about(peer=node.name)
                 self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
 
     def leases(self) -> dict[str, float]:
@@ -168,16 +169,16 @@ class Monitor:
         others = [member.name for member in layout.members(group) if member.name != self._store.node]
         return {name: now - self._seen[name] for name in others if name in self._seen}
 
-    # ------------------------------------------------------------------ somebody leaves
+    # ------------------------------------------------------------------ a node leaves
 
     def move(self, spares: Collection[Address], deadline_s: float) -> None:
-        """Have the node in charge regroup now. Blocks until that is done.
+        """Make the node in charge regroup now. Blocks until it has; another node has `deadline_s` for it.
 
         Args:
-            spares: SMPs that the job does not know yet, and that may take something over.
+            spares: SMPs that no layout names yet, and that may take over shards.
 
         Raises:
-            HoldfastError: it came to nothing, in the words of the one in charge; all that was held before still is.
+            HoldfastError: the regrouping failed, as the node in charge reports. Nothing that was held is lost.
         """
         layout = self._store.newest_layout()
         if layout is None:
@@ -191,19 +192,19 @@ class Monitor:
                 self._peers.ask(node.control, message, deadline_s)
                 return
             except SmpUnavailable as error:
-                log.info("%s is not in charge: %s", node.name, error)
+                log.info("%s cannot lead a regrouping: %s", node.name, error)
 
     def regroup_for(self, spares: Collection[Address]) -> None:
-        """Somebody leaves, and this one is in charge: as `regroup`, with more SMPs that may take part."""
+        """A node leaves, and this one is in charge: `regroup`, with `spares` as further SMPs that may take part."""
         self._spares.update(spares)
         self.regroup()
 
     def enlist(self, epoch: int) -> None:
-        """This SMP is to take part in a job that it has not been part of, or not lately.
+        """Join `epoch` as a spare, so that this SMP can take part in a regrouping of the job.
 
         Raises:
-            ConfigError: it has trainers, which arrange their nodes by themselves.
-            StaleEpoch: it has seen a newer epoch.
+            ConfigError: this SMP has trainers, which arrange their nodes themselves.
+            StaleEpoch: this SMP has seen a newer epoch.
         """
         if self.trainers():
             raise ConfigError(f"{self._store.node} has trainers and is no spare: name another, or stop them first")
@@ -222,10 +223,12 @@ class Monitor:
                 self._episodes.begin("regroup", text, error)
 
     def regroup(self) -> Regrouping | None:
-        """Regroup if nodes are missing or leaving; returns what was done. Blocks until that is complete; one at a time.
+        """Regroup if nodes are missing or leaving. Blocks until that is complete; one regrouping runs at a time.
+
+        Returns what was done; None: nothing.
 
         Raises:
-            HoldfastError: it came to nothing; all that was held before still is.
+            HoldfastError: the regrouping failed. Nothing that was held is lost.
         """
         with self._one:
             return self._regroup()
@@ -240,7 +243,7 @@ class Monitor:
         addresses = {*addresses_of(layouts), *self._spares}
         inventories = gather_inventories(store.job, sorted(addresses), layouts, self._system)
         if any(inventory.trainers for inventory in inventories):
-            text = "nodes are missing, and trainers are connected: nothing is done"
+            text = "nodes are missing, but trainers are connected: no regrouping"
             self._episodes.begin("declined", text, level=logging.INFO)
             self._declined += 1
             failpoint("regroup.declined", self._declined)
@@ -267,7 +270,7 @@ class Monitor:
                 self._spares.discard(address)
 
     def _everywhere(self, regrouping: Regrouping, message: Phase) -> None:
-        """Have every node whose group changes do something at the same time; raises the first error of any."""
+        """Send `message` to all nodes of a regrouping in parallel, and wait. Raises the first error of any node."""
         deadline_s = _phase_deadline(regrouping.layout)
 
         def ask(name: str) -> None:
@@ -280,12 +283,12 @@ class Monitor:
     # ------------------------------------------------------------------ taking part
 
     def take_part(self, phase: Phase) -> None:
-        """This node's share of a phase; blocks until it is done.
+        """Carry out this node's part of a phase. Blocks until it is done.
 
         Raises:
-            StaleEpoch: trainers have begun a new epoch, which arranges its nodes by itself.
-            ProtocolError: the layout is not one of this job, this node and that snapshot.
-            HoldfastError: it could not be done.
+            StaleEpoch: trainers have begun a new epoch, in which they arrange their nodes themselves.
+            ProtocolError: the layout is not of this job and the snapshot's epoch, or does not name this node.
+            HoldfastError: the phase failed.
         """
         store, epoch, sources, layout = self._store, phase.epoch, phase.sources, phase.layout
         store.check_epoch(epoch)
@@ -326,7 +329,7 @@ class Monitor:
         self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), _phase_deadline(layout))
 
     def _release(self, snapshot: SnapshotId, layout: Layout) -> None:
-        """Drop the parity of the groups that there were before, once this node's of the new ones is here."""
+        """Drop the old groups' parity. Raises `ProtocolError` unless this node's parity of its new group is here."""
         store = self._store
         if store.arena.layouts.get((layout.epoch, layout.revision)) != layout:
             raise ProtocolError(f"node {store.node!r} has adopted no such layout: it drops nothing for it")

@@ -1,3 +1,3 @@
-"""What people and their tools see of an SMP: status, metrics, pages, draining."""
+"""What operators and their tools see of an SMP: status, metrics, the page."""
 
 __all__ = ["overview", "status", "web"]

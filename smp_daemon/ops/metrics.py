@@ -17,9 +17,9 @@ GAUGES = {
     "holdfast_build_info": "1; its labels say which version of holdfast this is, and which protocol it speaks",
     "holdfast_impaired_parts": "optional parts (page, log) that do not work as they were asked to: see the status",
     "holdfast_epoch": "newest epoch, which is one more at every start of the job",
-    "holdfast_connections": "of trainers to this SMP: two each",
+    "holdfast_connections": "connections of trainers to this SMP: two per trainer",
     "holdfast_sealed_step": "newest step that this node has sealed; if all have, a crash of processes goes back to it",
-    "holdfast_sealed_age_seconds": "since it was sealed",
+    "holdfast_sealed_age_seconds": "seconds since the newest sealed step was sealed",
     "holdfast_protected_step": "newest step that the whole job agreed is protected, as far as this SMP was told",
     "holdfast_arena_bytes": "memory reserved for slots",
     "holdfast_planned_bytes": "memory that slots will take once all of them are reserved; 0: they are",
@@ -29,15 +29,15 @@ GAUGES = {
     "holdfast_lost_nodes": "nodes without which the others have regrouped, and which do not answer",
     "holdfast_trainerless_seconds": "for how long no trainer has been connected here; absent: none ever was, or all "
     "have ended well",
-    "holdfast_trainers": "of this node, as far as they said that they are here",
-    "holdfast_trainers_late": "of them, those that have been quiet for over half of their phase's deadline",
-    "holdfast_trainers_hung": "of them, those that have been quiet for longer than their phase's deadline",
-    "holdfast_trainers_dead": "of them, those that have died and are not back",
-    "holdfast_heartbeat_age_seconds": "since the quietest of them was last heard of",
+    "holdfast_trainers": "trainers of this node that have announced themselves",
+    "holdfast_trainers_late": "trainers of this node that have been quiet for over half of their phase's deadline",
+    "holdfast_trainers_hung": "trainers of this node that have been quiet for longer than their phase's deadline",
+    "holdfast_trainers_dead": "trainers of this node that have died and are not back",
+    "holdfast_heartbeat_age_seconds": "seconds since the quietest trainer of this node was last heard of",
     "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
     "holdfast_safe_step": "the newest of the steps that tolerate most node failures: a lost node takes the job there",
     "holdfast_safe_age_seconds": "since that step was sealed",
-    "holdfast_tolerated_node_failures": "how many more nodes may fail before that step is lost; -1: it is",
+    "holdfast_tolerated_node_failures": "how many more nodes may fail before the safe step is lost; -1: it is lost",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last snapshot that was to be persisted was not, 0 if it was, or none was",
 }
@@ -59,22 +59,24 @@ COUNTERS = {
 
 
 VIEWS = 16
-"""So many SMPs of a job say how the whole job is, and each asks all others for that."""
+"""Largest number of nodes of a job that export the state of the whole job; each of them asks all other SMPs."""
 
 
 def sees_the_job(mine: Inventory) -> bool:
-    """Whether the SMP of an inventory is one of those that say how the whole job is: they are spread over its nodes; an
-    SMP that is in no layout is one. Pure."""
+    """Whether the SMP of this inventory exports the state of the whole job. Pure.
+
+    Those that do are spread over the newest layout. An SMP that is not in that layout always does.
+    """
     newest = max(mine.layouts.values(), key=lambda layout: (layout.epoch, layout.revision), default=None)
     names = [node.name for node in newest.nodes] if newest is not None else []
     return mine.node not in names or names.index(mine.node) % -(-len(names) // VIEWS) == 0
 
 
 def exposition(job: str, mine: Status, overview: Overview | None) -> bytes:
-    """In Prometheus' text format. Pure.
+    """The metrics in Prometheus' text format. Pure.
 
     Args:
-        overview: None: only what the SMP knows of itself.
+        overview: the state of the job; None: export only the SMP's own status.
     """
     registry = CollectorRegistry()
     registry.register(_StatusCollector(job, mine, overview))

@@ -1,4 +1,4 @@
-"""One job as a whole, as operators see it: nodes, groups, and which step is safe against what."""
+"""A whole job as operators see it: its nodes, its groups, and which step is safe against which losses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EVENTS_SHOWN = 30
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the SMPs of a job say together.
+    """The state of a job, put together from what its SMPs say.
 
     Attributes:
-        statuses: of those that answer, by node.
+        statuses: of the SMPs that answer, sorted by node.
         silent: nodes of the newest layout whose SMP does not answer.
-        lost: nodes of this epoch without which the others have regrouped, and which do not answer.
+        lost: nodes of this epoch that do not answer and that the others have regrouped without.
         snapshots: every snapshot that a restart might go back to, the newest first.
     """
 
@@ -38,18 +38,18 @@ class Overview:
 
     @property
     def trainerless_s(self) -> float | None:
-        """For how long no trainer has been connected anywhere; None: none ever was, or all have ended well."""
+        """How many seconds no trainer has been connected anywhere; None: none ever was, or all have ended well."""
         return min((s.trainerless_s for s in self.statuses if s.trainerless_s is not None), default=None)
 
     @property
     def is_well(self) -> bool:
-        """Whether all of its SMPs answer, no node and no snapshot is lost, and, if it has begun, it has trainers."""
+        """Whether all SMPs answer, no node and no snapshot is lost, and the job, if it has begun, has trainers."""
         held = self.safest is None or self.safest.tolerates >= 0
         return bool(self.statuses) and held and not (self.silent or self.lost or self.trainerless_s)
 
     @property
     def alarms(self) -> list[str]:
-        """What is wrong with the job as a whole, in words. What is wrong with a node, its `Status` says."""
+        """Problems of the job as a whole, in words. The problems of a node are in its `Status`."""
         bad = []
         if self.trainerless_s:
             bad.append(f"no trainer is connected, for {self.trainerless_s:,.0f} s: the job does not train")
@@ -61,7 +61,7 @@ class Overview:
 
     @property
     def versions(self) -> dict[str, list[str]]:
-        """Which nodes' SMPs are of which version of holdfast; empty: older than that it says so."""
+        """Nodes by the version of holdfast that their SMPs run; an empty version is too old to report itself."""
         found: dict[str, list[str]] = {}
         for status in self.statuses:
             found.setdefault(status.version, []).append(status.inventory.node)
@@ -69,17 +69,17 @@ class Overview:
 
     @property
     def safest(self) -> Redundancy | None:
-        """The newest of the snapshots that tolerate most failures."""
+        """The newest of the snapshots that tolerate the most node failures."""
         return safest(self.snapshots)
 
     @property
     def newest(self) -> Redundancy | None:
-        """The newest snapshot that can be had now: what a crash of processes alone goes back to."""
+        """The newest snapshot that can be restored now: the one that a crash of processes alone goes back to."""
         return next((each for each in self.snapshots if each.tolerates >= 0), None)
 
     @property
     def repeats(self) -> str:
-        """How the last starts of the job ended, if it is over or came no further since; empty if there is no such."""
+        """The crash loop to show to operators, in words, see `current_crash_loop`; empty if there is none."""
         loop = current_crash_loop([status.inventory for status in self.statuses])
         return str(loop) if loop is not None else ""
 
@@ -92,7 +92,7 @@ class Overview:
 
     @property
     def tiers(self) -> list[str]:
-        """How the persist tier is, in words: one line if it is on and well, and one for every node with a problem."""
+        """The persist tier, in words: one line if it is on, and one more for each node with a problem."""
         tiers = [(status.inventory.node, status.tier) for status in self.statuses if status.tier is not None]
         if not tiers:
             return []
@@ -117,7 +117,7 @@ class Overview:
 
     @property
     def troubles(self) -> list[str]:
-        """Trainers and peers that are not well, in words."""
+        """Optional parts, trainers and peers that are not well, in words."""
         return troubles(self.statuses)
 
     def age_s(self, each: Redundancy) -> float | None:
@@ -126,7 +126,7 @@ class Overview:
         return max(ages, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """For people's programs, and the page. Layouts are named by their digests alone."""
+        """The overview as plain data, for the page and for scripts. Layouts appear only as digests."""
         digests = {layout.digest for status in self.statuses for layout in status.inventory.layouts.values()}
         return {
             "job": self.job,
@@ -159,14 +159,14 @@ class Overview:
         }
 
     def sentence(self) -> str:
-        """What is safe against what, in words."""
+        """Which step is safe against which losses, in words."""
         safest = self.safest
         if safest is None:
             return "nothing is held yet"
         when = self._when(safest)
         what = f"step {safest.snapshot.step:,}"
         if safest.tolerates < 0:
-            return f"{what} cannot be had: too much of it is lost{when}"
+            return f"{what} cannot be restored: too much of it is lost{when}"
         if safest.tolerates == 0:
             return f"{what} is here, and not safe against the loss of any node{when}"
         nodes = "1 node" if safest.tolerates == 1 else f"{safest.tolerates} nodes"
@@ -184,7 +184,7 @@ class Overview:
 
 
 def look(job: str, first: Address) -> Overview:
-    """Ask the SMP at `first` about the job, and then all that it knows of. Blocks for some seconds at most."""
+    """Ask the SMP at `first` about the job, then every SMP that it knows. Blocks for some seconds at most."""
     statuses = take_statuses(job, [first])
     known = [layout for status in statuses for layout in status.inventory.layouts.values()]
     newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)

@@ -1,4 +1,4 @@
-"""How an SMP is: what it holds, since when, and in how much memory. Plain data for people and monitoring."""
+"""The status of an SMP: what it holds, since when, and in how much memory. Plain data for people and monitoring."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ _BLANK = Inventory("", "", 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One SMP.
+    """The status of one SMP.
 
     Attributes:
-        pid: its process. `up_s`: how long that has run.
-        arena: the directory of its slots. `arena_bytes`: how much memory slots take there. `memory_bytes`: how much
-            they may take, reserved from the start; 0: there is no limit. `planned_bytes`: how much they will take, once
-            all of them are reserved; 0: they are.
+        pid: process id of the SMP. `up_s`: how long the process has run.
+        arena: the directory of its slots. `arena_bytes`: memory that is reserved for slots. `memory_bytes`: limit for
+            slots, reserved at the start; 0: no limit. `planned_bytes`: memory of all slots while some are still to be
+            reserved; 0: all are.
         slots: how many slots are in each `SlotState`.
-        rss_bytes: memory of the process, with what it has mapped of the arena.
-        ages_s: of each snapshot, seconds since its first shard here was sealed: one that is held for a lost node is
-            newer than that.
+        rss_bytes: resident memory of the process, including what it has mapped of the arena.
+        ages_s: for each snapshot, seconds since its first shard here was sealed. Shards recovered for a lost node came
+            later.
         counters: see `smp_daemon.shared.counters.Counts`.
         trainers: of this node, see `smp_daemon.watchdog.liveness.WatchedTrainer`.
-        leases: seconds since each other member of the group was last heard of. `lease_s`: after how many it is given
-            up; 0: never.
-        said: what a trainer wants operators to know; empty if nothing.
+        leases: seconds since each other member of the group was last heard of. `lease_s`: after how many seconds the
+            survivors regroup without it; 0: never.
+        said: the last message of the training loop to operators; empty: none.
         tier: the state of the persist tier here; None if it is off.
-        recoveries: the last ones here, the newest first.
+        recoveries: the last recoveries of this node, the newest first.
         events: the last lines of its log, the newest first, see `smp_daemon.shared.logs.LogEvent`.
-        access: how it tells friend from foe, see `smp_daemon.shared.credentials.access_of`.
-        trainerless_s: for how long no trainer has been connected; None: none ever was, or all have ended well.
-        impaired: what is optional here and does not work as it was asked to, in words.
-        version: of holdfast. `protocol`: the newest that it speaks, see `smp_daemon.shared.versions`.
+        access: how it authenticates peers, see `smp_daemon.shared.credentials.access_of`.
+        trainerless_s: how long no trainer has been connected; None: none ever was, or all have ended well.
+        impaired: optional parts that do not work as requested, in words.
+        version: version of holdfast. `protocol`: the newest protocol it speaks, see `smp_daemon.shared.versions`.
     """
 
     inventory: Inventory
@@ -80,24 +80,24 @@ class Status:
 
     @property
     def reserving(self) -> str:
-        """How far it is with reserving memory, in words; empty if all is reserved."""
+        """Progress of reserving memory, in words; empty if all is reserved."""
         done, of = (f"{count / 1e9:,.1f}" for count in (self.arena_bytes, self.planned_bytes))
         return f"reserving: {done} of {of} GB" if self.planned_bytes else ""
 
     @property
     def troubles(self) -> list[str]:
-        """Trainers and peers that are not well, in words."""
+        """Optional parts, trainers and peers that are not well, in words."""
         return troubles([self])
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
-        """What `read` reads back, `reserving` and `troubles`. `known`: see `Inventory.to_plain`."""
+        """What `read` reads back, plus `reserving` and `troubles`. `known`: see `Inventory.to_plain`."""
         blank = replace(self, inventory=_BLANK)
         told = {"inventory": self.inventory.to_plain(known), "reserving": self.reserving, "troubles": self.troubles}
         return {**to_plain(blank), **told}
 
     @classmethod
     def read(cls, data: object, known: Mapping[str, Layout] | None = None) -> Status:
-        """As `plain.from_plain`. `known`: layouts by their digests."""
+        """Read what `to_plain` returned. Raises as `plain.from_plain`. `known`: layouts by their digests."""
         told = data if isinstance(data, dict) else {}
         inventory = Inventory.read(told.get("inventory"), known)
         status = from_plain(cls, told | {"inventory": to_plain(_BLANK)}, "a status")
@@ -105,8 +105,8 @@ class Status:
 
 
 def troubles(statuses: Sequence[Status]) -> list[str]:
-    """Optional parts, trainers and peers that are not well, in words: a line for each, however many see that a peer is
-    quiet. Pure."""
+    """Optional parts, trainers and peers that are not well, in words: one line for each, even if several nodes miss the
+    same peer. Pure."""
     bad = [f"{status.inventory.node}: {how}" for status in statuses for how in status.impaired]
     bad += [str(trainer) for status in statuses for trainer in status.trainers if trainer.health != Health.ALIVE]
     seen: dict[tuple[str, Health], list[tuple[float, str]]] = {}
@@ -123,7 +123,7 @@ def troubles(statuses: Sequence[Status]) -> list[str]:
 
 
 def take_status(smp: Core) -> Status:
-    """How it is now. Thread-safe; holds the store's lock for as long as it takes to look at every slot."""
+    """The current status of an SMP. Thread-safe; holds the store's lock while it looks at every slot."""
     store, now = smp.store, time.time()
     inventory = smp.inventory()
     ages: dict[SnapshotId, float] = {}
@@ -166,7 +166,7 @@ def take_status(smp: Core) -> Status:
 
 
 def take_statuses(job: str, addresses: Collection[Address], known: Collection[Layout] = ()) -> list[Status]:
-    """Of all SMPs of a job that answer, by node. Blocks as `gather_inventories`; `known` as there."""
+    """The statuses of the SMPs that answer, sorted by node. Blocks as `gather_inventories`; `known` as there."""
     by_digest = {layout.digest: layout for layout in known}
     message = PeerStatus(job=job, known=frozenset(by_digest))
     found = ask_all(message, addresses, lambda reply: Status.read(reply, by_digest))

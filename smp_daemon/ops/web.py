@@ -1,8 +1,7 @@
-"""What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json``, ``/metrics``
-and ``/healthz``.
+"""Serves the state of an SMP over HTTP on loopback: a page, ``/status.json``, ``/metrics`` and ``/healthz``.
 
-Read-only. A browser is answered only under a name of this machine's own, so that no web page elsewhere can read it
-through a name that it controls (DNS rebinding). Where it listens off loopback, others are given the metrics alone.
+Read-only. A request is answered only if its Host header names loopback, so that no web page elsewhere can read the
+state through a name that it controls (DNS rebinding). At an address off loopback, only the metrics are served.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ METRICS = "/metrics"
 REQUEST_DEADLINE_S = 5.0
 MAX_REQUESTS = 32
 FRESH_S = 1.0
-"""Other SMPs are asked no more often than that, however many requests come."""
+"""Shortest time between two looks at the whole job, however many requests come."""
 
 SHARE = 4.0
-"""Nor for more than a fifth of the time."""
+"""An overview is shown for this many times as long as it took to make: looking takes a fifth of the time at most."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -49,10 +48,10 @@ log = get_log(__name__)
 
 
 def parse_http(text: str) -> Address | None:
-    """What ``--http`` says: a port of loopback or of an address; port 0 for ``auto``; None for ``off``.
+    """Parse ``--http``: a port of loopback, or an address and a port. ``auto`` gives port 0, ``off`` gives None.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the text is none of these.
     """
     if text == "off":
         return None
@@ -69,12 +68,12 @@ def parse_http(text: str) -> Address | None:
 
 
 def show(smp: Core, asked: Address | None) -> Web | None:
-    """Have `smp` show itself at `asked`, if it can be had; else where its predecessor did, or on any port of loopback.
+    """Serve the state of `smp` at `asked` or, if that is taken, where its predecessor did or on any port of loopback.
 
-    Nothing that goes wrong here is raised: training does not depend on it. The log says it, and `Core.impaired`.
+    Errors are not raised, since training does not depend on the page. They are logged and added to `Core.impaired`.
 
     Args:
-        asked: see `parse_http`; port 0: where its predecessor did, or anywhere; None: nowhere.
+        asked: see `parse_http`; port 0: where the predecessor did, or on any port; None: nowhere.
     """
     if asked is None:
         smp.shown_at(LOOPBACK, 0)
@@ -85,27 +84,31 @@ def show(smp: Core, asked: Address | None) -> Web | None:
     for place in places:
         try:
             web = Web(smp, *place)
-        except (OSError, RuntimeError) as error:  # the latter: no thread can be started
+        except (OSError, RuntimeError) as error:  # `RuntimeError`: no thread can be started
             problem = problem or f"{place[0]}:{place[1]} ({getattr(error, 'strerror', None) or error})"
             continue
         smp.shown_at(place[0], web.port)
         if asked[1] and place != asked:
             url = smp.owner.url
-            smp.impair("page", f"page and /metrics are at {url}, not at {problem}: free that, or change HOLDFAST_HTTP")
+            smp.impair(
+                "page",
+                f"the page and /metrics are served at {url}, not at {problem}. "
+                "Free that address, or change HOLDFAST_HTTP",
+            )
         return web
     smp.shown_at(LOOPBACK, 0)
-    smp.impair("page", f"there is no page and no /metrics, for want of {problem}")
+    smp.impair("page", f"no page and no /metrics: cannot serve at {problem}")
     return None
 
 
 class Web:
-    """The server, in threads of its own until `close`."""
+    """The HTTP server. It runs in its own threads until `close`."""
 
     def __init__(self, smp: Core, host: str = LOOPBACK, port: int = 0) -> None:
-        """Serve on `port` of an address; 0: any free one. Raises `OSError` if it is taken."""
+        """Serve on `port` of `host`; 0: any free one. Raises `OSError` if it is taken."""
         self._smp = smp
-        # Held by the one thread that looks at the job, for seconds. The others are shown the last overview meanwhile,
-        # and wait only if there is none; what they read is replaced as a whole.
+        # Held for seconds by the one thread that looks at the job. Meanwhile the other threads show the last overview,
+        # and wait only if there is none. They read `_overview` without the lock: it is replaced as a whole.
         self._lock = threading.Lock()
         self._overview: Overview | None = None
         self._fresh_until = 0.0
@@ -119,14 +122,16 @@ class Web:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return int(self._server.server_address[1])
 
     def overview(self) -> Overview:
-        """The job now, or up to `FRESH_S` ago, or `SHARE` times as long as it takes to look, which in a large job is
-        seconds. Blocks for some seconds at most, if other SMPs do not answer."""
+        """The job at most `FRESH_S` ago, or `SHARE` times as long ago as a look takes, which is seconds in a large job.
+
+        Blocks for some seconds at most, if other SMPs do not answer.
+        """
         if not self._is_fresh() and self._lock.acquire(blocking=self._overview is None):
-            try:  # the others are shown what there was: they would all wait for an SMP that does not answer
+            try:  # other threads show the last overview, or all would wait for an SMP that does not answer
                 if not self._is_fresh():
                     owner, began = self._smp.owner, time.monotonic()
                     self._overview = look(owner.job, owner.control)
@@ -141,7 +146,7 @@ class Web:
         return self._overview is not None and time.monotonic() <= self._fresh_until
 
     def pages(self) -> dict[str, Callable[[], tuple[str, bytes]]]:
-        """What is there: by path, the content type and the body."""
+        """For each path, a function that returns the content type and the body."""
         return {
             "/": lambda: ("text/html; charset=utf-8", page()),
             "/status.json": lambda: ("application/json", self._rendered(_status_json)),
@@ -150,7 +155,7 @@ class Web:
         }
 
     def _rendered(self, render: Callable[[Overview], bytes]) -> bytes:
-        """Made once of each overview, however many ask."""
+        """Render the overview, once for all requests that get the same one."""
         overview = self.overview()
         known = self._bodies.get(render.__name__)
         if known is None or known[0] is not overview:
@@ -158,13 +163,12 @@ class Web:
         return known[1]
 
     def _health(self) -> bytes:
-        """Of this SMP alone: no other is asked. Blocks for as long as it holds its own lock, so one that is stuck does
-        not answer."""
+        """Whether this SMP works; no other is asked. It takes the store's lock, so a stuck SMP does not answer."""
         self._smp.inventory()
         return b"ok\n"
 
     def _metrics(self) -> bytes:
-        """Some SMPs alone ask all others: all are scraped, and what each asks of each would grow with the square."""
+        """Only some SMPs ask all others. If every scraped one did, requests would grow as the square of the nodes."""
         if sees_the_job(self._smp.inventory()):
             return self._rendered(self._metrics_of_job)
         return exposition(self._smp.owner.job, take_status(self._smp), None)
@@ -186,12 +190,12 @@ def _status_json(overview: Overview) -> bytes:
 
 @cache
 def page() -> bytes:
-    """The page: it asks for ``/status.json`` by itself, and needs nothing else."""
+    """The page. It requests ``/status.json`` and nothing else."""
     return resources.files(__package__).joinpath("page.html").read_bytes()
 
 
 def is_local(host: str) -> bool:
-    """Whether a request's Host header names this machine by address, or ``localhost``."""
+    """Whether a Host header names ``localhost`` or a loopback address."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     try:
         return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
@@ -201,16 +205,16 @@ def is_local(host: str) -> bool:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 1024  # a connection that finds no room waits for a second before it tries again
+    request_queue_size = 1024  # a client that finds the queue full tries again only after a second
 
     def __init__(self, address: tuple[str, int], web: Web) -> None:
         self.web = web
-        self._lock = threading.Lock()  # guards the requests that are open: of the serving thread and of theirs
+        self._lock = threading.Lock()  # guards `_open`, which the serving thread and the request threads change
         self._open: dict[int, Any] = {}
         super().__init__(address, _HttpRequest)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve at most `MAX_REQUESTS` at a time: the oldest gives way, for it may be one that says nothing."""
+        """Serve at most `MAX_REQUESTS` at a time. A new one replaces the oldest, whose client may be silent."""
         with self._lock:
             for oldest in list(self._open)[: max(0, len(self._open) - MAX_REQUESTS + 1)]:
                 with suppress(OSError):
@@ -224,19 +228,19 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """It went away, as a rule."""
+        """Log an error; usually the client has gone away."""
         log.debug("a request from %s failed", client_address, exc_info=True)
 
 
 class _HttpRequest(BaseHTTPRequestHandler):
     server: _Server
     timeout = REQUEST_DEADLINE_S
-    protocol_version = "HTTP/1.1"  # who asks again uses the same connection, and the same thread
+    protocol_version = "HTTP/1.1"  # a client reuses its connection, and thus its thread
     wbufsize = -1
     disable_nagle_algorithm = True
 
     def do_HEAD(self) -> None:
-        """As a GET, without the body: `http.server` leaves that out of errors by itself."""
+        """Like GET, but without the body. `http.server` already omits the body of errors."""
         self.do_GET()
 
     def do_GET(self) -> None:
@@ -250,7 +254,7 @@ class _HttpRequest(BaseHTTPRequestHandler):
             return
         try:
             kind, body = made()
-        except Exception:  # a bug: whoever asks shall see that it is one, and the SMP goes on
+        except Exception:  # a bug: report it to the client, and keep serving
             log.exception("%s could not be made", path)
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log of this SMP")
             return
@@ -262,7 +266,7 @@ class _HttpRequest(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _refused(self, path: str) -> str:
-        """Why that is not given to whoever asks; empty if it is."""
+        """Why this client may not read `path`; empty if it may."""
         if not ipaddress.ip_address(self.connection.getsockname()[0]).is_loopback:
             return "" if path == METRICS else f"only {METRICS} is to be had from other machines"
         return "" if is_local(self.headers.get("Host", "")) else "ask for 127.0.0.1 or localhost"
