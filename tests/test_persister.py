@@ -21,6 +21,7 @@ from holdfast.smp_daemon.persist.place import Directory, Remote, open_place
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
 from holdfast.smp_daemon.persist.writing import tidy
 from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
 from holdfast.smp_daemon.shared.inventory import Persisted
@@ -244,6 +245,27 @@ def test_storage_that_fails_is_counted_and_shown_and_tried_again(
     persist(run, run.protect(3))
     await_persisted(client, 1)
     assert smp.persister.state.problem == ""
+
+
+def test_readiness_is_posted_while_no_epoch_can_replace_the_board(
+    moody: tuple[Smp, Run, Moody], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp, run, _ = moody
+    post, owned = Board.post_due, []
+
+    def watched(board: Board, due: bool) -> None:
+        owned.append(smp.store.changed._is_owned())  # type: ignore[attr-defined]
+        post(board, due)
+
+    monkeypatch.setattr(Board, "post_due", watched)
+    for step in (
+        1,
+        2,
+    ):  # the second is ordered only after it was posted as due, if the first was posted too early to see
+        persist(run, run.protect(step))
+    await_persisted(run["dp0"].client, 2)
+    assert len(owned) >= 3
+    assert all(owned)
 
 
 def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, Run, Moody]) -> None:

@@ -199,17 +199,20 @@ class Persister:
 
     def _await_order(self, due_s: float) -> tuple[SnapshotId, Layout] | None:
         """Block until a snapshot is due, post that, and block until one is ordered; None: the SMP ends."""
-        with self._changed:
-            while not self._closed.is_set():
+        while not self._closed.is_set():
+            # A new epoch replaces the board with the store's lock held, and takes over what is posted on the old one.
+            with self._store.changed, self._changed:
+                wait_s = due_s - self.system.monotonic()
+                if wait_s <= 0 and self._order is None and self._state is not None and self._state.state != "due":
+                    self._say(state="due")
+                    self._store.board.post_due(True)
+            with self._changed:
                 if self._order is not None:
                     order, self._order = self._order, None
                     self._say(state="writing")
                     return order
-                wait_s = due_s - self.system.monotonic()
-                if wait_s <= 0 and self._state is not None and self._state.state != "due":
-                    self._say(state="due")
-                    self._store.board.post_due(True)
-                self._changed.wait(wait_s if wait_s > 0 else None)
+                if not self._closed.is_set():
+                    self._changed.wait(wait_s if wait_s > 0 else None)
         return None
 
     def _watch(self, work: _Work) -> None:
