@@ -29,7 +29,7 @@ FAST_CLOCKS = ("tsc", "arch_sys_counter", "kvm-clock", "hyperv_clocksource_tsc_p
 
 GET_ISAL = "pip install --force-reinstall pyeclib, or apt install libisal2"
 ENLARGE = "mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory"
-COMPILE = "apt install gcc, and pip install --force-reinstall --no-deps holdfast"
+COMPILE = "apt install gcc, and pip install --force-reinstall --no-deps holdfast-train"
 OWN_ADDRESSES = "export HOLDFAST_HOST=..., of this node, one for each network card: ip -brief addr"
 MAKE_TOKEN = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > ~/.holdfast-token); the same file on every "
@@ -304,7 +304,7 @@ def _pin_cap(facts: Facts) -> Finding:
     check, needed = "pin cap", f"at most {PIN_CAP_BYTES:,} bytes a call of cudaHostRegister"
     found = f"slots are registered {facts.register_bytes:,} bytes at a time"
     if facts.register_bytes > PIN_CAP_BYTES:
-        return Finding(check, found, needed, "problem", "pip install --force-reinstall holdfast")
+        return Finding(check, found, needed, "problem", "pip install --force-reinstall holdfast-train")
     return Finding(check, found if facts.gpu else f"{found}; no CUDA device here", needed)
 
 

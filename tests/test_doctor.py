@@ -154,7 +154,7 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
         ({"files": 256}, "open files", "note", "ulimit -n 1024"),
         ({"populate": False}, "kernel", "note", "Linux 5.14"),
         ({"idle": False}, "SCHED_IDLE", "note", "HOLDFAST_PRIORITY=idle"),
-        ({"streaming": False}, "copies", "note", "apt install gcc"),
+        ({"streaming": False}, "copies", "note", "--no-deps holdfast-train"),
         ({"receives": False}, "units", "note", "apt install gcc"),
         ({"cgroup_bytes": 40 * GIB, "cgroup_used": 30 * GIB}, "cgroup memory", "note", "docker update --memory 62g"),
         ({"cgroup_bytes": 40 * GIB, "cgroup_used": 40 * GIB}, "cgroup memory", "problem", "limits.memory: 72Gi"),
