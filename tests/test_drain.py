@@ -8,6 +8,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
+from typing import NoReturn, cast
 
 import pytest
 
@@ -15,11 +17,15 @@ from holdfast.cli.drain import sentence
 from holdfast.cli.main import main
 from holdfast.smp_daemon.coding.drain import Drained, parse_spares
 from holdfast.smp_daemon.coding.regroup import moved, plan_regroup
-from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.node.monitor import Monitor
+from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.storage.store import Store
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, run_on
 from tests.test_regroup import (
@@ -201,6 +207,27 @@ class TestANodeThatIsDrained:
         assert "there are node0, node1" in capsys.readouterr().err
         assert drain(ground, "node1", "--at", "127.0.0.1:1") == 2
         assert "--at needs --job" in capsys.readouterr().err
+        assert drain(ground, "node1", "--job", "job", "--at", "127.0.0.1:1,127.0.0.1:2") == 2
+        assert "names 2 SMPs: name one" in capsys.readouterr().err
+
+
+class Silent(PeerClient):
+    """A client whose peers never answer."""
+
+    def ask(self, address: Address, *arguments: object, **more: object) -> NoReturn:
+        raise SmpUnavailable(f"{address} does not answer")
+
+
+def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
+    store = SimpleNamespace(node="spare", job="job", newest_layout=lambda: layout_of(2, 1, 1))
+    with Silent("job") as peers:
+        monitor = Monitor(peers, 0.0, "chain", 1, lambda: 0)
+        monitor.start(cast(Store, store))
+        try:
+            with pytest.raises(SmpUnavailable, match="no node of the job's layout answers: node0, node1"):
+                monitor.move((), DEADLINE_S)
+        finally:
+            monitor.close()
 
 
 def await_leaving(trainer: Trainer) -> None:

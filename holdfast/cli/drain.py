@@ -81,8 +81,10 @@ def _job_of(parsed: argparse.Namespace) -> Overview:
     if parsed.at:
         if not parsed.job:
             raise ConfigError("--at needs --job, for an SMP answers for its own job only")
-        (first,) = parse_spares(parsed.at)
-        return look(parsed.job, first)
+        addresses = parse_spares(parsed.at)
+        if len(addresses) != 1:
+            raise ConfigError(f"--at {parsed.at!r} names {len(addresses)} SMPs: name one")
+        return look(parsed.job, addresses[0])
     found = [overview for _, overview in gather(parsed.arena, parsed.job)]
     having = [overview for overview in found if parsed.node in _names(overview)]
     if len(having) > 1:

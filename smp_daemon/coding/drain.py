@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -109,9 +108,9 @@ class Draining:
         self._system = system
         self._inventory = inventory
         self._move = move
-        self._ended = threading.Event()
+        self._ended = system.Event()
         self._running = 0
-        self._lock = threading.Lock()  # guards `_running`, which gRPC threads and the SIGTERM thread change
+        self._lock = system.Lock()  # guards `_running`, which gRPC threads and the SIGTERM thread change
 
     @property
     def leaving(self) -> bool:
@@ -136,7 +135,7 @@ class Draining:
             DeadlineExceeded: the node was not drained in time, or the SMP stops. The message gives the last reason,
                 such as that the newest protected snapshot is not whole and this node is needed for it.
         """
-        limit = time.monotonic() + deadline_s
+        limit = self._system.monotonic() + deadline_s
         with self._lock:
             self._running += 1
         try:
@@ -158,7 +157,7 @@ class Draining:
             except HoldfastError as error:
                 last = str(error)
                 log.warning("the drain failed and is retried: %s", error)
-            if time.monotonic() > limit or self._ended.wait(pause_s):
+            if self._system.monotonic() > limit or self._ended.wait(pause_s):
                 raise DeadlineExceeded(f"{self._inventory().node} could not be drained in time. {last}")
             pause_s = min(2 * pause_s, MOST_S)
 
@@ -183,5 +182,5 @@ class Draining:
                 f"no other SMP of job {self._job!r} answers that could take over what {name} holds: start one on "
                 "another node and name it as a spare (--to HOST:PORT)"
             )
-        self._move(spares, max(1.0, limit - time.monotonic()))
+        self._move(spares, max(1.0, limit - self._system.monotonic()))
         return None

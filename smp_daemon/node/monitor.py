@@ -178,6 +178,7 @@ class Monitor:
             spares: SMPs that no layout names yet, and that may take over shards.
 
         Raises:
+            SmpUnavailable: no node of the layout answers.
             HoldfastError: the regrouping failed, as the node in charge reports. Nothing that was held is lost.
         """
         layout = self._store.newest_layout()
@@ -193,6 +194,7 @@ class Monitor:
                 return
             except SmpUnavailable as error:
                 log.info("%s cannot lead a regrouping: %s", node.name, error)
+        raise SmpUnavailable(f"no node of the job's layout answers: {', '.join(node.name for node in layout.nodes)}")
 
     def regroup_for(self, spares: Collection[Address]) -> None:
         """A node leaves, and this one is in charge: `regroup`, with `spares` as further SMPs that may take part."""
