@@ -55,6 +55,7 @@ def serve() -> None:
     """The child: until its standard input ends."""
     listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Authenticator(current(), JOB))
     control = PeerServer(JOB, pong, "127.0.0.1", 0, current())
+    control.start()
     print(json.dumps([listener.port, control.port]), flush=True)
     sys.stdin.read()
     control.close()

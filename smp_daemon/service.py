@@ -83,7 +83,8 @@ class Smp(Core):
             RELEASE,
             tuple((each, sock.getsockname()[1]) for each, sock in zip(others, sockets[1:], strict=True)),
         )
-        # Only now that the owner is known, since peers may ask for it at once.
+        # Serve only now that the owner is known, since peers may ask for it at once.
+        self._control.start()
         self._bulk = [
             SocketListener(
                 sock, lambda sock: PeerConversation(self), Authenticator(self.credentials, job, system), system

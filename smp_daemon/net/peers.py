@@ -74,7 +74,7 @@ class PeerServer:
         credentials: Credentials,
         system: System = MACHINE,
     ) -> None:
-        """Start to serve.
+        """Bind the port. Nothing is answered before `start`.
 
         Args:
             answer: returns the reply to a message for this job; called in several threads. A `HoldfastError` becomes an
@@ -99,6 +99,9 @@ class PeerServer:
             raise ConfigError(
                 f"the SMP cannot listen on {host}:{port}; choose another with --host or --port"
             ) from error
+
+    def start(self) -> None:
+        """Begin to answer."""
         self._server.start()
 
     def close(self) -> None:
