@@ -1,4 +1,4 @@
-"""Files for supervisors and monitoring, which `holdfast deploy` writes out. Nothing here is imported.
+"""Files for supervisors and monitoring. `holdfast deploy` writes them out; nothing here is imported.
 
 `slurm`, `kubernetes` and `systemd` start SMPs; `alerts.yml` and `grafana.json` are for Prometheus and Grafana.
 """

@@ -1,8 +1,8 @@
 """Erasure codes and placement: pure functions over buffers and numbers.
 
-This room knows nothing of processes, sockets, files or torch. Start with `ec.stripes`, which says what byte of
-which node goes into which parity unit, then `ec.codec`, what a code does, and `ec.groups`. `ec.matrix` holds the
-arithmetic, `ec.backends` chooses who multiplies: `ec.isal`, `ec.numpy_kernel` or, for reference, `ec.pyeclib_codec`.
+This room knows nothing of processes, sockets, files or torch. Start with `ec.stripes` (which byte of which node goes
+into which parity unit), then `ec.codec` (what a code does) and `ec.groups`. `ec.matrix` has the arithmetic.
+`ec.backends` chooses the code that multiplies: `ec.isal`, `ec.numpy_kernel` or, as the reference, `ec.pyeclib_codec`.
 """
 
 from holdfast.ec.backends import choose_codec, describe_auto

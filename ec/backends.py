@@ -1,4 +1,4 @@
-"""The choice of a backend. All of them write the same bytes, so every SMP of a job may choose for itself."""
+"""The choice of a backend. All backends write the same bytes, so each SMP of a job may choose its own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def choose_codec(k: int, m: int, backend: str = "auto") -> Codec:
 
     Args:
         backend: ``"isal"`` (in place, about as fast as memory), ``"numpy"`` (no native code; slow for m > 1),
-            ``"pyeclib"`` (the reference; slow: it frames and copies), or ``"auto"``: ISA-L, or NumPy where there is
-            none, with one line in the log.
+            ``"pyeclib"`` (the reference; slow: it frames and copies), or ``"auto"``: ISA-L or, if that cannot be used,
+            NumPy, with one line in the log.
 
     Raises:
-        ValueError: k or m out of range, unknown backend, or one that is not installed or cannot do this k and m.
+        ValueError: k or m is out of range, or the backend is unknown, not installed or unable to do this k and m.
     """
     if k < 1 or m < 1 or k + m > 255:
         raise ValueError(f"a code needs 1 <= k, 1 <= m and k + m <= 255, not k={k}, m={m}")
@@ -46,7 +46,7 @@ def choose_codec(k: int, m: int, backend: str = "auto") -> Codec:
 
 
 def describe_auto() -> tuple[str, str]:
-    """The name of the backend that ``"auto"`` takes, and why it is not the fast one (empty if it is)."""
+    """The name of the backend that ``"auto"`` chooses, and why it is not the fast one (empty if it is)."""
     kernel, reason = _auto()
     return kernel.name, reason
 

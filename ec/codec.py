@@ -22,10 +22,10 @@ class TooManyErasures(ValueError):
 
 
 class Kernel(Protocol):
-    """What a backend can do: linear combinations of buffers, in GF(2^8).
+    """The operations of a backend: linear combinations of buffers in GF(2^8).
 
-    The buffers of one call have one length and do not overlap. Thread-safe; the GIL is free for the length of a
-    pass over the bytes.
+    The buffers of one call have the same length and do not overlap. Thread-safe; releases the GIL during a pass over
+    the bytes.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Kernel(Protocol):
 
 
 class Codec:
-    """k data units and m parity units per stripe; any k of the k + m give back the others.
+    """k data units and m parity units per stripe; any k of these k + m units determine the others.
 
     m = 1 is XOR, k = 1 keeps plain copies, anything else is Reed-Solomon with a Cauchy matrix. Keeps no state between
-    calls and may be called from several threads at once. Blocks for about as long as reading the units takes.
+    calls and may be called from several threads at once. A call takes about as long as reading the units.
     """
 
     def __init__(self, k: int, m: int, kernel: Kernel) -> None:
@@ -53,7 +53,7 @@ class Codec:
 
     @property
     def name(self) -> str:
-        """The backend."""
+        """The backend's name."""
         return self._kernel.name
 
     def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
@@ -68,11 +68,11 @@ class Codec:
             self._kernel.combine(parity_matrix(self.k, self.m), data, parity)
 
     def factor(self, index: int, row: int) -> int:
-        """What data unit `index` is multiplied by in parity `row`."""
+        """The factor of data unit `index` in parity unit `row`."""
         return int(parity_matrix(self.k, self.m)[row, index])
 
     def begin(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> None:
-        """`accumulate` of the first of k units, into parities with anything in them. Raises as that."""
+        """`accumulate` the first of k units, overwriting whatever the parities contain. Raises the same errors."""
         column = self._column(index, unit, parity)
         for factor, out in zip(column, parity.values(), strict=True):
             if factor == 1:
@@ -81,13 +81,13 @@ class Codec:
                 self._kernel.combine(np.array([[factor]], np.uint8), [unit], [out])
 
     def accumulate(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> None:
-        """Accumulate data unit `index` into those parities that are at hand, in place.
+        """Add data unit `index` to the given parity units, in place.
 
-        Parities start as zeros; after each of the k units was added once, in any order, they equal what
-        `encode` writes. Adding a unit twice is an error that this call cannot see.
+        Parities start as zeros. Once each of the k units has been added, in any order, they equal what `encode` writes.
+        Adding a unit twice is an error that this call cannot detect.
 
         Args:
-            parity: by row 0..m-1; parities of one stripe stand on different nodes, so it may be one of them only.
+            parity: parity units by row 0..m-1. Those of one stripe are on different nodes, so often only one is given.
 
         Raises:
             ValueError: no such data unit or parity row, or lengths differ.
@@ -115,9 +115,9 @@ class Codec:
             self._kernel.combine(matrix, [units[i] for i in survivors], [wanted[i] for i in lost])
 
     def coefficients(self, survivors: Collection[int], wanted: int) -> dict[int, int]:
-        """How unit `wanted` is a sum of k of the `survivors`: a factor for each that takes part.
+        """The factors with which unit `wanted` is a sum of k of the `survivors`; those with factor 0 are left out.
 
-        For partial sums: starting from zeros, `add_scaled` of each of them, in any order and anywhere, gives the unit.
+        For partial sums: start from zeros and call `add_scaled` for each of them, in any order and on any node.
 
         Raises:
             TooManyErasures: fewer than k survivors.
@@ -152,7 +152,7 @@ class Codec:
 
 
 def as_array(buffer: Buffer) -> Matrix:
-    """The buffer as NumPy sees it; no copy."""
+    """The buffer as a NumPy array, without a copy."""
     return np.frombuffer(buffer, dtype=np.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Which nodes protect each other, so that no failure domain takes too many of a group with it.
+"""Which nodes protect each other, such that no failure domain holds more nodes of a group than the group can lose.
 
-A *domain* is what fails, or is evicted, as one: a rack, a switch, a power feed, a pipeline. A node carries a label for
-each domain it is in, such as ``rack=r7``; labels of one kind or of several are all the same to the planner.
+A *domain* is a set of nodes that fail, or are evicted, together: a rack, a switch, a power feed, a pipeline. A node
+carries a label for each of its domains, such as ``rack=r7``. The planner does not distinguish kinds of labels.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MOST_ROUNDS = 20
-"""How often `plan_groups` goes through the nodes to repair what the first deal left."""
+"""Maximum number of passes over the nodes in which `plan_groups` improves the first deal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
-    """A group that the loss of one domain takes more than `limit` nodes of."""
+    """A group that would lose more than `limit` nodes with one domain."""
 
     group: int
     label: str
@@ -32,15 +32,15 @@ def plan_groups(
 ) -> tuple[tuple[int, ...], ...]:
     """Split nodes 0..nodes-1 into groups of at least `size`, as many and as even as possible.
 
-    One group of all where there are fewer than `size`. With `domains`, at most `limit` nodes of a group share a label;
-    where labels are of one kind this is reached whenever it can be, for several kinds by exchanging nodes until nothing
-    helps. What could not be reached is told by `crowded`. Where no node has a label neighbours stay together.
+    Fewer than `size` nodes form one group. With `domains`, at most `limit` nodes of a group share a label, if possible:
+    with labels of one kind this succeeds whenever a solution exists; with several kinds, nodes are exchanged until no
+    exchange helps. `crowded` reports the groups where it failed. If no node has a label, neighbours stay together.
 
     Args:
         domains: the labels of each node.
 
     Raises:
-        ValueError: `nodes` or `limit` < 1, `size` < 2, or not as many `domains` as nodes.
+        ValueError: `nodes` or `limit` < 1, `size` < 2, or the number of `domains` is not `nodes`.
     """
     if nodes < 1:
         raise ValueError(f"a job has at least one node, not {nodes}")
@@ -65,7 +65,7 @@ def plan_groups(
 def crowded(
     groups: Sequence[Collection[int]], domains: Sequence[Collection[str]], limits: Sequence[int]
 ) -> list[Crowding]:
-    """Groups of which one domain holds more nodes than the group's limit."""
+    """Groups that have more nodes in one domain than their limit."""
     return [
         Crowding(index, label, held, limits[index])
         for index, group in enumerate(groups)
@@ -75,8 +75,8 @@ def crowded(
 
 
 def _deal(labels: Sequence[frozenset[str]], count: int) -> list[list[int]]:
-    """Deal nodes out like cards, those of the largest domains first and together: no group gets two of a domain before
-    all have one."""
+    """Deal nodes out like cards, the largest domains first and each domain's nodes together, so that no group gets two
+    nodes of a domain before every group has one."""
     sizes = Counter(label for node in labels for label in node)
     order = sorted(
         range(len(labels)), key=lambda node: (sorted((-sizes[label], label) for label in labels[node]), node)
@@ -88,11 +88,11 @@ def _deal(labels: Sequence[frozenset[str]], count: int) -> list[list[int]]:
 
 
 def _exchange(groups: list[list[int]], labels: Sequence[frozenset[str]], limit: int) -> None:
-    """Exchange nodes between groups for as long as that makes fewer nodes too many."""
+    """Exchange nodes between groups as long as that reduces the number of nodes above `limit`."""
     counts = [Counter(label for node in group for label in labels[node]) for group in groups]
 
     def gain(a: int, node_a: int, b: int, node_b: int) -> int:
-        """By how much the excess falls if the two nodes change places."""
+        """By how much the number of nodes above `limit` falls if the two nodes change places."""
         leaving, coming = labels[node_a] - labels[node_b], labels[node_b] - labels[node_a]
         fall = sum(counts[a][label] > limit for label in leaving) + sum(counts[b][label] > limit for label in coming)
         rise = sum(counts[a][label] >= limit for label in coming) + sum(counts[b][label] >= limit for label in leaving)

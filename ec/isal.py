@@ -1,6 +1,6 @@
 """The fast backend: Intel's ISA-L, called in place on the caller's memory with the GIL released.
 
-The library comes from the pyeclib wheel, which carries its own build of it, or from the system (``libisal2`` on
+The library comes from the pyeclib wheel, which bundles its own build, or from the system (``libisal2`` on
 Debian). Only its inner loops are used; the matrices are ours (`ec.matrix`).
 """
 
@@ -18,17 +18,17 @@ from holdfast.ec.codec import Buffer, as_array
 from holdfast.ec.matrix import Matrix
 
 PIECE_BYTES = 1 << 30
-"""Lengths are C ints in ISA-L, so longer buffers are worked on in pieces."""
+"""Longer buffers are processed in pieces of this size, because lengths are C ints in ISA-L."""
 
 XOR_ALIGNMENT = 64
-"""`xor_gen` uses aligned vector instructions; buffers that do not start on this many bytes take the general way."""
+"""Alignment that `xor_gen`'s vector instructions need, in bytes. Other buffers go through `ec_encode_data`."""
 
 TABLE_BYTES = 32
 """ISA-L expands each factor to a table of this size."""
 
 
 class IsalKernel:
-    """`ec.codec.Kernel` by ISA-L."""
+    """`ec.codec.Kernel` with ISA-L."""
 
     name = "isal"
 
@@ -81,7 +81,7 @@ def load() -> IsalKernel:
     """The kernel, loaded once per process.
 
     Raises:
-        OSError: the library is found nowhere, or it does not compute what it should; the message says which.
+        OSError: no library was found that computes correctly; the message says what is wrong with each candidate.
     """
     tried = []
     for name in _candidates():
@@ -95,7 +95,7 @@ def load() -> IsalKernel:
 
 
 def _candidates() -> list[str]:
-    """The wheel's own library first, then the system's."""
+    """Libraries to try: the wheel's own first, then the system's."""
     found = []
     spec = importlib.util.find_spec("pyeclib")
     if spec is not None and spec.origin is not None:
@@ -118,7 +118,7 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _check(kernel: IsalKernel) -> None:
-    """A library of another field or interface must not touch a snapshot: 2 * 0x80 is where fields differ."""
+    """Raises `OSError` if the library computes in another field or has another interface; fields differ in 2 * 0x80."""
     source, out = memoryview(bytes([0x80] * 100)), memoryview(bytearray(100))
     kernel.combine(np.array([[2]], dtype=np.uint8), [source], [out])
     kernel.add([1], source, [out])
@@ -127,8 +127,8 @@ def _check(kernel: IsalKernel) -> None:
 
 
 def _addresses(sources: Sequence[Buffer], outs: Sequence[Buffer]) -> list[int]:
-    """Where the buffers lie. They stay there for as long as the caller holds them, as every caller does."""
-    for out in outs:  # the library would write into `bytes`, and die of a mapping that is read-only
+    """The addresses of the buffers. They are valid while the caller holds the buffers, as every caller does."""
+    for out in outs:  # the library would overwrite immutable `bytes`, and crash on a read-only mapping
         if out.readonly:
             raise ValueError("a result cannot be written into a read-only buffer: pass a view of writable memory")
     return [_address(buffer) for buffer in (*sources, *outs)]
@@ -139,7 +139,7 @@ def _address(buffer: Buffer) -> int:
         raise BufferError("a unit must be contiguous: pass a view without a step")
     if buffer.readonly:
         return int(as_array(buffer).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # faster, and for writable memory only
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # faster, but only for writable memory
 
 
 def _aligned(addresses: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Arithmetic in GF(2^8) and the matrices of the codes. Pure; the same bytes whatever backend multiplies.
+"""Arithmetic in GF(2^8) and the matrices of the codes. Pure; every backend computes the same bytes from them.
 
 The field is that of ISA-L, jerasure and the RAID-6 literature: polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d),
 generator 2. Addition is XOR.
@@ -32,7 +32,7 @@ def multiplication_table() -> Matrix:
 
 
 def inverse_of(a: int) -> int:
-    """The b with a * b = 1; a is not 0."""
+    """The b with a * b = 1; `a` must not be 0."""
     return int(np.flatnonzero(multiplication_table()[a] == 1)[0])
 
 
@@ -67,8 +67,8 @@ def invert(matrix: Matrix) -> Matrix:
 def parity_matrix(k: int, m: int) -> Matrix:
     """m x k: parity unit i is the sum over j of ``matrix[i, j]`` * data unit j.
 
-    m = 1 is XOR; k = 1 is plain copies. Otherwise a Cauchy matrix with elements 1 / ((k + i) ^ j), every square
-    submatrix of which is regular, so any k of the k + m units give back the others (Bloemer et al., "An XOR-based
+    m = 1 is XOR; k = 1 is plain copies. Otherwise a Cauchy matrix with elements 1 / ((k + i) ^ j): all its square
+    submatrices are regular, so any k of the k + m units determine the others (Bloemer et al., "An XOR-based
     erasure-resilient coding scheme", 1995). A Vandermonde matrix does not have that property for every k and m.
     """
     if m == 1 or k == 1:
@@ -81,7 +81,7 @@ def parity_matrix(k: int, m: int) -> Matrix:
 
 @lru_cache(maxsize=4096)
 def decode_matrix(k: int, m: int, survivors: tuple[int, ...], wanted: tuple[int, ...]) -> Matrix:
-    """How units `wanted` follow from k `survivors`: one row per wanted unit, one column per survivor."""
+    """The matrix that gives units `wanted` from k `survivors`: one row per wanted unit, one column per survivor."""
     generator = np.concatenate([np.eye(k, dtype=np.uint8), parity_matrix(k, m)])
     matrix = multiply(generator[list(wanted)], invert(generator[list(survivors)]))
     matrix.setflags(write=False)

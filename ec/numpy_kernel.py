@@ -1,4 +1,4 @@
-"""The backend without native code: XOR at a good speed, everything else by table, slowly."""
+"""The backend without native code. XOR is fast; everything else uses table lookups and is slow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holdfast.ec.codec import Buffer, as_array
 from holdfast.ec.matrix import Matrix, multiplication_table
 
 PIECE_BYTES = 1 << 20
-"""Tables are looked up in pieces: NumPy widens every index to 8 bytes on the way."""
+"""Size of the pieces for table lookups, which bounds their memory: NumPy widens every index to 8 bytes."""
 
 
 class NumpyKernel:
-    """`ec.codec.Kernel` by NumPy alone."""
+    """`ec.codec.Kernel` with NumPy alone."""
 
     name = "numpy"
 

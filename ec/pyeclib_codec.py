@@ -1,7 +1,7 @@
-"""The reference: encode and reconstruct by pyeclib's own API, which the other backends are tested against.
+"""The reference backend: encodes and reconstructs with pyeclib's own API. The other backends are tested against it.
 
-It frames each fragment with a header and copies its input, holds the GIL through every call and asserts on
-unexpected input in C, so it is handed `bytes` of equal length, of at most `MAX_UNIT_BYTES`, and nothing else.
+pyeclib frames each fragment with a header, copies its input, holds the GIL throughout every call and asserts on
+unexpected input in C. So it only ever gets `bytes` of equal length, at most `MAX_UNIT_BYTES`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ MAX_UNIT_BYTES = 64 << 20
 
 
 class PyECLibCodec(Codec):
-    """`Codec` by pyeclib. Accumulating single units is not in its API, and is NumPy's."""
+    """`Codec` with pyeclib. Its API cannot accumulate single units, so NumPy does that."""
 
     def __init__(self, k: int, m: int) -> None:
-        """Raises `ValueError` for plain copies, which pyeclib does not know, `ImportError` if it is not installed."""
+        """Raises `ValueError` for plain copies, which pyeclib lacks; `ImportError` if it or its ISA-L is missing."""
         if k == 1 and m > 1:
             raise ValueError(f"backend 'pyeclib' has no plain copies (1+{m}): use 'auto'")
         from pyeclib.ec_iface import ECDriver, ECDriverError
 
         super().__init__(k, m, NumpyKernel())
-        # The one parity row of the Vandermonde code is all ones: plain XOR. From m = 2 on Vandermonde is not
-        # MDS for every k and m, Cauchy is.
+        # With m = 1 the Vandermonde code's only parity row is all ones: plain XOR. From m = 2 on a Vandermonde code is
+        # not MDS for every k and m; a Cauchy code is.
         try:
             self._driver = ECDriver(k=k, m=m, ec_type="isa_l_rs_vand" if m == 1 else "isa_l_rs_cauchy")
         except ECDriverError as error:
@@ -65,7 +65,7 @@ class PyECLibCodec(Codec):
             raise ValueError(f"unit of {length} bytes: pyeclib is used up to {MAX_UNIT_BYTES} bytes")
         if length == 0:
             return [bytes(FRAGMENT_HEADER_BYTES)] * (self.k + self.m)
-        # pyeclib pads each of k equal parts to its word size: hand it whole words, so that part i is unit i.
+        # pyeclib pads each of k equal parts to its word size: pass whole words, so that part i is unit i.
         padded = -(-length // 64) * 64
         joined = b"".join(bytes(unit).ljust(padded, b"\0") for unit in data)
         fragments: list[bytes] = self._driver.encode(joined)

@@ -4,11 +4,11 @@ A *position* is a node's place in its group, 0..n-1. Its bytes are its segments 
 one after another, each padded with virtual zeros to whole units, so that a unit never straddles two segments.
 Padding is neither sent nor stored.
 
-A stripe stands on k + m <= n neighbouring positions, counted around the group: the first m hold parity, the other k
+A stripe covers k + m <= n neighbouring positions, counted around the group: the first m hold parity, the other k
 contribute their next data unit. Each stripe starts m positions after the one before, so that parity is dealt out like
-cards and no position is ever more than one parity unit ahead of another. Where that would come back to the
-same starts before all were used (m and n have a common divisor), every further round starts one position later; after n
-stripes each position has held parity in m and data in k of them.
+cards and no position is ever more than one parity unit ahead of another. If m and n have a common divisor, the starts
+would repeat before every position was a start, so each further round starts one position later. After n stripes each
+position has held parity in m of them and data in k of them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Stripes:
         return self._offset(position, stripe) < self.parity
 
     def is_data(self, position: int, stripe: int) -> bool:
-        """Whether `position` contributes a data unit, be it padding, to `stripe`."""
+        """Whether `position` contributes a data unit, possibly only padding, to `stripe`."""
         return self.parity <= self._offset(position, stripe) < self.parity + self.data
 
     def parity_positions(self, stripe: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class Stripes:
         return self._members[stripe % self.positions][self.parity :]
 
     def parity_rank(self, position: int, stripe: int) -> int:
-        """How many stripes before `stripe` have parity on `position`: its place in the parity slot, in units."""
+        """Number of earlier stripes with parity on `position`: the index of this one's unit in the parity slot."""
         turns, rest = divmod(stripe, self.positions)
         return turns * self.parity + self._ranks[position][rest][0]
 
@@ -93,7 +93,7 @@ class Stripes:
         return self.parity_rank(position, self.count) * self.unit_bytes
 
     def parity_stripes(self, position: int) -> list[int]:
-        """Stripes whose parity stands in the slot of `position`, in its order."""
+        """Stripes whose parity is in the parity slot of `position`, in slot order."""
         return [stripe for stripe in range(self.count) if self.is_parity(position, stripe)]
 
     def unit_of(self, position: int, stripe: int) -> int:
@@ -127,17 +127,17 @@ class Stripes:
                 yield index, position, piece
 
     def stripe_bytes(self, stripe: int) -> int:
-        """Length of the longest data unit of `stripe`, padding left out: beyond it, parity is zero."""
+        """Length of the longest data unit of `stripe` without padding. Beyond it, parity is zero."""
         return max((piece.length for _, _, piece in self.contributors(stripe)), default=0)
 
     def decodable(self, lost_segments: Collection[tuple[int, int]], lost_parities: Collection[int]) -> bool:
-        """Whether every byte can be had although segments (position, index) and parity slots are lost."""
+        """Whether every byte can be recovered although these segments (position, index) and parity slots are lost."""
         lost_units: dict[int, list[tuple[int, int]]] = {}
         for position, segment in lost_segments:
             firsts = self._first_units[position]
             lost_units.setdefault(position, []).append((firsts[segment], firsts[segment + 1]))
-        # Of the stripes with one pattern the positions are the same, and their units run on evenly: so it is enough to
-        # know how many lost runs of units overlap, however many stripes there are.
+        # All stripes with the same remainder modulo n, a pattern, cover the same positions, and their unit numbers grow
+        # evenly. So it is enough to count how many lost runs of units overlap, for any number of stripes.
         for pattern in range(self.positions):
             left = self.parity - sum(position in lost_parities for position in self.parity_positions(pattern))
             if self._most_lost(pattern, lost_units) > max(0, left):
@@ -145,7 +145,7 @@ class Stripes:
         return True
 
     def _most_lost(self, pattern: int, lost_units: Mapping[int, Sequence[tuple[int, int]]]) -> int:
-        """The most data units that one stripe of a pattern has lost; of each position, (first, end) runs are."""
+        """The most data units that one stripe of a pattern has lost. `lost_units`: by position, runs (first, end)."""
         changes = []
         for position in self.data_positions(pattern):
             rank = self._ranks[position][pattern][1]
@@ -154,18 +154,18 @@ class Stripes:
                 if begins < ends:
                     changes += [(begins, 1), (ends, -1)]
         most = lost = 0
-        for _, change in sorted(changes):  # a run ends before another begins at the same stripe
+        for _, change in sorted(changes):  # at the same stripe, ends sort before begins
             lost += change
             most = max(most, lost)
         return most
 
     def _offset(self, position: int, stripe: int) -> int:
-        """How many positions after the start of `stripe`."""
+        """How many positions `position` is after the start of `stripe`."""
         return (position - self._starts[stripe % self.positions]) % self.positions
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """First position of each of n stripes: every position once."""
+        """First position of each of n stripes; every position occurs once."""
         round_length = self.positions // math.gcd(self.parity, self.positions)
         return tuple((r * self.parity + r // round_length) % self.positions for r in range(self.positions))
 
@@ -177,7 +177,7 @@ class Stripes:
 
     @cached_property
     def _ranks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By position and stripe of a turn: parity and data units that the position had in earlier stripes of it."""
+        """By position and stripe of a turn (n stripes): parity and data units it had in earlier stripes of the turn."""
         table = []
         for position in range(self.positions):
             row, parities, units = [], 0, 0
@@ -190,7 +190,7 @@ class Stripes:
 
     @cached_property
     def _data_stripes(self) -> tuple[tuple[int, ...], ...]:
-        """By position: the stripes of a turn to which it contributes."""
+        """By position: the stripes of a turn to which it contributes data."""
         return tuple(
             tuple(stripe for stripe in range(self.positions) if self.is_data(position, stripe))
             for position in range(self.positions)
@@ -198,7 +198,7 @@ class Stripes:
 
     @cached_property
     def _first_units(self) -> tuple[tuple[int, ...], ...]:
-        """By position: the first unit of each segment, and the number of units."""
+        """By position: the first unit of each segment, then the number of all units."""
         table = []
         for lengths in self.segments:
             firsts = [0]

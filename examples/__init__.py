@@ -1,1 +1,1 @@
-"""Small jobs to read: each is one way to train, and how it is protected."""
+"""Small jobs to read. Each shows one way to train and how to protect it."""

@@ -1,7 +1,8 @@
-"""ACP-SGD (arXiv 2306.08881): gradients are sent as a low-rank P or Q, in turn, and what that loses is fed back.
+"""ACP-SGD (arXiv 2306.08881): each step sends one of two low-rank factors of the gradient, P or Q in turn, and adds the
+compression error to the next gradient.
 
-What makes it hard: P, Q, the turn and the residual are attributes that no ``state_dict`` has; backward hooks change
-them; and the residual, as large as the gradient, is different on every data-parallel rank.
+Why it is hard to protect: P, Q, the turn and the residual are attributes that no ``state_dict`` contains. Backward
+hooks change them. The residual is as large as the gradient and differs between data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RANK = 3
 
 
 class Compressor:
-    """Reduces the gradients of matrices. `reduce` runs in backward hooks, `finish` before the optimizer's step."""
+    """Compresses and reduces gradients of matrices. `reduce` runs in backward hooks, `finish` before `optim.step()`."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.send_p = True
@@ -36,7 +37,7 @@ class Compressor:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.reduce(name))
 
     def reduce(self, name: str) -> None:
-        """Compress one gradient, keep what is lost, and start the all-reduce of what is not."""
+        """Compress one gradient, keep the error as the residual, and start the all-reduce of the factor."""
         p, q, residual = (self.tensors[f"{name}/{part}"] for part in ("p", "q", "residual"))
         gradient = self._parameters[name].grad
         assert gradient is not None
@@ -48,7 +49,7 @@ class Compressor:
         self._sent.append((name, dist.all_reduce(sent, async_op=True)))
 
     def finish(self) -> None:
-        """Wait for all of them, and put the mean gradient in place."""
+        """Wait for all reductions, and replace each gradient by the decompressed mean."""
         for name, work in self._sent:
             work.wait()
             p, q = self.tensors[f"{name}/p"], self.tensors[f"{name}/q"]
@@ -59,10 +60,10 @@ class Compressor:
 
 
 class AcpSgd:
-    """`chaos.drill.Job`: data parallel, compressed.
+    """`chaos.drill.Job`: data-parallel training with compressed gradients.
 
     Args:
-        without: what is not tracked: ``p``, ``q``, ``residual`` or ``turn``.
+        without: the state to leave untracked, for an audit to find: ``p``, ``q``, ``residual`` or ``turn``.
     """
 
     def __init__(self, seed: int, without: str = "") -> None:

@@ -1,8 +1,7 @@
-"""The loop of the README, with a plain shuffled DataLoader: run it, kill it with ``kill -9`` at any moment, run it
-again.
+"""The README's loop with a plain shuffled DataLoader: run it, kill it with ``kill -9`` at any moment, run it again.
 
-``HOLDFAST_JOB=dataloader python -m holdfast.examples.dataloader``. Two workers read and augment; dropout, a schedule
-that is stepped once an epoch, and a validation after each epoch draw from the same generators.
+``HOLDFAST_JOB=dataloader python -m holdfast.examples.dataloader``. Two worker processes read and augment the samples.
+The schedule is stepped once an epoch. The validation after each epoch draws from the same generator as dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ EPOCHS, SAMPLES, BATCH, WIDTH = 4, 500, 16, 32
 
 
 class Spirals(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points on two spirals; each time one is read it lies a little elsewhere."""
+    """Points on two spirals, with new noise each time a point is read."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -32,7 +31,7 @@ class Spirals(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def validate(model: nn.Module) -> float:
-    """How many of some random points the model puts on the first spiral."""
+    """The fraction of 64 random points that the model assigns to the first spiral."""
     model.eval()
     with torch.no_grad():
         on_first = model(9 * torch.randn(64, 2)).argmax(1) == 0

@@ -1,4 +1,4 @@
-"""Distributed checkpoints in memory: run it, kill it with ``kill -9``, run it again, on more ranks or on fewer.
+"""Distributed checkpoints in memory: run it, kill it with ``kill -9``, run it again, on more or fewer ranks.
 
 ``HOLDFAST_JOB=dcp torchrun --standalone --nproc-per-node 2 -m holdfast.examples.dcp_checkpoint``
 """

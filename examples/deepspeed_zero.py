@@ -1,7 +1,7 @@
 """A DeepSpeed run that may be killed at any moment: run it, kill it with ``kill -9``, run it again.
 
-``HOLDFAST_JOB=deepspeed torchrun --standalone --nproc-per-node 2 -m holdfast.examples.deepspeed_zero``, with
-``pip install 'holdfast-train[deepspeed]'``. On a machine without GPUs set ``DS_ACCELERATOR=cpu``, too.
+``HOLDFAST_JOB=deepspeed torchrun --standalone --nproc-per-node 2 -m holdfast.examples.deepspeed_zero``. It needs
+``pip install 'holdfast-train[deepspeed]'`` and, on a machine without GPUs, ``DS_ACCELERATOR=cpu``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from holdfast.integrations.deepspeed import MemoryCheckpointEngine
 
 STEPS = 60
-FOLDER = os.environ.get("HOLDFAST_FOLDER", "/dev/shm/deepspeed-files")  # for names only; the bytes are the SMP's
+FOLDER = os.environ.get("HOLDFAST_FOLDER", "/dev/shm/deepspeed-files")  # has only placeholders; the SMP has the data
 
 
 def main() -> None:

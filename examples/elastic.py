@@ -1,10 +1,11 @@
-"""A job that goes on with fewer ranks after a loss, and with more again: DDP or FSDP2, the same global batch always.
+"""A job that continues on fewer ranks after a loss, and on more again later: DDP or FSDP2, always with the same global
+batch.
 
     export HOLDFAST_JOB=elastic HOLDFAST_ELASTIC=1
     torchrun --standalone --nproc-per-node 4 -m holdfast.examples.elastic
 
-Kill it with ``kill -9``, and start it with ``--nproc-per-node 3``: the losses go on as they would have with four, but
-for the last digits. What is added up by three ranks is added up in another order.
+Kill it with ``kill -9``, and start it with ``--nproc-per-node 3``: the losses continue as they would have on four
+ranks, except for the last digits, because three ranks add up their gradients in another order.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ def sample(number: int) -> torch.Tensor:
 
 
 class Elastic:
-    """`chaos.drill.Job`.
+    """`chaos.drill.Job`: an autoencoder under DDP or FSDP2, on any number of ranks.
 
     Args:
-        kind: ``ddp`` or ``fsdp``. dropout: draws from each rank's own stream, so losses depend on how many there are.
+        kind: ``ddp`` or ``fsdp``.
+        dropout: its probability. Each rank draws from a stream of its own, so losses then depend on the number of
+            ranks.
     """
 
     def __init__(self, seed: int, kind: str = "ddp", dropout: float = 0.0) -> None:
@@ -65,7 +68,7 @@ class Elastic:
         )
 
     def step(self, step: int, middle: Callable[[], None]) -> float:
-        """The mean loss over the global batch."""
+        """Take a step, and return the mean loss over the global batch."""
         total = torch.zeros(())
         for numbers, weight in portion(next(self.batches), dist.get_world_size(), dist.get_rank(), LARGEST):
             inputs = torch.stack([sample(number) for number in numbers])

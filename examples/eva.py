@@ -1,7 +1,8 @@
-"""Eva (arXiv 2308.02123): second-order updates from one running vector of a layer's inputs, and one of its gradients.
+"""Eva (arXiv 2308.02123): second-order updates from two running vectors per layer, one of its inputs and one of the
+gradients of its outputs.
 
-What makes it hard: the vectors are kept by module object, outside any ``state_dict``; forward hooks change one,
-backward hooks the other, with all-reduces that are still under way when the hook returns.
+Why it is hard to protect: the vectors are keyed by module object, outside any ``state_dict``. Forward hooks change one
+and backward hooks the other, with all-reduces that are still in flight when the hook returns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DAMPING, DECAY = 0.03, 0.95
 
 
 class Eva:
-    """Preconditions the gradients of linear layers; the vectors are those of all ranks together."""
+    """Preconditions the gradients of linear layers. The vectors are averaged over all ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.steps = 0
@@ -36,7 +37,7 @@ class Eva:
             layer.register_full_backward_hook(self._saw_gradients)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All vectors, by the names of their layers."""
+        """All vectors, named after their layers."""
         found = {f"{name}/inputs": self.inputs[layer] for layer, name in self.names.items()}
         return found | {f"{name}/outputs": self.outputs[layer] for layer, name in self.names.items()}
 
@@ -51,7 +52,10 @@ class Eva:
         self._under_way.append((running, mean, dist.all_reduce(mean, async_op=True)))
 
     def precondition(self) -> None:
-        """Before the optimizer's step: (DAMPING·I + (g gᵀ) ⊗ (a aᵀ))⁻¹ applied by the Sherman-Morrison formula."""
+        """Average the gradients, apply (DAMPING·I + (g gᵀ) ⊗ (a aᵀ))⁻¹ by the Sherman-Morrison formula, and clip them.
+
+        Call it before the optimizer's step.
+        """
         for running, mean, work in self._under_way:
             work.wait()
             running.lerp_(mean / dist.get_world_size(), 1 - DECAY)
@@ -73,7 +77,7 @@ class EvaJob:
     """`chaos.drill.Job`: an autoencoder under Eva.
 
     Args:
-        without: what is not tracked: ``vectors`` or ``steps``.
+        without: the state to leave untracked, for an audit to find: ``vectors`` or ``steps``.
     """
 
     def __init__(self, seed: int, without: str = "") -> None:

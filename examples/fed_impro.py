@@ -1,9 +1,9 @@
-"""FedImpro (arXiv 2402.07011), the server's side: clients train a round on their own data and on features drawn from
-class statistics that the server keeps; the server averages what they learned, and their statistics.
+"""The server's side of FedImpro (arXiv 2402.07011). In each round clients train on their own data and on features drawn
+from class statistics that the server keeps; the server then averages the clients' updates and statistics.
 
-What makes it hard: means and deviations of each class, the number of the round and the generator that picks clients
-are the server's alone and in no ``state_dict``; clients keep nothing between rounds. A round is a step, and no forward
-of the server's model begins it: the hook is told.
+Why it is hard to protect: the mean and deviation of each class, the round number and the generator that picks clients
+belong to the server alone, and no ``state_dict`` contains them; clients keep nothing between rounds. A round is a step.
+No forward of the server's model begins it, so the loop calls `snap.begin()`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ CLASSES, INPUTS, FEATURES, CLIENTS, PICKED, LOCAL_STEPS = 4, 12, 16, 10, 2, 3
 
 
 class FedImpro:
-    """`chaos.drill.Job`: every rank trains some clients of each round; rank 0 is the server.
+    """`chaos.drill.Job`: every rank trains some of a round's clients, and then takes the server's step itself.
 
     Args:
-        without: what is not tracked: ``statistics``, ``round`` or ``clients`` (the generator that picks them).
+        without: the state to leave untracked, for an audit to find: ``statistics``, ``round`` or ``clients`` (the
+            generator that picks them).
     """
 
     def __init__(self, seed: int, without: str = "") -> None:
@@ -39,7 +40,7 @@ class FedImpro:
         self.client = copy.deepcopy(self.model)
         self.optim = torch.optim.SGD(
             self.model.parameters(), lr=1.0, momentum=0.5
-        )  # the server's, on what clients moved
+        )  # the server's; its gradient is minus the clients' mean update
         self.statistics = {"mean": torch.zeros(CLASSES, FEATURES), "deviation": torch.ones(CLASSES, FEATURES)}
         self.round = 0
         self.snap: InMemorySnapshot | None = None
@@ -79,14 +80,17 @@ class FedImpro:
         return float(loss) / len(picked)
 
     def _train(self, client: int, moved: list[torch.Tensor], seen: torch.Tensor) -> torch.Tensor:
-        """One client's part of a round, from the server's model; it keeps nothing but what it adds to the sums."""
+        """Train one client for a round, and add its update to `moved` and its feature sums to `seen`.
+
+        It starts from the server's model and keeps nothing else. Returns its last loss.
+        """
         self.client.load_state_dict(self.model.state_dict())
         low, high = self.client
         draw = torch.Generator().manual_seed(self._seed + 1000 * self.round + client)
         optim = torch.optim.SGD(self.client.parameters(), lr=0.1)
         loss = torch.zeros(())
         for _ in range(LOCAL_STEPS):
-            labels = (torch.randint(0, 2, (8,), generator=draw) + client) % CLASSES  # a client knows two classes
+            labels = (torch.randint(0, 2, (8,), generator=draw) + client) % CLASSES  # a client has data of two classes
             inputs = torch.randn(8, INPUTS, generator=draw) + nn.functional.one_hot(labels, INPUTS) * 2
             features = low(inputs)
             others = torch.randint(0, CLASSES, (8,), generator=draw)

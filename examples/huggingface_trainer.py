@@ -1,6 +1,6 @@
 """A transformers.Trainer that may be killed at any moment: run it, kill it with ``kill -9``, run it again.
 
-``HOLDFAST_JOB=huggingface python -m holdfast.examples.huggingface_trainer``, with
+``HOLDFAST_JOB=huggingface python -m holdfast.examples.huggingface_trainer``. It needs
 ``pip install 'holdfast-train[huggingface]'``.
 """
 

@@ -1,6 +1,7 @@
 """A Lightning fit that may be killed at any moment: run it, kill it with ``kill -9``, run it again.
 
-``HOLDFAST_JOB=lightning python -m holdfast.examples.lightning_fit``, with ``pip install 'holdfast-train[lightning]'``.
+``HOLDFAST_JOB=lightning python -m holdfast.examples.lightning_fit``. It needs
+``pip install 'holdfast-train[lightning]'``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from holdfast.integrations.lightning import InMemoryCallback
 
 
 class Autoencoder(pl.LightningModule):  # type: ignore[misc, unused-ignore]
-    """Anything that Lightning trains; it knows nothing of snapshots."""
+    """An ordinary module that knows nothing of snapshots."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""LoRA-FA (arXiv 2308.03303): of each adapter B·A only B is trained; A and the base weights never change.
+"""LoRA-FA (arXiv 2308.03303): each adapter is B·A, and only B is trained; A and the base weights never change.
 
-What makes it hard: most of the state is frozen (copied once, and watched), and the optimizer keeps its moments under
-texts, as PEFT's does, which ``load_state_dict`` would leave on whatever device they came from.
+Why it is hard to protect: most of the state is frozen, so it is copied once and then watched for changes. And the
+optimizer stores its moments under string keys, as PEFT's does; ``load_state_dict`` would leave those moments on the
+device that they were saved from.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RANK, SCALE = 4, 2.0
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank correction of which only B learns."""
+    """A frozen linear layer with a low-rank correction B·A, of which only B is trained."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Adapted(nn.Module):
 
 
 class LoraFaAdam(torch.optim.Optimizer):
-    """Adam on the full weight's gradient as A lets it be seen: B's gradient is multiplied by (A·Aᵀ)⁻¹ first."""
+    """Adam on B's gradient times (A·Aᵀ)⁻¹: B·A then follows the full weight's gradient as closely as A allows."""
 
     def __init__(self, layers: dict[str, Adapted], lr: float) -> None:
         super().__init__([layer.lora_B for layer in layers.values()], {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-8})

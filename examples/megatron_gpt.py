@@ -1,4 +1,4 @@
-"""A Megatron GPT under torchrun. Kill a trainer, start the same command again, and it goes on bit for bit:
+"""A Megatron GPT under torchrun. Kill a trainer and run the same command again: training resumes bit for bit.
 
 HOLDFAST_JOB=gpt torchrun --nproc-per-node 4 examples/megatron_gpt.py --steps 50
 """

@@ -1,4 +1,4 @@
-"""PyTorch's own ways to train: alone, DDP, FSDP2, several optimizers, an EMA copy, a data iterator with a position."""
+"""PyTorch's own ways to train: one process, DDP, FSDP2, several optimizers, an EMA copy, a data iterator with state."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def seed_everything(seed: int) -> None:
 
 
 def network() -> nn.Sequential:
-    """A few layers of odd sizes, dropout, and a running mean."""
+    """A few layers of odd sizes, with batch norm and dropout."""
     return nn.Sequential(
         nn.Linear(WIDTH, 65), nn.BatchNorm1d(65), nn.GELU(), nn.Dropout(0.2), nn.Linear(65, 31), nn.Linear(31, WIDTH)
     )
 
 
 class Samples:
-    """Shuffled indices without end; where it is, and the order it goes in, are its state."""
+    """Endless batches of shuffled samples. Its state is its generator and what is left of the current order."""
 
     def __init__(self, seed: int, count: int = 40) -> None:
         self._generator = np.random.default_rng([seed, dist.get_rank()])
@@ -58,13 +58,12 @@ class Samples:
 
 
 class Plain:
-    """One process a rank, each with a model of its own: an autoencoder, Adam, a cosine schedule. It is on a GPU if
-    there is one.
+    """An autoencoder with Adam and a cosine schedule. Each rank trains a model of its own, on a GPU if there is one.
 
     Args:
-        adam: ``foreach``, ``fused`` or ``amsgrad``: how Adam goes about it.
+        adam: the variant of Adam: ``foreach``, ``fused`` or ``amsgrad``.
         ema: keep an exponential moving average of the weights.
-        optimizers: 1, or 2: matrices and vectors apart, the latter by SGD with momentum.
+        optimizers: 1: Adam for all parameters; 2: Adam for matrices, and SGD with momentum for vectors.
     """
 
     def __init__(self, seed: int, adam: str = "foreach", ema: bool = False, optimizers: int = 1) -> None:
@@ -116,15 +115,15 @@ class Plain:
 
 
 class Replicas(Plain):
-    """DDP. With more than two ranks gloo adds gradients in the order in which buckets hold them, and DDP makes its
-    buckets anew after the first step of a run; ``find_unused_parameters`` keeps them as they are."""
+    """DDP. With more than two ranks the order in which gloo adds gradients depends on DDP's buckets. DDP rebuilds them
+    after the first step of a run, so a restart would change the order; ``find_unused_parameters`` prevents that."""
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=dist.get_world_size() > 2)
 
 
 class Shards(Plain):
-    """FSDP2: every layer's parameters are cut across the ranks, unevenly, as 65 and 31 rows are."""
+    """FSDP2: every layer's parameters are sharded across the ranks, unevenly where there are 65 or 31 rows."""
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh(drill.place().type, (dist.get_world_size(),))
@@ -139,7 +138,7 @@ class Shards(Plain):
 
 
 class Offloaded(Shards):
-    """FSDP2, with parameters in host memory, from where each layer is brought to the GPU as its turn comes."""
+    """FSDP2 with parameters in host memory; each layer's are copied to the GPU when the layer runs."""
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

@@ -1,10 +1,9 @@
-"""A decentralised pool (FusionAI, arXiv 2309.01172): whoever joins owns one stage of a pipeline, as large as it can
-bear. Activations go down the pipeline and gradients up, over slow links: so gradients travel in half precision, and
-what rounding loses is kept and added to the next.
+"""A decentralised pool (FusionAI, arXiv 2309.01172): each participant owns one stage of a pipeline, as large as its
+machine can hold. Activations go down the pipeline and gradients up, over slow links. So gradients are sent in half
+precision, and the rounding error is kept and added to the next gradient.
 
-What makes it hard: nobody has a copy of a stage but its owner, and stages are of very unequal size. What rounding
-lost is in no ``state_dict``, and neither is where the first and the last stage are in the data, which each reads by
-itself.
+Why it is hard to protect: only its owner has a copy of a stage, and stages differ widely in size. No ``state_dict``
+contains the rounding error, or the position in the data, which the first and the last stage each read on their own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from holdfast.chaos import drill
 from holdfast.examples.plain import BATCH, WIDTH, seed_everything
 
 STAGES = ((1, 24), (4, 160), (2, 64), (1, 40))
-"""How many blocks, of what inner width, the owners of stages bear, in turn."""
+"""Number of blocks and their inner width, for each stage in turn."""
 
 MICRO_BATCHES = 2
 
@@ -32,10 +31,11 @@ def block(inner: int) -> nn.Sequential:
 
 
 class Pool:
-    """`chaos.drill.Job`: rank r owns stage r. Only the last one has a loss.
+    """`chaos.drill.Job`: rank r owns stage r. Only the last rank has a loss.
 
     Args:
-        without: what is not tracked: ``lost`` (in rounding) or ``order`` (of samples).
+        without: the state to leave untracked, for an audit to find: ``lost`` (the rounding error) or ``order`` (the
+            generator of the samples).
     """
 
     def __init__(self, seed: int, without: str = "") -> None:
@@ -44,7 +44,7 @@ class Pool:
         blocks, inner = STAGES[self._rank % len(STAGES)]
         self.stage = nn.Sequential(*(block(inner) for _ in range(blocks)))
         self.optim = torch.optim.AdamW(self.stage.parameters(), lr=1e-2)
-        self.order = np.random.default_rng(seed)  # the same on the first and on the last
+        self.order = np.random.default_rng(seed)  # the first and the last stage draw the same samples
         self.lost = {"up": torch.zeros(BATCH, WIDTH)} if self._rank > 0 else {}
         self._without = without
 
@@ -53,7 +53,7 @@ class Pool:
         if self._without != "lost":
             snap.track("lost", tensors=self.lost)
         if self._without != "order":
-            # Of the step that ended: the first stage reads before its next forward.
+            # Ask at the end of each step, because the first stage reads data before its next forward.
             snap.track("order", lambda: self.order.bit_generator.state, self._set_order, when="step")
         return snap
 
@@ -72,7 +72,7 @@ class Pool:
         return sum(losses) / MICRO_BATCHES if self._rank == self._last else None
 
     def _down(self, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one micro-batch through the stage: what came in, and what went out."""
+        """Run one micro-batch through the stage, and return its input and output."""
         inputs = samples
         if self._rank > 0:
             inputs = torch.empty(BATCH, WIDTH)
@@ -84,7 +84,7 @@ class Pool:
         return inputs, outputs
 
     def _up(self, inputs: torch.Tensor, outputs: torch.Tensor, samples: torch.Tensor) -> float:
-        """Take a micro-batch's gradient back through the stage; its loss, where it is known."""
+        """Take a micro-batch's gradient back through the stage. Returns its loss on the last rank, 0 on others."""
         if self._rank == self._last:
             loss = nn.functional.mse_loss(outputs, samples.roll(1, dims=1))
             torch.autograd.backward(loss / MICRO_BATCHES)

@@ -1,8 +1,8 @@
-"""Reinforcement learning under Ray: players, which have no state of their own, make experience; a worker group of
-trainers learns from it, and its state is in memory: ``python -m holdfast.examples.ray_rollouts --nodes 2``.
+"""Reinforcement learning under Ray: stateless players generate experience; a worker group of trainers learns from it
+and keeps its state in memory: ``python -m holdfast.examples.ray_rollouts --nodes 2``.
 
-A trainer that dies, or its node, is made again and goes on where it was. A player that dies is made again by Ray, which
-calls it again; what it does follows from its arguments alone, so nothing changes.
+If a trainer or its node dies, Ray restarts the trainer, and training resumes where it was. If a player dies, Ray
+restarts it and repeats the call. Its result depends only on its arguments, so nothing changes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Experience = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Player:
-    """Sees numbers, and should choose where the largest of the first is."""
+    """Sees random numbers, and is rewarded for choosing the position of the largest among the first `CHOICES`."""
 
     def play(self, weights: np.ndarray, bias: np.ndarray, seed: int) -> Experience:
-        """What was seen, what was chosen, and what it was worth."""
+        """Play a batch, and return what was seen, what was chosen, and the rewards."""
         source = np.random.default_rng(seed)
         seen = source.standard_normal((BATCH, WIDTH), np.float32)
         chances = np.exp(seen @ weights.T + bias)
@@ -39,7 +39,7 @@ class Player:
 
 
 def train(players: list[Any], steps: int) -> list[float]:
-    """One trainer: what its player earned at each step since it began, or went on."""
+    """Run one trainer, and return its player's mean reward at each step since it started or resumed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -82,6 +82,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from holdfast.examples import ray_rollouts  # the module that Ray's workers know, not __main__
+    from holdfast.examples import ray_rollouts  # Ray's workers import this module by name, not __main__
 
     ray_rollouts.main()

@@ -1,6 +1,6 @@
-"""Ray Train, with its state in memory and no checkpoint: ``python -m holdfast.examples.ray_train --workers 2``.
+"""Ray Train with its state in memory and without checkpoints: ``python -m holdfast.examples.ray_train --workers 2``.
 
-When a worker dies, or its node, Train makes all workers again, and they go on from the step that they were in.
+If a worker or its node dies, Ray Train restarts all workers, and they resume at the step that they were in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, BATCH = 16, 64
 
 
 def train(config: dict[str, Any]) -> float:
-    """One worker: learns what a fixed matrix does; its loss in the end. Train has made the process group."""
+    """Run one worker, which learns a fixed matrix, and return its final loss. Ray Train made the process group."""
     torch.set_num_threads(1)
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     torch.manual_seed(0)
@@ -69,6 +69,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from holdfast.examples import ray_train  # the module that Ray's workers know, not __main__
+    from holdfast.examples import ray_train  # Ray's workers import this module by name, not __main__
 
     ray_train.main()

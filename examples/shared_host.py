@@ -1,9 +1,9 @@
-"""A job that shares its host with others (SJF-BSBF, arXiv 2407.13088): it accumulates gradients over sub-batches, and
-when another job comes it halves them, so that both fit into memory; when that is gone they grow again.
+"""A job that shares its host with others (SJF-BSBF, arXiv 2407.13088). It accumulates gradients over sub-batches. When
+another job arrives, it halves the sub-batches so that both jobs fit into memory; when that job leaves, they grow again.
 
-What makes it hard: how many rows a sub-batch has is in no ``state_dict``. It follows from what the scheduler said in
-the past, not from the step, and decides every bit that comes after: what batch norm sees at once, which masks
-dropout draws, in which order gradients are added.
+Why it is hard to protect: no ``state_dict`` contains the size of a sub-batch. The size depends on what the scheduler
+said earlier, not on the step, and decides every bit from then on: what batch norm sees at once, which masks dropout
+draws, in which order gradients are added.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from holdfast.chaos import drill
 from holdfast.examples.plain import Plain
 
 BATCH, LEAST = 12, 3
-"""Rows of a batch, which never changes, and of the smallest sub-batch."""
+"""Rows of a batch, whose size never changes, and of the smallest sub-batch."""
 
 TOLD = {"1": "share", "3": "share", "6": "alone"}
-"""What the scheduler says by default: two more jobs come, and one of them goes."""
+"""The scheduler's messages by default: two other jobs arrive, and one of them leaves."""
 
 
 class SharedHost(Plain):
     """`chaos.drill.Job`: data parallel, Adam, gradients accumulated over sub-batches and reduced once for all of them.
 
     Args:
-        told: ``share`` or ``alone`` by step: what the scheduler says before it.
-        without: what is not tracked: ``rows`` (of a sub-batch).
+        told: the scheduler's messages, ``share`` or ``alone``, each by the step that it precedes.
+        without: the state to leave untracked, for an audit to find: ``rows`` (of a sub-batch).
     """
 
     def __init__(self, seed: int, told: Mapping[str, str] | None = None, without: str = "") -> None:
@@ -42,7 +42,8 @@ class SharedHost(Plain):
     def protect(self, **options: object) -> InMemorySnapshot:
         snap = super().protect(**options)
         if self._without != "rows":
-            # Of the step that ended: the scheduler may speak before the next forward, and would be heard twice.
+            # Ask at the end of each step: the scheduler may send a message before the next forward, and sends it again
+            # after a restart.
             snap.track("rows", lambda: self.rows, self._set_rows, when="step")
         return snap
 
@@ -50,11 +51,11 @@ class SharedHost(Plain):
         self.rows = rows
 
     def share(self) -> None:
-        """Another job comes: half the memory for activations is its."""
+        """Another job arrives: leave it half of the memory for activations."""
         self.rows = max(LEAST, self.rows // 2)
 
     def alone(self) -> None:
-        """It is gone."""
+        """The other job has left."""
         self.rows = min(BATCH, self.rows * 2)
 
     def step(self, step: int, middle: Callable[[], None]) -> float:

@@ -1,8 +1,8 @@
-"""Replicas that come and go under torchft: one that comes back gets its state out of another node's memory.
+"""Replicas that come and go under torchft: one that returns gets its state from another node's memory.
 
-With ``pip install 'holdfast-train[torchft]'``, on each of two nodes, R being 0 and 1::
+It needs ``pip install 'holdfast-train[torchft]'``. On each of two nodes, with R = 0 and R = 1::
 
-    torchft_lighthouse --min_replicas 1 &          # once; its address goes into TORCHFT_LIGHTHOUSE
+    torchft_lighthouse --min_replicas 1 &          # on one node; set TORCHFT_LIGHTHOUSE to its address
     HOLDFAST_JOB=ft REPLICA_GROUP_ID=R torchrun --standalone --max-restarts 9 -m holdfast.examples.torchft_replicas
 """
 
@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=20)
 def main() -> None:
     replica = int(os.environ["REPLICA_GROUP_ID"])
     print(f"replica {replica} is up", flush=True)
-    torch.manual_seed(replica)  # replicas start differently; torchft brings them together through the transport
+    torch.manual_seed(replica)  # initial weights differ; torchft makes them equal through the transport
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -1,9 +1,9 @@
-"""ZeRO-1 as PyTorch has it: under DDP each rank keeps the optimizer's state of some parameters, steps those, and sends
-them to the others; here for LoRA, whose second factors are zero at first.
+"""ZeRO-1 as PyTorch implements it: under DDP each rank keeps the optimizer state of some parameters, steps these, and
+sends them to the others. It trains LoRA factors, the second of which start at zero.
 
-What makes it hard: a `ZeroRedundancyOptimizer` has no state; the optimizer inside it, a different one on each rank,
-has, and is found there. And what DDP's ranks keep here is not alike: moments of other parameters. After the first step
-they even look alike, as the gradients of all first factors are zero until then.
+Why it is hard to protect: a `ZeroRedundancyOptimizer` has no state of its own; the optimizer inside it has, and
+holdfast finds it. Unlike elsewhere under DDP, the ranks' optimizer states are not replicas but moments of different
+parameters. After the first step they even look the same, because the gradients of all first factors have been zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HIDDEN, RANK, LAYERS = 32, 4, 4
 
 
 class AdaptedBlock(nn.Module):
-    """Two frozen matrices; to the first is added the product of two factors, the second of which is zero at first."""
+    """Two frozen matrices. The product of two trained factors is added to the first; the second factor starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class AdaptedBlock(nn.Module):
 
 
 class Zero:
-    """`chaos.drill.Job`: data parallel, the optimizer's state divided."""
+    """`chaos.drill.Job`: data-parallel training with the optimizer state divided among the ranks."""
 
     def __init__(self, seed: int) -> None:
         seed_everything(seed)

@@ -1,6 +1,6 @@
 """Loops with Hugging Face's ``accelerate.Accelerator``: ``with protect(accelerator) as snap:``.
 
-What the accelerator prepared has wrappers around it, which pass steps and state on, and counters of its own: how many
+The accelerator wraps what it prepares; the wrappers pass steps and state on. It also has counters of its own: how many
 batches it has accumulated gradients of, and how many passes each of its data loaders has made.
 """
 
@@ -17,14 +17,14 @@ from holdfast.hook import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 NAME = "accelerate"
-"""What the accelerator's counters are tracked under."""
+"""The name under which the accelerator's counters are tracked."""
 
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""One process, and DDP."""
+"""The supported distributed types: one process, and DDP."""
 
 
 def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **options: Any) -> InMemorySnapshot:
-    """The snapshot of all that an accelerator has prepared: enter it after ``accelerator.prepare``.
+    """Make the snapshot of all that an accelerator has prepared. Call it after ``accelerator.prepare``.
 
     ::
 
@@ -34,17 +34,19 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
                     with accelerator.accumulate(model):
                         ...
 
-    Captured are the models, optimizers and schedules that were prepared, the gradient scaler, what was given to
-    ``register_for_checkpointing``, and the accelerator's counters; by ``snap.data`` the place in a prepared loader. A
-    step is an optimizer's: of batches whose gradients are accumulated the first begins it. ``snap.step`` counts these.
+    It captures the models, optimizers and schedules that were prepared, the gradient scaler, what was given to
+    ``register_for_checkpointing``, and the accelerator's counters; ``snap.data`` adds the place in a prepared loader. A
+    step is a step of the optimizer, which ``snap.step`` counts. If gradients are accumulated over several batches, the
+    first of these begins the step.
 
-    For one process, and for DDP. Training blocks as `holdfast.InMemorySnapshot` says.
+    Supports one process, and DDP. Training blocks as `holdfast.InMemorySnapshot` says.
 
     Args:
         extra, options: for `holdfast.InMemorySnapshot`.
 
     Raises:
-        ConfigError: no optimizer has been prepared; or the accelerator runs FSDP, DeepSpeed, Megatron-LM or XLA.
+        ConfigError: no model and optimizer have been prepared, or the accelerator runs FSDP, DeepSpeed, Megatron-LM or
+            XLA.
     """
     kind = DistributedType(accelerator.distributed_type).value
     if kind not in SERVED:
@@ -68,8 +70,8 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
 
 
 def _with_generator(loader: Any) -> None:
-    """A seedable sampler makes its generator in its first pass, and seeds it in every pass; `InMemorySnapshot.data`
-    looks for generators before the first one."""
+    """Give a seedable sampler its generator. The sampler makes one only in its first pass (and seeds it in every pass),
+    but `InMemorySnapshot.data` looks for generators before that."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator(torch.get_default_device())
@@ -80,7 +82,7 @@ def _counters(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _count_on(accelerator: Accelerator, held: dict[str, Any]) -> None:
-    """Loaders shuffle by the number of the pass, if their sampler is seedable."""
+    """Restore the counters. Loaders with a seedable sampler shuffle by the number of the pass."""
     accelerator.step = held["step"]
     for loader, passes in zip(accelerator._dataloaders, held["passes"], strict=True):
         loader.iteration = passes

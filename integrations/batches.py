@@ -1,8 +1,8 @@
-"""Batches that do not depend on how many ranks there are: the same samples in the same order, cut for whoever is there.
+"""Batches that do not depend on the number of ranks: the same samples in the same order, divided among the ranks.
 
 ::
 
-    batches = GlobalBatches(samples=len(dataset), batch=512, seed=1)      # in `extra` of InMemorySnapshot
+    batches = GlobalBatches(samples=len(dataset), batch=512, seed=1)      # goes into `extra` of InMemorySnapshot
     for numbers, weight in portion(next(batches), ranks, rank, largest=8):
         loss = model(dataset[numbers]).mean() * weight
         loss.backward()                                                   # DDP and FSDP average over the ranks
@@ -21,17 +21,17 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 class GlobalBatches:
-    """Numbers of samples, shuffled anew each time all were seen, without end; a batch may reach into the next round.
+    """Endless batches of sample numbers, reshuffled in each round over all samples; a batch may span two rounds.
 
-    Its state is where it is, the same on every rank whatever their number. Not thread-safe.
+    Its state is its position, which is the same on every rank and for any number of ranks. Not thread-safe.
 
     Args:
-        samples: how many there are.
-        batch: samples of one step of the whole job.
-        seed: of the order; the same on every rank.
+        samples: number of samples.
+        batch: number of samples in one step of the whole job.
+        seed: seed of the order; the same on every rank.
 
     Raises:
-        ConfigError: there is nothing to give.
+        ConfigError: `samples` or `batch` is less than 1.
     """
 
     def __init__(self, samples: int, batch: int, seed: int = 0) -> None:
@@ -53,11 +53,11 @@ class GlobalBatches:
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples were given out."""
+        """The number of samples returned so far."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         self._position = int(state["position"])
 
     def _number(self, position: int) -> int:
@@ -69,17 +69,17 @@ class GlobalBatches:
 
 
 def portion(batch: Sequence[int], ranks: int, rank: int, largest: int | None = None) -> list[tuple[list[int], float]]:
-    """What one data-parallel rank does of a batch: micro-batches, and what the mean loss of each is multiplied with.
+    """One data-parallel rank's part of a batch: its micro-batches, and the weight of each one's mean loss.
 
-    The gradients, averaged over ranks as DDP and FSDP do it and summed over micro-batches, are then those of the mean
-    loss over the whole batch. Every rank has the same number of micro-batches, as FSDP needs it; their lengths differ
-    by at most one.
+    The gradients, averaged over ranks as DDP and FSDP do and summed over micro-batches, are then those of the mean loss
+    over the whole batch. Every rank has the same number of micro-batches, as FSDP requires; their lengths differ by at
+    most one.
 
     Args:
-        largest: most samples of a micro-batch; None: there is one.
+        largest: most samples in a micro-batch; None: the rank has one micro-batch.
 
     Raises:
-        ConfigError: there is no such rank, or too few samples for every micro-batch to have one.
+        ConfigError: there is no such rank, `largest` is less than 1, or a micro-batch would be empty.
     """
     if not 0 <= rank < ranks or (largest is not None and largest < 1):
         raise ConfigError(

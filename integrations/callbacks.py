@@ -1,7 +1,7 @@
-"""What the callbacks of a trainer keep for themselves: averaged models go with a snapshot, what else changes is named.
+"""State that a trainer's callbacks keep to themselves: averaged models are captured, other changes are warned of.
 
-Trainers ask callbacks for plain values only. An averaged model lies in an attribute, and where it is written in a
-checkpoint the trainer is told of it in ways of its own.
+Trainers ask callbacks for plain values only. An averaged model is in an attribute of its callback, and gets into the
+trainer's checkpoints, if at all, by means of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.tensors import local
 
 DEEPEST = 3
-"""Containers in containers in attributes are looked into so far."""
+"""How many levels of nested containers in attributes are searched."""
 
 SAMPLE = 256
-"""Elements of each tensor are looked at."""
+"""Number of elements of each tensor that are compared."""
 
 SHOWN = 4
 
@@ -30,10 +30,12 @@ log = get_log(__name__)
 
 
 def keep_averages(snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: StateOf = lambda callback: None) -> None:
-    """Track modules and dicts of tensors in attributes of callbacks, unless they are captured anyway. Before entering.
+    """Track modules and dicts of tensors in attributes of callbacks, unless they are captured anyway.
+
+    Call it before the snapshot is entered.
 
     Args:
-        state_of: gives what is captured of a callback by asking it.
+        state_of: returns the part of a callback's state that is captured anyway.
     """
     held = _memory_of(snap)
     for name, callback in _named(callbacks).items():
@@ -47,10 +49,10 @@ def keep_averages(snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: St
 
 
 class Overlooked:
-    """Finds tensors of callbacks that change while no snapshot holds them, and says so once.
+    """Finds tensors of callbacks that change although no snapshot holds them, and warns once.
 
     Args:
-        state_of: gives what is captured of a callback by asking it.
+        state_of: returns the part of a callback's state that is captured anyway.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Overlooked:
         self._turn = 0
 
     def look(self) -> None:
-        """A step begins. The first, the second, the fourth one and so on are looked at: that waits for a device."""
+        """A step begins. Compares the tensors only at calls 1, 2, 4, 8 and so on, because that waits for the device."""
         self._turn += 1
         if self._turn & (self._turn - 1):
             return
@@ -73,13 +75,13 @@ class Overlooked:
         if changed:
             more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
             log.warning(
-                "%s%s: changed by callbacks while they train, and held by no snapshot: a restart begins with what the "
-                "callbacks make anew. If it matters, give it to `track`, or let the callback have it before training "
-                "begins, as a module or a dict of tensors",
+                "%s%s: changed by callbacks while they train, but held by no snapshot: after a restart they are what "
+                "the callbacks create anew. If that matters, pass them to `track`, or let the callback hold them "
+                "before training begins, as a module or a dict of tensors",
                 ", ".join(changed[:SHOWN]),
                 more,
             )
-            self._turn = 1 << 62  # once is enough
+            self._turn = 1 << 62  # no further look: one warning is enough
 
     def _found(self) -> Iterator[tuple[str, torch.Tensor]]:
         snap = self._snap()
@@ -95,7 +97,7 @@ class Overlooked:
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """By the name of their class, and by number where there are several."""
+    """The callbacks by class name, numbered where a class has several."""
     named: dict[str, Any] = {}
     for callback in callbacks:
         kind = type(callback).__qualname__.replace(".", "-")
@@ -108,7 +110,7 @@ def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
 
 
 def _kept(callback: Any) -> Iterator[tuple[str, torch.nn.Module | dict[str, torch.Tensor]]]:
-    """What can be tracked as a whole."""
+    """What can be tracked as a whole, with its path: the callback, or modules and dicts of tensors in attributes."""
     if isinstance(callback, torch.nn.Module):
         yield "", callback
     for attribute, value in vars(callback).items():
@@ -143,14 +145,14 @@ def _memory_of(snap: InMemorySnapshot) -> set[int]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Tells whether two tensors share memory."""
+    """A key that is the same for tensors that share memory."""
     if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
         return local(tensor).untyped_storage().data_ptr()
     return id(tensor)
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    """Some of its elements, from end to end."""
+    """The bytes of some elements, evenly spread over the tensor."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
         return b""
     flat = local(tensor).detach().reshape(-1)

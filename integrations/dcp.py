@@ -1,10 +1,10 @@
 """PyTorch's distributed checkpoints (DCP), to and from memory: ``dcp.save(state, storage_writer=MemoryWriter())``.
 
-Each rank's part of a checkpoint is a slot of its node's SMP, protected as any snapshot is. `MemoryReader` hands DCP the
-pieces that its planner asks for, so a checkpoint may be loaded by another number of ranks, and into another sharding.
+Each rank's part of a checkpoint is a slot of its node's SMP, protected like any snapshot. `MemoryReader` hands DCP the
+pieces that its planner asks for, so another number of ranks may load a checkpoint, also into another sharding.
 
-The checkpoint's metadata is not stored as a file of its own: every slot's record says what is in it, and the reader
-puts these together. Nothing is pickled here; objects that are no tensors DCP's planner pickles by itself.
+The checkpoint's metadata is not stored as a separate file: every slot's record says what the slot contains, and the
+reader combines these records. Nothing is pickled here; DCP's planner itself pickles objects that are not tensors.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ CheckpointId = str | os.PathLike[str] | None
 
 
 class MemoryWriter(StorageWriter):
-    """A `StorageWriter` whose storage is the memory of the nodes. The newest checkpoint replaces the one before.
+    """A `StorageWriter` whose storage is the memory of the nodes. Each checkpoint replaces the one before.
 
-    Make it once, on all ranks, after the process group; `dcp.save` and `dcp.async_save` (with a thread, not with a
-    process) then use it as often as they like, one save at a time. Each is a call of all ranks: with ``no_dist=True``,
-    or a `process_group` of some of them, it is refused with `ConfigError`.
+    Create it once, on all ranks, after the process group. `dcp.save` and `dcp.async_save` (with a thread, not with a
+    process) may then use it any number of times, one save at a time. All ranks take part in each save: with
+    ``no_dist=True``, or a `process_group` of some ranks, it raises `ConfigError`.
 
     Args:
-        job: whose memory it is; default that of the training run with ``.dcp`` added, so that an `InMemorySnapshot`
-            of the same run is not disturbed.
+        job: the job whose memory is used; default: the id of the training run with ``.dcp`` added, so that an
+            `InMemorySnapshot` of the same run is not disturbed.
         protect, arena, start: as for `holdfast.InMemorySnapshot`.
-        deadline_s: how long a save waits for the protection of what it wrote.
+        deadline_s: how long a save waits until the checkpoint is protected, in seconds.
 
     Raises:
         ConfigError: an argument, or the set-up of the machine, is wrong.
@@ -94,26 +94,26 @@ class MemoryWriter(StorageWriter):
         self._name = str(checkpoint_id or "")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Every rank does the same. Raises `ConfigError` if DCP takes this for another rank than it is."""
+        """Set up every rank alike, coordinator or not. Raises `ConfigError` if DCP gives this rank another number."""
         self._by_all = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank", self._memory.agreement.rank)
         if rank != self._memory.agreement.rank:
-            raise ConfigError(f"DCP calls rank {self._memory.agreement.rank} of the job rank {rank}: {ALL_RANKS}")
+            raise ConfigError(f"DCP numbers rank {self._memory.agreement.rank} of the job as rank {rank}: {ALL_RANKS}")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Raises `ConfigError` if it is not a plan of each rank: the others would be waited for in vain."""
+        """Raises `ConfigError` unless every rank has a plan: the save would wait in vain for those without one."""
         if self._by_all and len(plans) != self._memory.ranks:
             raise ConfigError(f"DCP has the plans of {len(plans)} of {self._memory.ranks} ranks: {ALL_RANKS}")
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy this rank's part, and wait until every node has protected its own. A collective call; blocks.
+        """Copy this rank's part, and wait until every node's parts are protected. A collective call; blocks.
 
         Raises:
-            HoldfastError: a rank could not; then the checkpoint before this one is still there.
+            HoldfastError: a rank failed; the checkpoint before this one is still there.
         """
         tensors = {f"{i}:{item.index.fqn}": _resolve(item, planner) for i, item in enumerate(plan.items)}
         record = _SlotRecord.of(self._name, self._memory.coord, plan, list(tensors)).to_json()
@@ -128,15 +128,15 @@ class MemoryWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing to do: the metadata follows from the records."""
+        """Do nothing: the metadata follows from the records."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Any text will do; it is kept with the checkpoint."""
+        """Accept any text, which is kept with the checkpoint."""
         return True
 
     def close(self, *, keep: bool = True) -> None:
-        """Let go of the SMP. With ``keep=False`` the checkpoint is given up, and the SMPs end: a collective call."""
+        """Disconnect from the SMP. ``keep=False`` also gives up the checkpoint and ends the SMPs: a collective call."""
         if not keep:
             self._memory.finish(self._writer.epoch)
         self._writer.close()
@@ -144,14 +144,14 @@ class MemoryWriter(StorageWriter):
 
 
 class MemoryReader(StorageReader):
-    """A `StorageReader` for what `MemoryWriter` saved: the newest checkpoint of which every byte can be had.
+    """A `StorageReader` for what `MemoryWriter` saved: the newest checkpoint of which every byte can be recovered.
 
-    Make it on all ranks. Every node that holds part of the checkpoint has to run one of them at least; parity makes up
-    for what others held.
+    Create it on all ranks. Every node that holds part of the checkpoint must run at least one rank; parity replaces
+    what other nodes held.
 
     Args:
         job, arena: as for `MemoryWriter`.
-        start: start an SMP on a node that has none yet, such as one that takes a lost one's place.
+        start: start an SMP on a node that has none yet, such as one that replaces a lost node.
     """
 
     def __init__(self, *, job: str | None = None, arena: Path | None = None, start: bool = True) -> None:
@@ -164,10 +164,10 @@ class MemoryReader(StorageReader):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to load, since nothing was saved. A collective call.
+        """Whether there is nothing to load because nothing was saved. A collective call.
 
         Raises:
-            Unrecoverable: something was saved, and too much of it is lost.
+            Unrecoverable: a checkpoint was saved, but too much of it is lost.
         """
         inventories, _, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
         return plan_restore(inventories, None) is None
@@ -177,12 +177,12 @@ class MemoryReader(StorageReader):
         self._shards.clear()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Find the newest checkpoint, and what is in it. A collective call.
+        """Find the newest checkpoint and its content. A collective call.
 
         Raises:
-            ConfigError: there is none, or it has another id than was asked for.
-            AgreementLost: not every rank came.
-            Unrecoverable: too much of it is lost.
+            ConfigError: there is no checkpoint, or it has another id than was asked for.
+            AgreementLost: not every rank takes part.
+            Unrecoverable: too much of the checkpoint is lost.
         """
         try:
             inventories, coords, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
@@ -213,7 +213,7 @@ class MemoryReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: every rank does the same."""
+        """Do nothing: the coordinator has no special role."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -222,11 +222,11 @@ class MemoryReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner asks for; shards of other nodes are fetched, or computed, first. A collective call;
+        """Fill the tensors that the planner asks for; first fetch or compute shards of other nodes. A collective call;
         blocks.
 
         Raises:
-            HoldfastError: something cannot be had, here or on another node.
+            HoldfastError: a shard cannot be recovered, here or on another node.
         """
         self._fetch({self._places[item.storage_index][0] for item in plan.items})
         for item in plan.items:
@@ -248,16 +248,16 @@ class MemoryReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Any text will do; it must be the one that the checkpoint was saved under, if one is given."""
+        """Accept any text. If one is given, `read_metadata` compares it with the checkpoint's."""
         return True
 
     def close(self) -> None:
-        """Let go of the SMP."""
+        """Disconnect from the SMP."""
         self._shards.clear()
         self._memory.close()
 
     def _fetch(self, coords: set[str]) -> None:
-        """Have this node hold what its ranks need. Only the first of them asks: two would take each other's slot."""
+        """Have this node hold what its ranks need. Only its first rank asks: two would take each other's slot."""
         agreement, node = self._memory.agreement, self._memory.client.node
         requests = [json.loads(text) for text in agreement.gather(json.dumps([node, sorted(coords)]).encode())]
         here = [wanted for name, wanted in requests if name == node]
@@ -286,10 +286,11 @@ class MemoryReader(StorageReader):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One write of DCP's plan, and the leaf that holds it.
+    """One write item of DCP's plan, and the leaf that holds it.
 
     Attributes:
-        size: of the whole tensor; None for an object that is no tensor. `dtype`: as torch spells it.
+        size: size of the whole tensor; None for an object that is not a tensor.
+        dtype: name of the dtype, as in ``torch.float32``, without ``torch.``.
     """
 
     leaf: str
@@ -324,7 +325,7 @@ class _Item:
         return cls(leaf, index, torch.Size(size), ChunkStorageMetadata(offsets, sizes), dtype, requires_grad)
 
     def add_to(self, metadata: Metadata) -> None:
-        """Say in `metadata` what this is a part of."""
+        """Add this item to `metadata`."""
         known = metadata.state_dict_metadata
         if self.chunk is None or self.size is None:
             known[self.index.fqn] = BytesStorageMetadata()
@@ -337,8 +338,8 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _SlotRecord:
-    """What one slot says of itself: the checkpoint's id, whose part of it this is, what is in it, and how DCP's planner
-    has flattened it."""
+    """A slot's description of its content: the checkpoint's id, the coordinate whose part it is, its items, and how
+    DCP's planner flattened the state."""
 
     name: str
     coord: str
@@ -351,7 +352,7 @@ class _SlotRecord:
         return cls(name, coord, items, plan.planner_data or {})
 
     def to_json(self) -> bytes:
-        """Raises `StateMismatch` if the planner's data is nothing plain."""
+        """Raises `StateMismatch` if the planner's data has other than plain values."""
         data = {
             "name": self.name,
             "coord": self.coord,
@@ -362,7 +363,7 @@ class _SlotRecord:
 
     @classmethod
     def from_json(cls, text: str) -> _SlotRecord:
-        """Raises `ProtocolError` if it is not what `to_json` makes."""
+        """Raises `ProtocolError` if `text` is not what `to_json` makes."""
         try:
             data = json.loads(text)
             items = tuple(map(_Item.from_json, data["items"]))
@@ -376,7 +377,7 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    """What the planner has for an item, as a plain dense tensor; of an object that is none, its bytes."""
+    """The planner's data for an item as a plain dense tensor; the bytes of an object that is not a tensor."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
         content = bytearray(data.getvalue())

@@ -1,9 +1,9 @@
 """DeepSpeed's checkpoints in memory: ``engine.checkpoint_engine = MemoryCheckpointEngine()``.
 
-``engine.save_checkpoint`` then copies every rank's part into a slot of its node's SMP, protected as any snapshot is;
-``engine.load_checkpoint`` reads it there. DeepSpeed looks for its files by name, so each has a placeholder of a few
-bytes where it would be; on a node that takes a lost one's place they are written anew. Nothing is pickled: of objects
-in a checkpoint, DeepSpeed's own few are known.
+``engine.save_checkpoint`` then copies every rank's part into a slot of its node's SMP, protected like any snapshot;
+``engine.load_checkpoint`` reads it from there. DeepSpeed looks for its files by name, so a placeholder of a few bytes
+takes the place of each; on a node that replaces a lost one the placeholders are written again. Nothing is pickled: the
+only objects that a checkpoint may contain are a few of DeepSpeed's own (`KNOWN`).
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ MARK = "holdfast.class"
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a file: a coordinate, and the SMP that has its shard."""
+    """The holder of a file: a coordinate, and the address of the SMP that has its shard."""
 
     coord: str
     address: Address
 
 
 class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ignore]
-    """A `CheckpointEngine` whose storage is the memory of the nodes. The newest checkpoint replaces the one before.
+    """A `CheckpointEngine` whose storage is the memory of the nodes. Each checkpoint replaces the one before.
 
-    Make it on all ranks after ``deepspeed.initialize`` and before ``engine.load_checkpoint``: a collective call. What
-    a lost node held is computed then.
+    Create it on all ranks after ``deepspeed.initialize`` and before ``engine.load_checkpoint``. The constructor is a
+    collective call, and recomputes what a lost node held.
 
     Args:
-        job: whose memory it is; default that of the training run with ``.deepspeed`` added.
+        job: the job whose memory is used; default: the id of the training run with ``.deepspeed`` added.
         protect, arena, start: as for `holdfast.InMemorySnapshot`.
-        deadline_s: how long a save waits for the protection of what it wrote.
+        deadline_s: how long a save waits until the checkpoint is protected, in seconds.
 
     Raises:
         ConfigError: an argument, or the set-up of the machine, is wrong.
-        StateMismatch: the checkpoint in memory is of another number of ranks.
-        Unrecoverable: too much of it is lost.
+        StateMismatch: another number of ranks saved the checkpoint in memory.
+        Unrecoverable: too much of the checkpoint is lost.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             repair_parity(memory.client, plan, coords, memory.coord)
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """A new checkpoint begins."""
+        """Begin a new checkpoint."""
         self._saving.clear()
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Note what is to be kept under `path`; it is copied in `commit`, before training goes on."""
+        """Note the state to keep under `path`. `commit` copies it, before training continues."""
         self._saving[os.path.normpath(path)] = state_dict
 
     def commit(self, info: CheckpointCommitInfo | None) -> bool:
-        """Copy all that was noted, and wait until every node has protected its own. A collective call; blocks.
+        """Copy all states that were noted, and wait until every node's are protected. A collective call; blocks.
 
         Raises:
-            StateMismatch: something in it cannot be kept exactly; the message names it.
-            HoldfastError: a rank could not; then the checkpoint before this one is still there.
+            StateMismatch: a state has something that cannot be kept exactly; the message names it.
+            HoldfastError: a rank failed; the checkpoint before this one is still there.
         """
         tensors: dict[str, torch.Tensor] = {}
         files = {path: encode(strip(state), Path(path).name, tensors) for path, state in self._saving.items()}
@@ -115,7 +115,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What was saved under `path`, its tensors in host memory. Blocks while it is fetched.
+        """Return what was saved under `path`, with tensors in host memory. Blocks while it is fetched.
 
         Raises:
             ConfigError: the checkpoint in memory has no such file.
@@ -134,18 +134,18 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             return unstrip(decode(encoded, lambda leaf: read_leaf(shard.view, *form.offsets[leaf])))
 
     def preserves_storage_sharing(self) -> bool:
-        """No: tensors are stored one by one, so there is no need to clone views before they are saved."""
+        """False: tensors are stored one by one, so DeepSpeed need not clone views before it saves them."""
         return False
 
     def close(self, *, keep: bool = True) -> None:
-        """Let go of the SMP. With ``keep=False`` the checkpoint is given up, and the SMPs end: a collective call."""
+        """Disconnect from the SMP. ``keep=False`` also gives up the checkpoint and ends the SMPs: a collective call."""
         if not keep:
             self._memory.finish(self._writer.epoch)
         self._writer.close()
         self._memory.close()
 
     def _share(self, record: Mapping[str, Any]) -> None:
-        """Learn who holds which file, and write placeholders for all of them. A collective call."""
+        """Exchange which rank holds which file, and write a placeholder for each. A collective call."""
         memory = self._memory
         mine = [memory.coord, memory.client.inventory().bulk, list(record["files"]), record["latest"]]
         everyone = [json.loads(text) for text in memory.agreement.gather(json.dumps(mine).encode())]
@@ -161,7 +161,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
 
 
 def strip(value: Any) -> Any:
-    """The same with DeepSpeed's objects as dicts of plain values."""
+    """`value` with DeepSpeed's objects replaced by dicts of plain values."""
     cls = type(value)
     if KNOWN.get(cls.__name__) is cls:
         content = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else vars(value)
@@ -170,7 +170,7 @@ def strip(value: Any) -> Any:
 
 
 def unstrip(value: Any) -> Any:
-    """What `strip` made `value` from."""
+    """The inverse of `strip`."""
     if not isinstance(value, dict) or MARK not in value:
         return _over(value, unstrip)
     cls, content = KNOWN[value[MARK]], unstrip(value["content"])
@@ -192,7 +192,7 @@ def _over(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _put(path: Path, text: str) -> None:
-    """Replace a file, whole."""
+    """Write a file, replacing any old one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.write_text(text)

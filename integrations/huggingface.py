@@ -1,9 +1,9 @@
-"""Hugging Face's ``transformers.Trainer``: ``protect(trainer); trainer.train()`` goes on with a run that died.
+"""Hugging Face's ``transformers.Trainer``: ``protect(trainer); trainer.train()`` resumes a run that died.
 
-A callback alone cannot do it: it can neither say in which epoch the loop begins, nor hear of exceptions. So three of
-the trainer's methods are wrapped as well. Batches that were seen are skipped by the trainer's own means.
+A callback alone is not enough: it can neither set the epoch in which the loop begins, nor learn of exceptions. So three
+of the trainer's methods are wrapped as well. The trainer's own code skips batches that were seen before.
 
-A snapshot is complete in ``on_step_begin`` of the next step, when logs, evaluation and callbacks have had their turn.
+A snapshot is complete in ``on_step_begin`` of the next step, after logs, evaluation and callbacks have run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
 
 NAME = "huggingface"
-"""What the trainer's state is tracked under."""
+"""The name under which the trainer's state is tracked."""
 
 STATE = (
     "epoch",
@@ -34,47 +34,51 @@ STATE = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Of `TrainerState`; ``log_history`` too. The rest follows from the arguments."""
+"""Captured fields of `TrainerState`, besides ``log_history``. The others follow from the arguments."""
 
 TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""What the trainer itself adds up, besides ``_tr_loss``."""
+"""Sums and counters of the trainer itself, besides ``_tr_loss``."""
 
 
 def protect(
     trainer: Trainer, *, track: Callable[[InMemorySnapshot, Trainer], None] | None = None, **options: Any
 ) -> ProtectCallback:
-    """Keep what `trainer` trains in memory. Call it once, before ``trainer.train()``, after other callbacks are added.
+    """Keep the state of `trainer` in memory. Call it once, before ``trainer.train()``, after other callbacks are added.
 
-    Carried, so that a run that was killed and started again ends as if nothing had happened: parameters, buffers,
+    A run that was killed and started again ends as if nothing had happened. Restored are: parameters, buffers,
     optimizer, schedule and gradient scaler; the random generators; `TrainerState` with its ``log_history``; the losses
-    and operations that were added up since the last log; the attributes that stateful callbacks export; modules and
-    dicts of tensors in attributes of callbacks, such as averages; the epoch, and how many steps of it are done.
+    and operations added up since the last log; the attributes that stateful callbacks export; modules and dicts of
+    tensors in attributes of callbacks, such as averages; the epoch, and how many of its steps are done.
 
-    Not carried: memory and speed metrics, which count from the last start, as with Trainer's own resuming; what is
-    not exported by other callbacks: tensors that they change are named in a warning, once. The epoch's data loader is
-    made again with the random numbers that it was made with, and the trainer skips what was seen, by index where the
-    data set has indices. So batches are the same as long as they do not depend on random numbers drawn while they are
-    made: a collator that masks at random, or a data set that keeps state of its own, needs seeds that follow from the
-    example. Give what else there is to `track`.
+    Not restored: memory and speed metrics, which count from the last start, as when Trainer itself resumes; state that
+    other callbacks do not export: if they change tensors, one warning names these. The epoch's data loader is made
+    again from the same state of the random generators, and the trainer skips what was seen, by index where the data set
+    has indices. So batches are the same as long as they do not depend on random numbers drawn while they are made: a
+    collator that masks at random, or a data set with state of its own, needs seeds that follow from the example. Use
+    `track` for any other state.
 
-    An evaluation that was cut short is done again, with the step before it. Callbacks hear ``on_epoch_begin`` of
-    finished epochs again, and nothing else of them. A snapshot wins over ``train(resume_from_checkpoint=...)``.
+    An evaluation that was interrupted is repeated, together with the step before it. For finished epochs callbacks get
+    ``on_epoch_begin`` again, but no other event. A snapshot takes precedence over
+    ``train(resume_from_checkpoint=...)``.
 
-    For one process, and for DDP. Training blocks as `holdfast.InMemorySnapshot` says.
+    Supports one process, and DDP. Training blocks as `holdfast.InMemorySnapshot` says.
 
     Args:
         track: called with the snapshot and the trainer before the state is restored, for `InMemorySnapshot.track`.
         options: for `holdfast.InMemorySnapshot`.
 
     Returns:
-        The callback that was added. Its ``snapshot`` is what keeps the state, while the trainer trains.
+        The callback that was added. Its ``snapshot`` is the `InMemorySnapshot`, while the trainer trains.
 
     Raises:
-        ConfigError: the trainer cannot be protected: ``auto_find_batch_size``, FSDP and DeepSpeed; or it is already.
-        HoldfastError: from ``train``, whatever `InMemorySnapshot` raises on entering, and at the first step.
+        ConfigError: the trainer uses ``auto_find_batch_size``, FSDP or DeepSpeed, or is protected already.
+        HoldfastError: from ``train``: whatever `InMemorySnapshot` raises on entering, and at the first step.
     """
     if trainer.args.auto_find_batch_size:
-        raise ConfigError("auto_find_batch_size: a step would not be the same step after a restart; fix the size")
+        raise ConfigError(
+            "auto_find_batch_size is not supported, because batches may have another size after a restart: set "
+            "per_device_train_batch_size instead"
+        )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ConfigError("FSDP and DeepSpeed under transformers.Trainer are not supported: use one process, or DDP")
     if any(isinstance(callback, ProtectCallback) for callback in trainer.callback_handler.callbacks):
@@ -126,7 +130,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._held = None
         if self._snap is not None and self._overlooked is not None:
-            self._snap.settle()  # the first time, puts the generators back
+            self._snap.settle()  # the first time, this restores the generators
             self._overlooked.look()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -135,10 +139,10 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._snap is not None:
             self._snap.settle()
 
-    # What stands in for the trainer's methods.
+    # Replacements of the trainer's methods.
 
     def guard(self, loop: Callable[..., Any]) -> Callable[..., Any]:
-        """``_inner_training_loop``, which says how training ended."""
+        """Wrap ``_inner_training_loop``, to learn how training ends."""
 
         @functools.wraps(loop)
         def training(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +157,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return training
 
     def place(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``_run_epoch``, which goes on where the run that died was."""
+        """Wrap ``_run_epoch``, to resume where the dead run was."""
 
         @functools.wraps(run)
         def run_epoch(**kwargs: Any) -> Any:
@@ -167,7 +171,8 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 return None
             if epoch > held["epoch"]:
                 raise ConfigError(
-                    f"the checkpoint is of epoch {epoch}, the snapshot of epoch {held['epoch']}: remove one"
+                    f"resume_from_checkpoint begins in epoch {epoch}, but the snapshot in memory is from epoch "
+                    f"{held['epoch']}: remove one of them"
                 )
             rng.restore(held["rng"])
             self._begin_epoch(epoch, self._trainer.state.global_step - held["done"], steps)
@@ -182,16 +187,16 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return run_epoch
 
     def without_files(self, load: Callable[[Any], None]) -> Callable[[Any], None]:
-        """``_load_rng_state``, where there is a file."""
+        """Wrap ``_load_rng_state``, to skip it while a run resumes from memory: there is no file then."""
         return lambda checkpoint: load(checkpoint) if self._held is None else None
 
-    # Inside.
+    # Internals.
 
     def _begin_epoch(self, epoch: int, first: int, steps: int) -> None:
         self._epoch, self._first, self._steps, self._at_epoch = epoch, first, steps, rng.capture()
 
     def _get(self) -> dict[str, Any]:
-        """Called in ``on_step_begin`` of the next step, and at the end."""
+        """The state. Called in ``on_step_begin`` of the next step, and at the end of training."""
         trainer, state = self._trainer, self._trainer.state
         return {
             "state": {name: getattr(state, name) for name in STATE},
@@ -233,7 +238,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class _LogHistory:
-    """``log_history`` as lines of JSON. Only what is new is written: the list grows for as long as a run lasts."""
+    """``log_history`` as lines of JSON. Only encodes new entries, because the list grows throughout a run."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -248,7 +253,7 @@ class _LogHistory:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer in Accelerate's wrapper, which is one by type only."""
+    """The optimizer inside Accelerate's wrapper, which is an optimizer by type only."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     result: torch.optim.Optimizer = optimizer

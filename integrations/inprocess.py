@@ -1,8 +1,8 @@
 """Recovery in processes that stay alive: giving up the process groups of a job that has lost a rank.
 
-Leave the block by the exception of the failed collective, `abandon_process_groups`, ``init_process_group`` again, wrap
-the model again if it was in DDP, and enter a new `holdfast.InMemorySnapshot` with the same model and optimizer: they
-are rolled back in place, in a new epoch. docs/in-process.md has the loop.
+Let the failed collective's exception leave the block. Call `abandon_process_groups` and ``init_process_group``, wrap
+the model in DDP again if it was, and enter a new `holdfast.InMemorySnapshot` with the same model and optimizer: it
+rolls them back in place, in a new epoch. docs/in-process.md has the loop.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.collective.mesh import AgreementLost
 
 RANK_LOST = (RuntimeError, AgreementLost)
-"""What is raised where another rank is gone: by torch's collectives, and by holdfast's own. Errors of the device and of
-the model are `RuntimeError`, too; a job that goes round in a circle by those is stopped by ``HOLDFAST_MAX_REPEATS``."""
+"""What torch's collectives and holdfast's own raise when another rank is gone. Errors of the device and of the model
+are `RuntimeError`, too; ``HOLDFAST_MAX_REPEATS`` stops a job that such an error restarts again and again."""
 
 log = get_log(__name__)
 
@@ -23,9 +23,9 @@ log = get_log(__name__)
 def abandon_process_groups() -> None:
     """Give up every process group of this process, so that ``init_process_group`` can be called again.
 
-    Not a collective call, and does not wait for ranks that are gone: communicators of NCCL are aborted first, which
-    ends kernels that wait for them. Ranks that still wait for this one see that it has left. Harmless where there is
-    none. Let go of whatever uses the groups before, such as DDP.
+    Not a collective call. Does not wait for ranks that are gone: NCCL communicators are aborted first, which ends
+    kernels that wait for such ranks. Ranks that still wait for this one see that it has left. Does nothing if there are
+    no groups. First release whatever uses the groups, such as DDP.
     """
     if not dist.is_initialized():
         return

@@ -1,8 +1,8 @@
-"""PyTorch Lightning: ``Trainer(callbacks=[InMemoryCallback()])`` keeps a fit in memory, and goes on with one that died.
+"""PyTorch Lightning: ``Trainer(callbacks=[InMemoryCallback()])`` keeps a fit in memory, and resumes one that died.
 
 Lightning runs forward and backward inside ``optimizer.step(closure)``; here the closure runs just before the step, so
-that copies overlap with it. A snapshot is complete when the next batch is about to be read: then validation, the end
-of the epoch, schedules and the callbacks have had their turn, and no random number for that batch has been drawn.
+that copies overlap with it. A snapshot is complete when the next batch is about to be read: by then validation, the end
+of the epoch, schedules and callbacks have run, and no random number for that batch has been drawn.
 """
 
 from __future__ import annotations
@@ -23,42 +23,41 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
 
 NAME = "lightning"
-"""What the loops' state is tracked under."""
+"""The name under which the state of the loops is tracked."""
 
 ARRAY = "lightning.array"
-"""Marks a small tensor that is kept among the plain values: as a leaf, each new one would need a new layout."""
+"""Marks a small tensor that is kept among the plain values. As a leaf, each new one would need a new layout."""
 
 
 class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Restores in ``on_fit_start``, takes snapshots while the trainer fits, and ends the job in ``on_fit_end``.
 
-    Carried, so that a fit that was killed and started again ends as if nothing had happened: parameters, buffers,
+    A fit that was killed and started again ends as if nothing had happened. Restored are: parameters, buffers,
     optimizers, schedules and the gradient scaler; the random generators; all counters of the fit loop (epoch, batch,
     global step, those of validation); ``callback_metrics``, ``should_stop`` and the states of the other callbacks and
     of the datamodule; modules and dicts of tensors that callbacks have before ``on_fit_start``, as `WeightAveraging`
-    has; the place in the training data. A data loader with ``state_dict`` is asked for its place. Of any
-    other the epoch's iterator is made again with the random numbers that it was made with, and the batches that were
-    seen are read again and dropped; so their content may depend on the sampler, but a data set that keeps state of its
-    own must be tracked.
+    has; the place in the training data. A data loader with ``state_dict`` is asked for its place. For any other, the
+    epoch's iterator is made again from the same state of the random generators, and the batches that were seen are
+    read again and dropped. So batches may depend on the sampler, but a data set with state of its own must be tracked.
 
-    Not carried: accumulated metrics (``self.log(..., on_epoch=True)`` in ``training_step``, torchmetrics), which after
-    a restart cover the rest of the epoch only, so let nothing that steers training monitor them; what loggers and
-    the progress bar show; ``on_save_checkpoint`` of the module; wall-clock timers. Give what else there is to `track`.
+    Not restored: accumulated metrics (``self.log(..., on_epoch=True)`` in ``training_step``, torchmetrics), which after
+    a restart cover only the rest of the epoch, so nothing that steers training should monitor them; what loggers and
+    the progress bar show; ``on_save_checkpoint`` of the module; wall-clock timers. Use `track` for any other state.
 
-    A validation that was cut short is done again, with the step before it. Hooks for the start of the epoch are not
-    called again when it goes on in the middle; ``on_fit_start`` and ``on_train_start`` are. A snapshot wins over
-    ``fit(ckpt_path=...)``. Other tensors that callbacks change are named in a warning, once. All steps of optimizers
-    within a batch count as one.
+    A validation that was interrupted is repeated, together with the step before it. Hooks for the start of the epoch
+    are not called again when it resumes in the middle; ``on_fit_start`` and ``on_train_start`` are. A snapshot takes
+    precedence over ``fit(ckpt_path=...)``. If callbacks change other tensors, one warning names them. All steps of
+    optimizers within a batch count as one.
 
-    For one process, and for ``strategy="ddp"``. The trainer blocks as `holdfast.InMemorySnapshot` says.
+    Supports one process, and ``strategy="ddp"``. The trainer blocks as `holdfast.InMemorySnapshot` says.
 
     Args:
         track: called with the snapshot and the module before the state is restored, for `InMemorySnapshot.track`.
         options: for `holdfast.InMemorySnapshot`.
 
     Raises:
-        ConfigError: from ``fit``: a ``training_step`` that takes ``dataloader_iter`` reads data where nobody sees it.
-        HoldfastError: from ``fit``, whatever `InMemorySnapshot` raises on entering, and at the first step.
+        ConfigError: from ``fit``: ``training_step`` takes ``dataloader_iter``, so its place in the data is not known.
+        HoldfastError: from ``fit``: whatever `InMemorySnapshot` raises on entering, and at the first step.
     """
 
     def __init__(self, *, track: Callable[[InMemorySnapshot, Any], None] | None = None, **options: Any) -> None:
@@ -69,7 +68,7 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     @property
     def snapshot(self) -> InMemorySnapshot | None:
-        """What keeps the state, while the trainer fits."""
+        """The snapshot, while the trainer fits."""
         return self._snap
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -84,7 +83,7 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         keep_averages(snap, others, _state_of)
         own = rng.capture()
         snap.__enter__()
-        rng.restore(own)  # a train_dataloader() that splits data at random does so as when the job began
+        rng.restore(own)  # so that a train_dataloader() that splits data at random splits it as before
         self._snap, self._fit = snap, fit
         fit.begin(Overlooked(snap, others, _state_of))
 
@@ -107,7 +106,7 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
 
 
 class _Fit:
-    """The state of a trainer's loops: how it is read, and how they go on with it."""
+    """The state of a trainer's loops: reads it, and makes the loops resume from it."""
 
     def __init__(self, trainer: Any, snap: SettledSnapshot) -> None:
         self._trainer = trainer
@@ -118,7 +117,7 @@ class _Fit:
         self._undo: list[Callable[[], None]] = []
 
     def get(self) -> dict[str, Any]:
-        """Called as the next batch is about to be read."""
+        """The state. Called when the next batch is about to be read."""
         trainer = self._trainer
         return {
             "loops": trainer.fit_loop.state_dict(),
@@ -132,11 +131,11 @@ class _Fit:
         }
 
     def set(self, held: dict[str, Any]) -> None:
-        """Kept until all has been restored."""
+        """Keep the restored state until everything has been restored."""
         self._held = held
 
     def begin(self, overlooked: Overlooked) -> None:
-        """Take over what was restored, and listen to the loops."""
+        """Replace methods of the loops, and take over what was restored."""
         self._overlooked = overlooked
         for optimizer in self._trainer.optimizers:
             if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
@@ -169,18 +168,18 @@ class _Fit:
             trainer.datamodule.load_state_dict(held["datamodule"])
         trainer.should_stop = held["stop"]
         epochs = trainer.fit_loop.epoch_progress.current
-        if epochs.ready == epochs.processed:  # kept at the end of a fit, and fitted on: the next epoch begins
+        if epochs.ready == epochs.processed:  # kept at the end of an earlier fit: the next epoch begins
             self._went_on()
-            self._snap.settle()  # puts the generators back before its data is read
+            self._snap.settle()  # restores the generators before its data is read
 
     def _went_on(self) -> None:
-        """The loops need not know any more that they were restored: they would skip or repeat what is due."""
+        """Clear the loops' marks of being restored, with which they would skip or repeat what is due."""
         self._held = None
         for loop in _loops(self._trainer.fit_loop):
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
             loop.reset_restart_stage()
 
-    # What stands in for a method is given that method.
+    # Each of the following takes a method of a loop and returns its replacement.
 
     def _before_iter(self, load: Callable[[], None]) -> Callable[[], None]:
         def before_iter() -> None:
@@ -190,7 +189,7 @@ class _Fit:
         return before_iter
 
     def _unless_resumed(self, reset: Callable[[], None]) -> Callable[[], None]:
-        """The counters of an epoch that goes on are right as they are."""
+        """Skip the reset if an epoch resumes: its counters are right as they are."""
         return lambda: None if self._held is not None else reset()
 
     def _on_run_start(self, start: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -210,7 +209,7 @@ class _Fit:
         return on_run_start
 
     def _resume(self, fetcher: Any, held: dict[str, Any], start: Callable[[Any], None]) -> None:
-        """Have the next batch be the one that the trainer that died was about to read."""
+        """Make the next batch the one that the dead trainer was about to read."""
         self._at_iter, self._at_first = held["rng"]["iter"], held["rng"]["first"]
         if not held["loops"]["state_dict"].get("combined_loader"):
             rng.restore(self._at_iter)
@@ -219,7 +218,7 @@ class _Fit:
             seen = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             for _ in range(seen):
                 next(fetcher)
-            fetcher.fetched -= seen  # Lightning adds them
+            fetcher.fetched -= seen  # Lightning adds them itself
         self._trainer.fit_loop._last_train_dl_reload_epoch = held["reloaded"]
         start(fetcher)
         self._went_on()
@@ -235,7 +234,7 @@ class _Fit:
         return before_fetch
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let what `make` makes of a method of this one object stand in for it."""
+        """Replace a method of this one object by what `make` makes of it."""
         earlier = vars(owner).get(name)
         setattr(owner, name, make(getattr(owner, name)))
         self._undo.append(lambda: delattr(owner, name) if earlier is None else setattr(owner, name, earlier))
@@ -246,7 +245,7 @@ def _state_of(callback: Any) -> Any:
 
 
 def _closure_first(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Forward and backward, then the step: torch's optimizers but LBFGS do the same, inside of their step."""
+    """Run forward and backward, then the step. Torch's optimizers except LBFGS do the same inside their step."""
 
     @functools.wraps(step)
     def stepping(closure: Callable[[], Any] | None = None) -> Any:
@@ -267,7 +266,7 @@ def _loops(loop: Any) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with the tensors that numpy can hold as arrays. On a device they stay: reading them would wait for it."""
+    """`value` with NumPy arrays for the tensors that NumPy can hold. Tensors on a device stay: reading them blocks."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype is not torch.bfloat16:
@@ -276,7 +275,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Any:
-    """What `_plain` made its argument from."""
+    """The inverse of `_plain`."""
     if isinstance(value, dict):
         return {key: _tensors(item) for key, item in value.items()}
     if isinstance(value, tuple) and len(value) == 2 and value[0] == ARRAY and isinstance(value[1], np.ndarray):

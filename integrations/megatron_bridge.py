@@ -1,7 +1,7 @@
-"""Megatron-Bridge: ``pretrain(config, forward_step, callbacks=[BridgeCallback()])``, nothing is edited.
+"""Megatron-Bridge: ``pretrain(config, forward_step, callbacks=[BridgeCallback()])``; no code of it is edited.
 
-The loop is ``on_train_step_start``, ``train_step``, counters, evaluation, checkpoints. A step begins with the first of
-these, so the state is what the iteration before it has left, its evaluation included.
+An iteration is ``on_train_step_start``, ``train_step``, counters, evaluation, checkpoints. A step begins with the first
+of these, so the state includes what the iteration before has changed, also in its evaluation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from holdfast.snapshot.session import Checks
 from holdfast.snapshot.state import rng
 
 NAME = "megatron_bridge"
-"""What all of it is tracked under."""
+"""The name under which this state is tracked."""
 
 TRIED = ("0.6",)
-"""Releases that were killed, restored and compared."""
+"""Releases with which training was killed, restored and compared."""
 
 COUNTERS = (
     "step",
@@ -36,11 +36,11 @@ COUNTERS = (
     "consumed_valid_samples",
     "floating_point_operations_so_far",
 )
-"""Of `GlobalState.train_state`; which phases there are follows from the configuration."""
+"""Captured fields of `GlobalState.train_state`. The others, which phases there are, follow from the configuration."""
 
 LOADERS = "megatron.bridge.data.loaders"
 BUILD = "build_train_valid_test_data_loaders"
-"""The function of that module that gives all data loaders, after the callback has restored the counters."""
+"""The function of that module that returns all data loaders. It runs after the callback has restored the counters."""
 
 log = get_log(__name__)
 
@@ -48,11 +48,11 @@ log = get_log(__name__)
 class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Restores in ``on_data_init_start``, begins a step in ``on_train_step_start``, ends the job in ``on_train_end``.
 
-    Carried, so that training that was killed and started again ends as if nothing had happened: what
-    `holdfast.InMemorySnapshot` carries of megatron-core; the counters of ``train_state``; the rerun state machine; all
-    random generators, as the first step begins, whatever building data has drawn. Data goes on by the counters.
-    A checkpoint that was loaded before, older by nature, is overwritten. An evaluation that was cut short is done
-    again, with the iteration before it; the evaluation after training is not part of it.
+    Training that was killed and started again ends as if nothing had happened. Restored are: what
+    `holdfast.InMemorySnapshot` restores of megatron-core; the counters of ``train_state``; the rerun state machine;
+    and, as the first step begins, all random generators, whatever building the data has drawn. Data resumes by the
+    counters. The snapshot overwrites a checkpoint that was loaded before, which is never newer. An evaluation that was
+    interrupted is repeated, together with the iteration before it; the evaluation after training is not covered.
 
     If training ends with an exit code, by ``exit_interval`` or a signal, the snapshots stay for the next start.
 
@@ -60,8 +60,8 @@ class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
         options: for `holdfast.InMemorySnapshot`.
 
     Raises:
-        ConfigError: from ``pretrain``: a configuration whose data does not come back.
-        HoldfastError: from ``pretrain``, whatever `InMemorySnapshot` raises on entering, and at the first step.
+        ConfigError: from ``pretrain``: the configuration is one that cannot be restored, see `check`.
+        HoldfastError: from ``pretrain``: whatever `InMemorySnapshot` raises on entering, and at the first step.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -70,7 +70,7 @@ class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     @property
     def snapshot(self) -> InMemorySnapshot | None:
-        """What keeps the state, while training runs."""
+        """The snapshot, while training runs."""
         return self._snap
 
     def on_data_init_start(self, context: CallbackContext) -> None:
@@ -99,16 +99,16 @@ class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
 
 
 class _BridgeSnapshot(InMemorySnapshot):
-    checks = Checks(reading=False)  # iterators go on by the counters, whatever making them draws
+    checks = Checks(reading=False)  # iterators resume by counters, so random numbers drawn to make them do not matter
 
     def follow(self, train_state: Any) -> None:
-        """Before entering."""
+        """Track this state. Call it before entering."""
         self._train_state = train_state
         self._reruns = Reruns(get_rerun_state_machine())
         self.track(NAME, self._get, self._set)
 
     def _get(self) -> dict[str, Any]:
-        """As a step begins."""
+        """The state as a step begins."""
         counters = {name: getattr(self._train_state, name) for name in COUNTERS}
         return {"counters": counters, "reruns": self._reruns.get()}
 
@@ -121,7 +121,7 @@ class _BridgeSnapshot(InMemorySnapshot):
 
 
 def warn_of_untried(release: str) -> None:
-    """Say so if nobody has tried this release."""
+    """Warn if this release was never tried."""
     if ".".join(release.split(".")[:2]) not in TRIED:
         log.warning(
             "megatron-bridge %s was never tried with holdfast: %s were, see docs/support.md", release, ", ".join(TRIED)
@@ -129,7 +129,7 @@ def warn_of_untried(release: str) -> None:
 
 
 def check(config: Any) -> None:
-    """Raises `ConfigError` if there is state that would not come back."""
+    """Raises `ConfigError` if there is state that would not be restored."""
     if config.dataset.dataloader_type == "external":
         raise ConfigError(
             "dataloader_type=external: the place in such data is not captured; use single, cyclic or batch"
@@ -145,10 +145,10 @@ def check(config: Any) -> None:
 
 
 def _make_quiet_what_went_on(loaders: Any) -> None:
-    """The next call of `BUILD`, and no other, gives loaders whose pass goes on in the middle.
+    """Have the next call of `BUILD`, and no other, return loaders that can resume in the middle of a pass.
 
-    Their iterators were there already when the run before took its snapshot. Those of shuffled data are made as the
-    first batch is read, after the generators were put back; what making them draws must not move them.
+    The run before had made their iterators when it took its snapshot. Here, iterators of shuffled data are made when
+    the first batch is read, after the generators were restored, so making them must not advance the generators.
     """
     build = getattr(loaders, BUILD)
 
@@ -164,7 +164,7 @@ def _make_quiet_what_went_on(loaders: Any) -> None:
 
 
 def _is_under_way(loader: Any) -> bool:
-    """Whether a pass has begun, by the counter of the loader's sampler."""
+    """Whether a pass has begun, according to the counter of the loader's sampler."""
     sampler = loader.batch_sampler
     consumed, total = getattr(sampler, "consumed_samples", 0), getattr(sampler, "total_samples", 0)
     whole = total - getattr(sampler, "last_batch_size", 0)

@@ -1,8 +1,8 @@
-"""Where Megatron-LM's data loaders go on after a restart.
+"""How Megatron-LM's data loaders resume after a restart.
 
-Its own samplers go on by the counters in its arguments. What these leave out is here: loaders that are read over and
-over, of which a new process begins the first pass once more; and loaders that the script brings along
-(``--dataloader-type external``), which say themselves where they are, as Energon's do.
+Megatron-LM's own samplers resume by the counters in its arguments. This module handles the rest: loaders that are read
+over and over, whose first pass a new process would begin again; and loaders that the script provides
+(``--dataloader-type external``), which report their own place, as Energon's do.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import rng
 
 BUILD = "build_train_valid_test_data_loaders"
-"""The function that gives all of them, and arguments say what kind they are of."""
+"""The function that returns all loaders. Arguments say of which kind these are."""
 
 HOOKS = (
     ("save_state_rank", "restore_state_rank"),
     ("save_state", "restore_state"),
     ("state_dict", "load_state_dict"),
 )
-"""Methods that give a loader's place, and take it over: Energon's, Megatron-LM's own name for it, torchdata's."""
+"""Methods that return a loader's place and restore it: Energon's, Megatron-LM's own names for these, torchdata's."""
 
 SAVE = "save_state"
-"""What Megatron-LM's checkpoints ask a loader for."""
+"""The method that Megatron-LM's checkpoints call on a loader."""
 
 log = get_log(__name__)
 
 
 class Loaders:
-    """Those of one rank, in the order in which they are built. The training thread's."""
+    """The loaders of one rank, in the order in which they are built. For the training thread only."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
@@ -46,21 +46,21 @@ class Loaders:
         self._builds = 0
 
     def get(self) -> dict[str, Any]:
-        """As a step begins; until the first has, what was restored."""
+        """The places as a step begins; until the first step has begun, what was restored."""
         if self._held is not None:
             return self._held
         return {"ranks": self._ranks(), "places": {name: place.get() for name, place in self._places.items()}}
 
     def set(self, held: dict[str, Any]) -> None:
-        """What was restored, before the loaders are built."""
+        """Keep what was restored, until the loaders are built."""
         self._held = held
 
     def begun(self) -> None:
-        """The first step of this process has begun, so batches are read from now on."""
+        """The first step of this process has begun: batches are read from now on, so what was restored is outdated."""
         self._held = None
 
     def building(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """`BUILD`, whose loaders go on."""
+        """Wrap `BUILD`, so that its loaders resume."""
 
         @functools.wraps(build)
         def building(*args: Any, **kwargs: Any) -> Any:
@@ -70,11 +70,11 @@ class Loaders:
         return building
 
     def go_on(self, train: Any, valid: Any) -> tuple[Any, Any]:
-        """The loaders of one model chunk, or what stands for them; None where this rank has none.
+        """The loaders of one model chunk, or wrappers of them, such that they resume; None where this rank has none.
 
         Raises:
-            ConfigError: one says where it is, and cannot be told where to go on.
-            StateMismatch: the snapshot knows of no such loader.
+            ConfigError: a loader reports its place but cannot restore it, or another number of ranks read it.
+            StateMismatch: the snapshot has no such loader.
         """
         chunk, self._builds = self._builds, self._builds + 1
         if train is not None:
@@ -104,7 +104,10 @@ class Loaders:
         if self._held is None:
             return
         if name not in self._held["places"]:
-            raise StateMismatch(f"the snapshot does not say where data loader {name!r} is: its run had none such")
+            raise StateMismatch(
+                f"the snapshot has no place for data loader {name!r}, because the run that took it had no such loader: "
+                "start with the loaders of that run"
+            )
         if self._held["ranks"] != self._ranks():
             raise ConfigError(
                 f"data loader {name!r} was read by {self._held['ranks']} data-parallel ranks, there are "
@@ -117,16 +120,16 @@ class Loaders:
 
 
 class PassGoesOn:
-    """A loader whose first pass in this process goes on, if one had begun before.
+    """A loader whose first pass in this process continues a pass that had begun before, if any.
 
-    What making its iterator draws from the generators, and reading what was read before, must not move them.
+    Making its iterator, and reading again what was read before, must not advance the random generators.
     """
 
     def __init__(self, loader: Any, begun: bool, skip: int = 0) -> None:
         """
         Args:
-            begun: whether the iterator that is made next was there already when the run before took its snapshot.
-            skip: batches that it had given.
+            begun: whether the run before had already made the next iterator when it took its snapshot.
+            skip: number of batches that this iterator had returned.
         """
         self._loader = loader
         self._begun = begun
@@ -153,7 +156,7 @@ class PassGoesOn:
 class Passes:
     """A loader that Megatron-LM reads from its beginning in every process, and then over and over: its full validation.
 
-    Where it has fewer batches than on other ranks it is in the middle of a pass between evaluations.
+    If it has fewer batches than on other ranks, it is in the middle of a pass between evaluations.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -171,14 +174,14 @@ class Passes:
         return batch
 
     def get(self) -> int:
-        """Batches that were read since the job began."""
+        """Number of batches read since the job began."""
         return self._read
 
     def set(self, held: int) -> None:
-        """So many were read."""
+        """Continue after `held` batches."""
         self._read = held
         sampler = self._loader.batch_sampler
-        if hasattr(sampler, "last_batch_size"):  # it shuffles each pass anew, by this counter
+        if hasattr(sampler, "last_batch_size"):  # it shuffles each pass by this counter
             sampler.consumed_samples += held * sampler.micro_batch_times_data_parallel_size
             self._loader = PassGoesOn(self._loader, *_of_sampler(self._loader))
         else:
@@ -187,9 +190,9 @@ class Passes:
 
 
 def _of_sampler(loader: Any) -> tuple[bool]:
-    """Whether the iterator of a loader that is made next was there already, by the counter of its sampler.
+    """Whether the loader's next iterator already existed in the run before, according to its sampler's counter.
 
-    It was there in the middle of a pass; workers that stay are there for all passes.
+    It existed in the middle of a pass; persistent workers keep it for all passes.
     """
     sampler = getattr(loader, "batch_sampler", None)
     consumed, total = getattr(sampler, "consumed_samples", 0), getattr(sampler, "total_samples", 0)
@@ -200,7 +203,7 @@ def _of_sampler(loader: Any) -> tuple[bool]:
 
 
 class Hooked:
-    """A loader of the script's own, that says where it is."""
+    """A loader of the script that reports its own place."""
 
     def __init__(self, owner: Any, save: str, restore: str) -> None:
         self._owner = owner
@@ -208,19 +211,22 @@ class Hooked:
         self._restore = restore
 
     def get(self) -> Any:
-        """Its state, as plain values."""
+        """The loader's state, as plain values."""
         return plain(getattr(self._owner, self._save)(), _packages(self._owner))
 
     def set(self, held: Any) -> None:
-        """It goes on there."""
+        """Make the loader resume from there."""
         getattr(self._owner, self._restore)(made(held, _packages(self._owner)))
         if isinstance(self._owner, DataLoader):
             _make_first_iterator_quiet(self._owner)
 
 
 def _make_first_iterator_quiet(loader: Any) -> None:
-    """It was made in the run before, and drew its workers' seed then; it is made again as the first batch is read, when
-    the generators are those of the snapshot."""
+    """Have the loader's first iterator made without advancing the random generators.
+
+    The run before made it, and drew its workers' seed, before the snapshot. Here it is made when the first batch is
+    read, when the generators are already those of the snapshot.
+    """
     make = loader._get_iterator
 
     def quietly() -> Any:
@@ -235,10 +241,10 @@ def _make_first_iterator_quiet(loader: Any) -> None:
 
 
 def _hooked(name: str, loader: Any, *, trains: bool) -> Hooked | None:
-    """How a loader is asked. What Megatron-LM is given often only wraps it; then it is in an attribute of that."""
+    """The loader and its methods among `HOOKS`. What Megatron-LM gets often only wraps the loader in an attribute."""
     for owner in (loader, *getattr(loader, "__dict__", {}).values()):
         if not hasattr(owner, "__iter__") and not hasattr(owner, "__next__"):
-            continue  # a model has a state_dict, too
+            continue  # not a loader: a model has a state_dict, too
         for save, restore in HOOKS:
             if callable(getattr(owner, save, None)) and callable(getattr(owner, restore, None)):
                 return Hooked(owner, save, restore)
@@ -246,12 +252,13 @@ def _hooked(name: str, loader: Any, *, trains: bool) -> Hooked | None:
     known = ", or ".join(f"{save} and {restore}" for save, restore in HOOKS)
     if trains and hasattr(loader, SAVE):
         raise ConfigError(
-            f"data loader {name!r}, a {kind}, has {SAVE}, but nothing takes over what that gives: after a restart it "
-            f"would begin anew, and the job train on other data; give it, or an attribute of it, {known}"
+            f"data loader {name!r}, a {kind}, has {SAVE}, but no method that restores what this returns: after a "
+            "restart it would begin anew, and the job would train on other data; give it, or an attribute of it, "
+            f"{known}"
         )
     log.warning(
-        "data loader %r, a %s, does not say where it is, so no snapshot does: after a restart it goes on wherever the "
-        "script's provider begins it; if that is not where it was, give it, or an attribute of it, %s",
+        "data loader %r, a %s, does not say where it is, so its place is in no snapshot: after a restart it begins "
+        "where the script's provider begins it; if that is the wrong place, give it, or an attribute of it, %s",
         name,
         kind,
         known,
@@ -260,11 +267,11 @@ def _hooked(name: str, loader: Any, *, trains: bool) -> Hooked | None:
 
 
 def plain(value: Any, packages: frozenset[str]) -> Any:
-    """A loader's state without objects: tuples, and dataclasses, named tuples and dicts of `packages`, become tuples
-    that say what they were.
+    """A loader's state without objects: tuples, and dataclasses, named tuples and dict classes of `packages`, become
+    tuples that name what they were.
 
     Raises:
-        StateMismatch: an object is of another package.
+        StateMismatch: an object's class is from another package.
     """
     kind = type(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -284,7 +291,7 @@ def plain(value: Any, packages: frozenset[str]) -> Any:
 
 
 def made(value: Any, packages: frozenset[str]) -> Any:
-    """What `plain` was given. Only classes of `packages` that are imported by now are called.
+    """The inverse of `plain`. Only calls classes of `packages`, and only those that are already imported.
 
     Raises:
         StateMismatch: there is no such class.
@@ -306,7 +313,7 @@ def made(value: Any, packages: frozenset[str]) -> Any:
 
 
 def _packages(owner: Any) -> frozenset[str]:
-    """Whose classes a loader's state may be made of: those of its own package."""
+    """The packages whose classes a loader's state may contain: those of the loader's own class and its bases."""
     return frozenset(kind.__module__.partition(".")[0] for kind in type(owner).__mro__) - {"builtins"}
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's training script: the hook, with what the script keeps in its arguments and in its loop."""
+"""Megatron-LM's training script: the hook, plus the state that the script keeps in its arguments and in its loop."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.session import Checks
 
 MODULE = "megatron.training.training"
-"""Where Megatron-LM has its loop."""
+"""The module that has Megatron-LM's training loop."""
 
 NAME = "megatron_lm"
-"""What all of it is tracked under."""
+"""The name under which the script's state is tracked."""
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-"""Of the arguments."""
+"""The arguments that are counters."""
 
 COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
-"""Arguments that ``load_checkpoint`` always compares, and not all of which the shapes of tensors tell."""
+"""Arguments that ``load_checkpoint`` always compares. The shapes of tensors do not reveal all of them."""
 
 OPERATIONS = "num_floating_point_operations_so_far"
-"""An argument that only says where the loop began; the loop itself counts on in a variable of its own."""
+"""An argument that only has the value from when the loop began; the loop counts on in a variable of its own."""
 
 log = get_log(__name__)
 
@@ -39,18 +39,18 @@ def protect(
 ) -> InMemorySnapshot:
     """Enter the hook right after ``setup_model_and_optimizer``, before data iterators are built. A collective call.
 
-    If the job has a snapshot in memory, it is restored, and ``args.iteration`` and the counters are set to it as
-    ``load_checkpoint`` would set them. A checkpoint on disk that was loaded before, older by nature, is overwritten.
+    If the job has a snapshot in memory, it is restored, and ``args.iteration`` and the counters are set from it as
+    ``load_checkpoint`` would set them. It overwrites a checkpoint loaded from disk before, which is never newer.
 
-    From then on each call of Megatron-LM's ``train_step`` begins a step: `InMemorySnapshot.begin` is called there, and
-    the state is what an evaluation before it has left. An evaluation that was cut short is done again, with the
-    iteration before it. `InMemorySnapshot.close` what is returned when training has ended well.
+    From then on each call of Megatron-LM's ``train_step`` begins a step: `InMemorySnapshot.begin` is called there, so
+    the state includes what an evaluation before it has changed. An evaluation that was interrupted is repeated,
+    together with the iteration before it. Call `InMemorySnapshot.close` on the result when training has ended well.
 
     Args:
         model, optimizer, scheduler: as ``setup_model_and_optimizer`` returns them.
         args: Megatron-LM's ``get_args()``.
-        training: the module whose ``train_step`` the loop calls; default ``megatron.training.training``. Where there
-            is none, a step begins with the first forward in training mode.
+        training: the module whose ``train_step`` the loop calls; default ``megatron.training.training``. Without such a
+            module, a step begins with the first forward in training mode.
         options: `InMemorySnapshot`'s.
 
     Raises:
@@ -67,7 +67,7 @@ def protect(
 
 
 class InMemoryCheckpointManager:
-    """For a Megatron-LM whose loop calls it: ``--non-persistent-ckpt-type in_memory``. Nothing is stood in for.
+    """For a Megatron-LM whose loop calls it: ``--non-persistent-ckpt-type in_memory``. Replaces no functions.
 
     Args:
         args: Megatron-LM's ``get_args()``.
@@ -82,11 +82,11 @@ class InMemoryCheckpointManager:
     @property
     def _snap(self) -> _ScriptSnapshot:
         if self._entered is None:
-            raise ConfigError("load is called right after setup_model_and_optimizer, before all others")
+            raise ConfigError("load was not called: call it right after setup_model_and_optimizer, before all others")
         return self._entered
 
     def load(self, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
-        """Right after ``setup_model_and_optimizer``; see `protect`. A collective call.
+        """Restore. Call it right after ``setup_model_and_optimizer``; see `protect`. A collective call.
 
         Raises:
             HoldfastError: as entering `InMemorySnapshot`.
@@ -98,25 +98,25 @@ class InMemoryCheckpointManager:
         self._entered = snap
 
     def load_data(self, train_dataloader: Any, valid_dataloaders: Any) -> tuple[Any, Any]:
-        """The data loaders of one model chunk, as they go on. After `load`, before iterators are made of them."""
+        """Return one model chunk's data loaders such that they resume. Call after `load`, before making iterators."""
         return self._snap.loaders.go_on(train_dataloader, valid_dataloaders)
 
     def on_train_step_start(self, num_floating_point_operations_so_far: float) -> None:
-        """Right before ``train_step`` is called: a step begins, and the snapshot is of now. Returns at once."""
+        """Begin a step, with the state as it is now. Call it right before ``train_step``. Returns at once."""
         self._snap.begin_iteration(num_floating_point_operations_so_far)
 
     def close(self) -> None:
-        """Training has ended well: the job's snapshots are given up. Not called otherwise. A collective call."""
+        """Give up the job's snapshots. Call it only when training has ended well. A collective call."""
         self._snap.close()
 
 
 class _ScriptSnapshot(InMemorySnapshot):
-    """Knows what the script keeps beside its model, and begins a step with each iteration."""
+    """Captures the state that the script keeps beside its model, and begins a step with each iteration."""
 
-    checks = Checks(reading=False)  # iterators go on by the counters, whatever making them draws
+    checks = Checks(reading=False)  # iterators resume by counters, so random numbers drawn to make them do not matter
 
     def follow(self, args: Any, get_reruns: Callable[[], Any] | None) -> None:
-        """Before entering."""
+        """Track the script's state. Call it before entering."""
         if getattr(args, "perform_rl_step", False):
             raise ConfigError("--perform-rl-step: the rollouts that a policy is trained on are not captured")
         self._args = args
@@ -127,23 +127,27 @@ class _ScriptSnapshot(InMemorySnapshot):
         self.track(NAME, self._get, self._set)
 
     def go_on(self) -> None:
-        """After entering: the arguments say where the loop goes on."""
+        """Set the arguments to where the loop resumes. Call it after entering."""
         self._counters.go_on()
         if self.restored.snapshot is not None:
             _update_num_microbatches(self._args)
 
     def listen(self, training: ModuleType) -> None:
-        """Stand in for functions of the loop's module until this is left."""
+        """Replace functions of the loop's module until this snapshot is left."""
         self._replace(training, BUILD, self.loaders.building)
         follows = self._replace(training, "train_step", self._beginning_with)
         if follows and not self._replace(training, "checkpoint_and_decide_exit", self._counters.noting_operations):
-            log.warning("no checkpoint_and_decide_exit: after a restart, %s counts from there", OPERATIONS)
+            log.warning(
+                "the training module has no checkpoint_and_decide_exit, so %s is not followed: after a restart it "
+                "counts on from its value at this start",
+                OPERATIONS,
+            )
 
     def begin_iteration(self, operations: float | None = None) -> None:
-        """``train_step`` is called.
+        """Begin a step: ``train_step`` is about to run.
 
         Args:
-            operations: `OPERATIONS`, where the loop says it.
+            operations: the value of `OPERATIONS`, if the loop passes it.
         """
         self._counters.begin(operations)
         self.begin()
@@ -176,11 +180,11 @@ class _ScriptSnapshot(InMemorySnapshot):
     def _replace(
         self, training: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> bool:
-        """Let what `make` makes of a function of the loop's module stand in for it. Whether there is one."""
+        """Replace a function of the loop's module by what `make` makes of it. Returns whether it exists."""
         original = getattr(training, name, None)
         if original is None:
             return False
-        while isinstance(original, _StandIn):  # of a run that this process has given up
+        while isinstance(original, _StandIn):  # left by a run that this process has given up
             original = original.original
         stand_in = _StandIn(original, make(original))
         setattr(training, name, stand_in)
@@ -194,7 +198,7 @@ class _ScriptSnapshot(InMemorySnapshot):
 
 
 class _StandIn:
-    """What is called instead of `original`."""
+    """Called in place of `original`."""
 
     def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
@@ -206,7 +210,7 @@ class _StandIn:
 
 
 class _LoopCounters:
-    """What of the arguments and of the loop goes with a snapshot."""
+    """The arguments and variables of the loop that belong to a snapshot."""
 
     def __init__(self, args: Any, step: Callable[[], int]) -> None:
         self._args = args
@@ -217,14 +221,14 @@ class _LoopCounters:
         self._held: dict[str, Any] = {}
 
     def get(self) -> dict[str, Any]:
-        """As a step begins: the iteration is that of this step, counted from 0."""
+        """The values as a step begins. The iteration is that of this step, counted from 0."""
         held = {name: getattr(self._args, name) for name in COUNTERS if hasattr(self._args, name)}
         step = self._step()
         iteration = self._first + step if self._iteration is None else self._iteration
         return {"iteration": iteration, "step": step, OPERATIONS: self._operations, "args": self._compared()} | held
 
     def set(self, values: dict[str, Any]) -> None:
-        """Take over what was restored. Raises `StateMismatch` if it is of a model of another kind."""
+        """Take over what was restored. Raises `StateMismatch` if it is from another kind of model."""
         now = self._compared()
         for name, value in values["args"].items():
             if name in now and now[name] != value:
@@ -237,22 +241,22 @@ class _LoopCounters:
                 setattr(self._args, name, values[name])
 
     def go_on(self) -> None:
-        """All is restored: say so to the loop."""
+        """Set the loop's arguments, now that everything is restored."""
         if self._held:
             self._args.iteration = self._held["iteration"]
             setattr(self._args, OPERATIONS, self._operations)
 
     def begin(self, operations: float | None) -> None:
-        """``train_step`` is called."""
+        """``train_step`` is about to run."""
         held, self._held = self._held, {}
-        if "consumed_valid_samples" in held:  # where it is 0, Megatron-LM guesses it when it builds its iterators
+        if "consumed_valid_samples" in held:  # if 0, Megatron-LM guesses it when it builds its iterators
             self._args.consumed_valid_samples = held["consumed_valid_samples"]
         self._iteration = getattr(self._args, "curr_iteration", None)
         if operations is not None:
             self._operations = operations
 
     def noting_operations(self, decide: Callable[..., Any]) -> Callable[..., Any]:
-        """``checkpoint_and_decide_exit``, which is told of them at the end of each iteration."""
+        """Wrap ``checkpoint_and_decide_exit``, which gets the value of `OPERATIONS` at the end of each iteration."""
         signature = inspect.signature(decide)
 
         @functools.wraps(decide)
@@ -268,7 +272,7 @@ class _LoopCounters:
 
 
 def _update_num_microbatches(args: Any) -> None:
-    """As ``load_checkpoint`` does: else a batch size that grows is taken to grow just then, and a checkpoint saved."""
+    """As ``load_checkpoint`` does. Otherwise a batch size that ramps up seems to grow now and triggers a checkpoint."""
     calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
     if calculator is not None and calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)

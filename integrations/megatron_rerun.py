@@ -1,8 +1,8 @@
-"""Megatron-LM's rerun state machine, which runs an iteration again when a result of it looks wrong.
+"""Megatron-LM's rerun state machine, which runs an iteration again when one of its results looks wrong.
 
-Megatron-LM's own checkpoints hold it only while a rerun is pending. Between two steps none is, except in a process
-that was started from such a checkpoint. A rerun that was cut short is done again, from the iteration's first run on,
-with the same random numbers.
+Megatron-LM's own checkpoints contain it only while a rerun is pending. Between two steps no rerun is pending, except in
+a process that was started from such a checkpoint. A rerun that was interrupted is repeated from the iteration's first
+run, with the same random numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 GET = "get_rerun_state_machine"
-"""Where the loop has it from."""
+"""The function from which the loop gets the machine."""
 
 CHECKPOINTED = (
     "rerun_requested",
@@ -28,7 +28,7 @@ CHECKPOINTED = (
     "large_value_counts",
     "max_values",
 )
-"""Attributes with plain values that Megatron-LM's own checkpoint of a pending rerun holds, too."""
+"""Attributes with plain values that Megatron-LM's own checkpoint of a pending rerun contains, too."""
 
 NEEDED = (
     *CHECKPOINTED,
@@ -40,22 +40,22 @@ NEEDED = (
     "error_injector",
     "stats",
 )
-"""Attributes that a machine must have. `mode` is the command line's; all others are made anew by each step."""
+"""Attributes that a machine must have. The command line sets `mode`, and each step sets all others anew."""
 
 NEEDED_OF_MODULE = ("RerunState", "RerunDiagnostic", "Caller", "Call", "QuickStats")
 
 SAMPLED = ("pos", "zero_cnt", "max", "max_size")
-"""Attributes of statistics, beside the samples."""
+"""Attributes of statistics, besides the samples."""
 
 
 class Reruns:
-    """What the machine of this process knows. The training thread's.
+    """The state of this process's machine. For the training thread only.
 
     Args:
         machine: Megatron's ``get_rerun_state_machine()``; None: the loop has none.
 
     Raises:
-        ConfigError: it is one of a version that is not known.
+        ConfigError: the machine's version is not known.
     """
 
     def __init__(self, machine: Any) -> None:
@@ -69,7 +69,7 @@ class Reruns:
             raise ConfigError(f"{self._module.__name__} has no {', '.join(missing)}: this version of it is not known")
 
     def get(self) -> dict[str, Any] | None:
-        """As a step begins."""
+        """The state as a step begins; None if the loop has no machine."""
         machine = self._machine
         if machine is None:
             return None
@@ -86,11 +86,11 @@ class Reruns:
     def set(self, held: dict[str, Any] | None, *, same_iteration: bool) -> None:
         """Take over what was restored.
 
-        What the command line says of the machine stays: its mode, and which errors are injected.
+        The machine keeps what the command line sets: its mode, and which errors are injected.
 
         Args:
-            same_iteration: a checkpoint was loaded before, of the very iteration that the loop goes on with. If it
-                says that a rerun is pending, that stays: Megatron wrote it after the snapshot, and ended for it.
+            same_iteration: whether a checkpoint was loaded before, of exactly the iteration at which the loop resumes.
+                If a rerun is pending in it, that stays: Megatron wrote it after the snapshot, and exited for the rerun.
         """
         machine = self._machine
         if machine is None or held is None:
@@ -107,7 +107,7 @@ class Reruns:
         for name in (*CHECKPOINTED, "current_iteration"):
             setattr(machine, name, held[name])
         machine.state = module.RerunState[held["state"]]
-        machine.data_iterator_checkpoints = None  # batches of before, which the next step would only drop
+        machine.data_iterator_checkpoints = None  # earlier batches, which the next step would drop anyway
         machine.initial_result = _made(held["initial_result"])
         call, injected = held["failed_validation_call"], held["injected_error_type"]
         machine.failed_validation_call = None if call is None else module.Call(module.Caller(*call[0]), call[1])
@@ -116,7 +116,7 @@ class Reruns:
 
 
 def _plain(result: Any) -> Any:
-    """A result by its bytes: as a tensor of its own it would be a change of the layout when there is the first one."""
+    """A result as plain values and its bytes. As a tensor, the first one would change the layout."""
     if not isinstance(result, torch.Tensor):
         return result
     data = result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""What checkpoints in memory have in common: this rank, its SMP, and the others."""
+"""What all checkpoints in memory need: this rank, its SMP, and the other ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from holdfast.snapshot.connect import connect, job_from_environment
 
 
 class Memory:
-    """One rank's way to the checkpoints of its job. To make one is a collective call.
+    """One rank's access to the checkpoints of its job. The constructor is a collective call.
 
     Attributes:
         coord: this rank's coordinate.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
 
     def __init__(self, job: str | None, suffix: str, arena: Path | None, *, start: bool) -> None:
         """
         Args:
-            job: whose memory it is; default that of the training run with `suffix` added, so that an
+            job: the job whose memory is used; default: the id of the training run with `suffix` added, so that an
                 `InMemorySnapshot` of the same run is not disturbed.
             arena, start: as for `holdfast.InMemorySnapshot`.
         """
@@ -32,16 +32,16 @@ class Memory:
 
     @property
     def is_first_of_node(self) -> bool:
-        """Whether no lower rank lives on this node. A collective call."""
+        """Whether this is the lowest rank on its node. A collective call."""
         nodes = self.agreement.gather(self.client.node.encode())
         return nodes.index(self.client.node.encode()) == self.agreement.rank
 
     def finish(self, epoch: int) -> None:
-        """Give all checkpoints up; the SMPs end. A collective call."""
+        """Give up all checkpoints, and end the SMPs. A collective call."""
         if self.is_first_of_node:
             self.client.finish(epoch)
 
     def close(self) -> None:
-        """Let go of the SMP, and of the process group."""
+        """Close the connections to the SMP and to the other ranks."""
         self.client.close()
         self.agreement.close()

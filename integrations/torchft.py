@@ -1,9 +1,9 @@
 """torchft's checkpoints through memory: ``Manager(..., checkpoint_transport=MemoryTransport())``.
 
-A replica that joins, or comes back, receives the state of a healthy one. The healthy one only copies it into the memory
-of its node's SMP and trains on; the other reads it there, checked unit by unit, even if the process that gave it is
-gone meanwhile. Nothing is pickled: states are numbers, texts, bytes, arrays and tensors, and lists, tuples, sets and
-dicts of them.
+A replica that joins or returns receives the state of a healthy one. The healthy replica only copies its state into the
+memory of its node's SMP and trains on. The receiver reads it there and checks each unit, even if the sending process
+has died in the meantime. Nothing is pickled: states consist of numbers, strings, bytes, arrays and tensors, and lists,
+tuples, sets and dicts of them.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ T = TypeVar("T")
 
 COORD = "rank0"
 AGAIN_S = 0.02
-"""How long a receiver waits before it asks again for a checkpoint that is not there yet."""
+"""How long a receiver waits before it asks again for a checkpoint that is not there yet, in seconds."""
 
 
 class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-ignore]
     """A `CheckpointTransport` whose storage is the memory of the sender's node.
 
-    Every process has an arena of its own, so that replicas are independent of each other; its size is two states.
-    Off loopback the SMP has to listen where the others can reach it: see ``HOLDFAST_HOST``.
+    Every process has an arena of its own, so that replicas are independent of each other. An arena has room for three
+    states. On several hosts the SMP must listen where the others can reach it: see ``HOLDFAST_HOST``.
 
     Args:
-        job: whose memory it is; default that of the training run with the replica's and the rank's number added.
+        job: the job whose memory is used; default: the id of the training run with the numbers of the replica and of
+            the rank added.
         arena, start: as for `holdfast.InMemorySnapshot`.
-        like: the state as it is on this rank. Needed if there are `DTensor`s in it: what is received is sharded as
-            they are.
+        like: returns this rank's own state. Needed if the state contains `DTensor`s: received tensors are sharded in
+            the same way.
 
     Raises:
         ConfigError: an argument, or the set-up of the machine, is wrong.
@@ -79,14 +80,14 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         self._over = False
 
     def metadata(self) -> str:
-        """Where this rank's checkpoints can be read."""
+        """The job and the address from which this rank's checkpoints can be read, as JSON."""
         return json.dumps({"job": self._job, "address": self._inventory().bulk})
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Copy the state into memory, for whoever reads it. Blocks for the copy and its digests, not for the readers.
+        """Copy the state into memory for the receivers. Blocks for the copy and its digests, not for the receivers.
 
         Raises:
-            StateMismatch, ConfigError: something in it cannot be kept exactly; the message names it.
+            StateMismatch, ConfigError: the state has something that cannot be kept exactly; the message names it.
         """
         self._inventory()
         if self._writer is None:
@@ -100,11 +101,11 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         self._writer.write(plain, json.dumps(record, separators=(",", ":")).encode())
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """The state that was sent as of `step`, its tensors new ones in host memory. Blocks until it is there.
+        """Return the state that was sent for `step`, with new tensors in host memory. Blocks until it is there.
 
         Raises:
-            DeadlineExceeded: it was not sent in time, or cannot be read.
-            StateMismatch: it is sharded in another way than `like` says.
+            DeadlineExceeded: the state was not sent in time, or cannot be read.
+            StateMismatch: the state is not sharded as `like` says.
         """
         job, address = _parse(metadata)
         deadline = time.monotonic() + timeout.total_seconds()
@@ -124,20 +125,20 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
                 reason = str(error)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"no checkpoint of step {step} came from rank {src_rank}: {reason}")
-            time.sleep(AGAIN_S)  # the other side has no call that would wake us up
+            time.sleep(AGAIN_S)  # the sender has no call that would wake us up
 
     def disallow_checkpoint(self) -> None:
-        """Nothing to wait for: what was sent is a copy already."""
+        """Do nothing: what was sent is already a copy."""
 
     def shutdown(self, wait: bool = True) -> None:
-        """Give the memory back: the SMP ends, and who still reads from it fails. Idempotent."""
+        """Free the memory: end the SMP. Receivers that are still reading from it fail. Idempotent."""
         if not self._over:
             self._over = True
             self._let_go()
             self._client.finish(self._client.inventory().epoch)
 
     def _inventory(self) -> Inventory:
-        """What this node's SMP holds; of another SMP, if it is gone."""
+        """What this node's SMP holds. If the SMP is gone, connect to a new one first."""
         try:
             return self._client.inventory()
         except SmpUnavailable:
@@ -152,7 +153,7 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
             writer.close()
 
     def _decode(self, record: dict[str, Any], slot: memoryview, form: SlotFormat) -> T:
-        """The state, its tensors over `slot`. Raises `StateMismatch`, see `recv_checkpoint`."""
+        """The state, with tensors that use the memory of `slot`. Raises `StateMismatch` as `recv_checkpoint` does."""
         known: dict[str, torch.Tensor] = {}
         if self._like is not None:
             encode(self._like(), "state", known)
@@ -163,14 +164,17 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
                 return held
             like = known.get(name)
             if not isinstance(like, DTensor):
-                raise StateMismatch(f"{name} is sharded: give MemoryTransport(like=...) a state in which it is, too")
+                raise StateMismatch(
+                    f"{name} is sharded: give MemoryTransport(like=...) a function that returns this rank's state, in "
+                    "which the tensor of that name is sharded, too"
+                )
             return sharded_as(like, held)
 
         return cast(T, decode(record["state"], tensor))
 
 
 def sharded_as(like: DTensor, part: torch.Tensor) -> DTensor:
-    """This rank's part of a tensor that is sharded as `like` is. Raises `StateMismatch` if the part is another's."""
+    """A tensor sharded like `like`, with `part` as this rank's. Raises `StateMismatch` if shape or dtype differ."""
     own = like.to_local()
     if own.shape != part.shape or own.dtype != part.dtype:
         raise StateMismatch(
@@ -183,7 +187,7 @@ def sharded_as(like: DTensor, part: torch.Tensor) -> DTensor:
 
 
 def _own_job() -> str:
-    """A job id for this process alone: replicas have no more in common than a training run."""
+    """A job id for this process alone: replicas share nothing but the training run."""
     replica, rank = os.environ.get("REPLICA_GROUP_ID", "0"), os.environ.get("RANK", "0")
     return f"{job_from_environment()}.replica{replica}.rank{rank}"
 

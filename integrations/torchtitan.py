@@ -1,5 +1,6 @@
-"""torchtitan 0.3: a checkpoint manager that keeps training in memory too. A configuration names it, nothing is edited:
-``--override.imports holdfast.integrations.torchtitan.in_memory``, or `TitanCheckpointManager.Config` in a function.
+"""torchtitan 0.3: a checkpoint manager that also keeps training in memory. Name it in the configuration; no code is
+edited: ``--override.imports holdfast.integrations.torchtitan.in_memory``, or `TitanCheckpointManager.Config` in a
+function that makes a configuration.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from holdfast.integrations.torchtitan_trainer import FromMemory, SnapshotOptions
 
 
 class TitanCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]
-    """torchtitan's own, which goes on from memory if there is a snapshot, and from its folder if there is none.
+    """torchtitan's checkpoint manager, but it resumes from memory if there is a snapshot, else from its folder.
 
-    Checkpoints on disk are its parent's, and as they are configured: none, unless ``enable``. Snapshots are taken
-    either way, of all that the trainer has; see docs/torchtitan.md.
+    The parent class writes checkpoints to disk as configured: none, unless ``enable``. Snapshots of all that the
+    trainer has are taken either way; see docs/torchtitan.md.
 
     Raises:
-        ConfigError: the trainer, or torchtitan, is one that cannot be followed.
-        HoldfastError: from ``load``, whatever entering `holdfast.InMemorySnapshot` raises, and at the first step.
+        ConfigError: the trainer, or this version of torchtitan, is not supported.
+        HoldfastError: from ``load`` and the first step, whatever `holdfast.InMemorySnapshot` raises there.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc, unused-ignore]
         snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
-        """Of snapshots in memory."""
+        """Options for snapshots in memory."""
 
     def __init__(self, config: Config, *, states: dict[str, Any], **parts: Any) -> None:
         check(torchtitan.__version__, states["train_state"])
         self._snapshots = TrainerSnapshots(
-            dict(states),  # the parent adds the parts to it
+            dict(states),  # a copy: the parent adds the parts to the original
             parts["model_parts"],
             parts["optimizers"],
             parts["lr_schedulers"],
@@ -45,6 +46,6 @@ class TitanCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[mis
 
 @override(target=CheckpointManager.Config, exact=True, description="snapshots in memory")  # type: ignore[misc, untyped-decorator, unused-ignore]
 def in_memory(config: Any, **options: Any) -> Any:
-    """``--override.imports holdfast.integrations.torchtitan.in_memory``, or with options
-    ``'holdfast.integrations.torchtitan.in_memory={"every": 5}'``, those of `SnapshotOptions`."""
+    """For ``--override.imports holdfast.integrations.torchtitan.in_memory``; with options of `SnapshotOptions`:
+    ``'holdfast.integrations.torchtitan.in_memory={"every": 5}'``."""
     return derive(config, TitanCheckpointManager.Config, snapshots=SnapshotOptions(**options))

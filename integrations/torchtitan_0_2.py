@@ -1,7 +1,7 @@
-"""torchtitan 0.2: a checkpoint manager that stands in for its own, which its trainer makes by name.
+"""torchtitan 0.2: a checkpoint manager that replaces torchtitan's own, which the trainer looks up by name.
 
-``--job.custom_config_module holdfast.integrations.torchtitan_0_2``, or the same in a TOML file: importing this is what
-changes it, as `stand_in` is called below.
+Set ``--job.custom_config_module holdfast.integrations.torchtitan_0_2``, or the same in a TOML file. Importing this
+module is enough, because it calls `stand_in`.
 """
 
 import sys
@@ -15,31 +15,34 @@ from holdfast.integrations.torchtitan_trainer import FromMemory, SnapshotOptions
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 TRAINERS = ("torchtitan.train", "__main__")
-"""Modules that make a checkpoint manager, if they are imported: by ``torchrun -m`` the first is called the second."""
+"""Modules that create the checkpoint manager, if imported: under ``torchrun -m`` the first is named like the second."""
 
 
 @dataclass
 class JobConfig:
-    """Adds a section ``[snapshots]`` to torchtitan's, which merges the two. It wants types here, not their names."""
+    """Torchtitan merges this into its own, as section ``[snapshots]``. Annotations must be types here, not strings."""
 
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
 
 
 class TitanStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]
-    """torchtitan's own, which goes on from memory if there is a snapshot, and from its folder if there is none.
+    """torchtitan's checkpoint manager, but it resumes from memory if there is a snapshot, else from its folder.
 
     Raises:
-        ConfigError: the trainer, or torchtitan, is one that cannot be followed.
-        HoldfastError: from ``load``, whatever entering `holdfast.InMemorySnapshot` raises, and at the first step.
+        ConfigError: the trainer, or this version of torchtitan, is not supported.
+        HoldfastError: from ``load`` and the first step, whatever `holdfast.InMemorySnapshot` raises there.
     """
 
     def __init__(self, *, states: dict[str, Any], ft_manager: Any = None, **parts: Any) -> None:
         trainer = states["train_state"]
         check(version("torchtitan"), trainer)
         if ft_manager is not None and ft_manager.enabled:
-            raise ConfigError("torchft restores a replica from another: use one of the two, see docs/torchft.md")
+            raise ConfigError(
+                "torchft is enabled, and restores replicas itself: disable torchft, or do not load this module; see "
+                "docs/torchft.md"
+            )
         self._snapshots = TrainerSnapshots(
-            dict(states),  # the parent adds the parts to it
+            dict(states),  # a copy: the parent adds the parts to the original
             parts["model_parts"],
             parts["optimizers"],
             parts["lr_schedulers"],
@@ -50,7 +53,7 @@ class TitanStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unused-
 
 
 def stand_in() -> None:
-    """From now on trainers make an `TitanStandIn`."""
+    """Make trainers create a `TitanStandIn` from now on."""
     for name in TRAINERS:
         module: Any = sys.modules.get(name)
         if module is not None and getattr(module, "CheckpointManager", None) is CheckpointManager:

@@ -1,7 +1,7 @@
-"""What goes with a snapshot of torchtitan's `Trainer`, and when: the same in 0.2 and 0.3.
+"""What a snapshot of torchtitan's `Trainer` contains, and when it is taken: the same in 0.2 and 0.3.
 
-The loop is ``step += 1``, ``train_step``, ``checkpointer.save``, ``validate``. A step begins with ``train_step``, so
-the state is what the validation before it has left.
+An iteration is ``step += 1``, ``train_step``, ``checkpointer.save``, ``validate``. A step begins with ``train_step``,
+so the state includes what the validation before it has changed.
 """
 
 from __future__ import annotations
@@ -23,84 +23,84 @@ from holdfast.snapshot.session import Checks
 from holdfast.snapshot.state import rng
 
 NAME = "torchtitan"
-"""What the trainer's state is tracked under."""
+"""The name under which the trainer's state is tracked."""
 
 TRIED = ("0.2", "0.3")
-"""Releases whose debug model was killed, restored and compared."""
+"""Releases with which training of the debug model was killed, restored and compared."""
 
 NEEDED = ("train", "train_step", "batch_generator", "state_dict", "load_state_dict", "step", "metrics_processor")
-"""Of a trainer."""
+"""Attributes that a trainer must have."""
 
 PACKS = "ParallelAwareDataloader"
-"""Its ``state_dict`` is that of its base class, packed by pickle. Nothing here unpickles what was in shared memory."""
+"""A class whose ``state_dict`` is its base class's, pickled. Nothing here unpickles what was in shared memory."""
 
 VALIDATION = ("_sample_idx", "_token_buffer")
-"""Where the data set of 0.2's validator is: it goes on where the validation before has ended; 0.3 makes a new one."""
+"""The position of 0.2's validation data set, which continues where the last validation ended; 0.3 makes a new one."""
 
 log = get_log(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
 class SnapshotOptions:
-    """Those of `holdfast.InMemorySnapshot` that a configuration can say; None: as the environment says."""
+    """Options of `holdfast.InMemorySnapshot` that a configuration can set; None: as the environment says."""
 
     every: int | Literal["auto"] = 1
-    """Take a snapshot every so many steps, or as often as is best."""
+    """Number of steps from one snapshot to the next, or "auto": as often as is best."""
 
     protect_every: int | Literal["auto"] = 1
-    """Protect one of so many snapshots, or "auto"; the others are only sealed."""
+    """Protect every n-th snapshot, or as many as can be encoded ("auto"). The others are only sealed."""
 
     protect: str = "auto"
-    """"k+m", such as "6+2", "copies:r", "auto" or "none"."""
+    """Redundancy: "k+m" (such as "6+2"), "copies:r", "auto" or "none"."""
 
     slots: int = 3
-    """Snapshots that fit in memory at once."""
+    """Number of snapshots that fit in memory at once."""
 
     job: str | None = None
     """Name of the job, the same on every rank and restart."""
 
     domains: str | None = None
-    """What this node fails together with."""
+    """Failure domains of this node, such as "rack=r7"."""
 
     keep: bool = False
     """Leave the snapshots in place when training ends well."""
 
     strict: bool = False
-    """Raise if snapshots cannot be taken any more."""
+    """Raise an error if snapshots can no longer be taken."""
 
     overhead_budget: float | None = None
-    """Part of the training time that snapshots may take."""
+    """Fraction of the training time that snapshots may take."""
 
     max_repeats: int | None = None
-    """Refuse the next start after so many that ended alike."""
+    """Refuse the next start after this many in a row that ended at the same step in the same way."""
 
     generations: int | None = None
-    """How many protected snapshots are kept."""
+    """Number of protected snapshots to keep."""
 
     restore_step: int | None = None
-    """Go back to the snapshot of that step."""
+    """Restore the snapshot of this step, not the newest."""
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor number. Raises `ConfigError` for a text that has none."""
+    """The major and minor version number. Raises `ConfigError` if `version` has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
-        raise ConfigError(f"torchtitan {version}: not a version that can be told; 0.2 and 0.3 are known")
+        raise ConfigError(f"torchtitan {version}: cannot read this version number; 0.2 and 0.3 are supported")
     return int(found[1]), int(found[2])
 
 
 def check(version: str, trainer: Any) -> None:
-    """Warn of a release that nobody has tried.
+    """Warn if this release was never tried.
 
     Raises:
-        ConfigError: it is one that is known not to work, or the trainer lacks something.
+        ConfigError: the release is known not to work, or the trainer lacks an attribute that is needed.
     """
     if release(version) < (0, 2):
-        raise ConfigError(f"torchtitan {version}: its trainer is another one; 0.2 and 0.3 are known")
+        raise ConfigError(f"torchtitan {version} is too old, its trainer differs: use 0.2 or 0.3")
     if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
         raise ConfigError(
-            f"{type(trainer).__qualname__} of torchtitan {version} has no {', '.join(missing)}, by which its loop is "
-            "followed: use holdfast.InMemorySnapshot in it, as docs/fsdp2.md says"
+            f"{type(trainer).__qualname__} of torchtitan {version} has no {', '.join(missing)}, which holdfast needs "
+            "to follow its loop: use holdfast.InMemorySnapshot in the loop instead, as docs/fsdp2.md says"
         )
     if ".".join(map(str, release(version))) not in TRIED:
         log.warning(
@@ -109,7 +109,7 @@ def check(version: str, trainer: Any) -> None:
 
 
 class FromMemory:
-    """Goes before torchtitan's checkpoint manager, which is asked for what is on disk.
+    """A mixin in front of torchtitan's checkpoint manager, which then only handles checkpoints on disk.
 
     Both methods are called whether checkpoints on disk are enabled or not.
     """
@@ -117,23 +117,23 @@ class FromMemory:
     _snapshots: TrainerSnapshots | None = None
 
     def load(self, step: int = -1) -> bool:
-        """As training begins: from memory, or else from the folder. Whether there was anything."""
+        """Restore from memory, else from the folder, as training begins. Returns whether anything was restored."""
         if self._snapshots is not None and self._snapshots.enter():
             return True
         return bool(super().load(step))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Of a trainer whose ``train`` was not called, training ends here."""
+        """End training here, if the trainer's ``train`` was not called."""
         if self._snapshots is not None:
             self._snapshots.leave(sys.exc_info()[1])
         super().close()  # type: ignore[misc]
 
 
 class TrainerSnapshots:
-    """The snapshots of one trainer, from ``checkpointer.load`` to the end of ``train``. The training thread's.
+    """The snapshots of one trainer, from ``checkpointer.load`` to the end of ``train``. For the training thread only.
 
     Args:
-        parts: the checkpoint manager's ``states``: the trainer is ``train_state``, and there may be others.
+        parts: the checkpoint manager's ``states``: ``train_state`` is the trainer; there may be others.
     """
 
     def __init__(
@@ -158,7 +158,9 @@ class TrainerSnapshots:
         self._replace("train", self._guard)
 
     def enter(self) -> bool:
-        """Restore if the job has a snapshot, and begin to take snapshots. A collective call; blocks. Whether it had.
+        """Restore if the job has a snapshot, and begin to take snapshots. A collective call; blocks.
+
+        Returns whether the job had a snapshot.
 
         Raises:
             HoldfastError: as entering `holdfast.InMemorySnapshot`.
@@ -174,7 +176,7 @@ class TrainerSnapshots:
         return True
 
     def leave(self, error: BaseException | None) -> None:
-        """Training has ended: well, or by `error`; then the snapshots stay, for the restart."""
+        """Leave the snapshot: training has ended well, or by `error`. After an error snapshots stay for the restart."""
         while self._undo:
             self._undo.pop()()
         snap, self._snap = self._snap, None
@@ -199,7 +201,7 @@ class TrainerSnapshots:
         def stepping(*args: Any, **kwargs: Any) -> Any:
             self._loop.begin()
             for module in self._sharded:
-                module.reshard()  # a validation leaves gathered what is not resharded after forward
+                module.reshard()  # a validation leaves parameters gathered if they are not resharded after forward
             if self._snap is not None:
                 self._snap.begin()
             return train_step(*args, **kwargs)
@@ -214,18 +216,18 @@ class TrainerSnapshots:
         return reading
 
     def _replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let what `make` makes of a method of this one trainer stand in for it."""
+        """Replace a method of this one trainer by what `make` makes of it."""
         trainer = self._trainer
         setattr(trainer, name, make(getattr(trainer, name)))
         self._undo.append(lambda: delattr(trainer, name))
 
 
 class _TrainerSnapshot(InMemorySnapshot):
-    checks = Checks(reading=False)  # making an iterator draws, and the generators are put back when a step begins
+    checks = Checks(reading=False)  # making an iterator draws random numbers; generators are restored at a step's begin
 
 
 class _TrainerState:
-    """What the trainer keeps outside of the model and the optimizer."""
+    """State that the trainer keeps outside of the model and the optimizer."""
 
     def __init__(self, trainer: Any, others: Mapping[str, Any], dataloader: Any) -> None:
         self.data = _Batches(dataloader)
@@ -235,12 +237,12 @@ class _TrainerState:
         self._metrics = _Metrics(trainer.metrics_processor)
 
     def begin(self) -> None:
-        """``train_step`` is called: the trainer counts its step already."""
+        """``train_step`` is about to run; the trainer has already counted its step."""
         self._done = self._trainer.step - 1
         self._metrics.begin()
 
     def get(self) -> dict[str, Any]:
-        """As the next step begins."""
+        """The state as the next step begins."""
         return {
             "train_state": {**self._trainer.state_dict(), "step": self._done},
             "others": {name: part.state_dict() for name, part in self._others.items()},
@@ -262,7 +264,7 @@ class _TrainerState:
 
 
 class _Batches:
-    """The data loader, of which one iterator is made, with the random numbers with which it was made first."""
+    """The data loader, its only iterator, and the random generators as they were when that iterator was first made."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -286,12 +288,12 @@ class _Batches:
             return
         if held["ranks"] != self._ranks():
             raise StateMismatch(
-                f"the data loader was one of {held['ranks']} data-parallel ranks, and is one of {self._ranks()}: "
-                "torchtitan's data cannot be cut anew; go on with as many"
+                f"the snapshot's data loader was for {held['ranks']} data-parallel ranks, this one is for "
+                f"{self._ranks()}: torchtitan's data cannot be divided anew; start with as many ranks as before"
             )
         _plain(self.loader).load_state_dict(held["place"])
         self._at_iter = held["rng"]
-        rng.restore(self._at_iter)  # workers get the seeds that they had; the generators are put back after all this
+        rng.restore(self._at_iter)  # workers get their old seeds; all generators are restored after this
         self._made = iter(self.loader)
 
     def _ranks(self) -> int | None:
@@ -299,7 +301,7 @@ class _Batches:
 
 
 class _Metrics:
-    """What the metrics processor has added up since it last logged, and for how long."""
+    """The sums of the metrics processor since it last logged, and the time since then."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -307,7 +309,7 @@ class _Metrics:
         self._is_restored = False
 
     def begin(self) -> None:
-        if not self._is_restored:  # the first step after a restore is to begin with what was restored
+        if not self._is_restored:  # the first step after a restore must begin with what was restored
             self._elapsed_s = time.perf_counter() - self._processor.time_last_log
         self._is_restored = False
 
@@ -328,7 +330,7 @@ class _Metrics:
 
 
 def _plain(loader: Any) -> Any:
-    """The loader, or as which of its classes its state is plain values."""
+    """The loader, or a view of it as the base class whose ``state_dict`` has plain values."""
     for kind in type(loader).__mro__:
         if "state_dict" in vars(kind):
             return super(kind, loader) if kind.__name__ == PACKS else loader

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Slurm's Epilog (slurm.conf: Epilog=/etc/slurm/holdfast-epilog.sh), run by root on each node when a job has ended.
-# The SMP of a job that ended well is gone by now. That of one that failed, or is to be requeued, stays for
-# HOLDFAST_KEEP_S seconds (/etc/holdfast/slurm.env; 0: it goes at once, and its memory is free for the next job).
+# After a successful job the SMP has ended already. After a failed or requeued job it stays for HOLDFAST_KEEP_S seconds
+# (/etc/holdfast/slurm.env), and is removed by the user's next Epilog here. With 0 it ends now, which frees its memory.
 set -eu
-PATH=/opt/train/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin # of the environment that has holdfast in it
+PATH=/opt/train/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin # includes the environment with holdfast
 keep=0
 if [ -r /etc/holdfast/slurm.env ]; then
     keep=$(sed -n 's/^HOLDFAST_KEEP_S=//p' /etc/holdfast/slurm.env)

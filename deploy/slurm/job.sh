@@ -3,9 +3,9 @@
 #SBATCH --nodes=5
 #SBATCH --ntasks-per-node=1
 #SBATCH --no-kill
-# Without an administrator: the SMPs are a step of the job itself, beside the trainers' step, and outlive that one.
-# TRAINING nodes train; what is allocated beyond that is spare. --no-kill: the loss of a node ends what ran there, and not
-# the job, which goes on with a spare.
+# Without an administrator: the SMPs are a step of the job itself, beside the trainers' step, and outlive that step.
+# TRAINING nodes train; all other allocated nodes are spares. --no-kill: the loss of a node ends what ran on it, but not
+# the job, which continues with a spare.
 set -u
 umask 077
 training=${TRAINING:-4}
@@ -13,8 +13,8 @@ export HOLDFAST_JOB="$SLURM_JOB_ID" HOLDFAST_TOKEN_FILE="$HOME/.holdfast-$SLURM_
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 [ -e "$HOLDFAST_TOKEN_FILE" ] || head -c 32 /dev/urandom | base64 >"$HOLDFAST_TOKEN_FILE"
 trap 'rm -f "$HOLDFAST_TOKEN_FILE"' EXIT
-# Each node's name and address: for its SMP, and for its trainers, which start another if that one is gone.
-# shellcheck disable=SC2016  # each node's own shell is to expand these, not this one
+# Sets each node's name and address, for its SMP and for its trainers, which start another SMP if that one is gone.
+# shellcheck disable=SC2016  # each node's own shell must expand these, not this one
 on_node='export HOLDFAST_NODE="$SLURMD_NODENAME" HOLDFAST_HOST
     HOLDFAST_HOST=$(hostname -I | cut -d" " -f1)
     exec "$@"'
@@ -25,7 +25,7 @@ for attempt in 1 2 3 4 5; do
     up=$(sinfo --noheader --Node --responding --nodes="$SLURM_JOB_NODELIST" --states=allocated,mixed --format=%N |
         sort -u | head -n "$training")
     if [ "$(echo "$up" | wc -w)" -lt "$training" ]; then
-        echo "attempt $attempt: $training nodes are to train, and only these respond:" "$up" >&2
+        echo "attempt $attempt: $training nodes are needed to train, but only these respond:" "$up" >&2
         sleep "${RETRY_S:-60}"
         continue
     fi

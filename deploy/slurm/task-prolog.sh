@@ -1,7 +1,7 @@
 #!/bin/bash
-# Slurm's TaskProlog (slurm.conf: TaskProlog=/etc/slurm/holdfast-task-prolog.sh), run as the user before each task: what it
-# prints stands in the task's environment. Trainers get the name and address of their node, as its SMP has them from
-# prolog.sh, and what of /etc/holdfast/slurm.env lets them in.
+# Slurm's TaskProlog (slurm.conf: TaskProlog=/etc/slurm/holdfast-task-prolog.sh), run as the user before each task.
+# Slurm adds the exports that it prints to the task's environment: the node's name and address, which must be those that
+# prolog.sh gave to the SMP, and the settings in /etc/holdfast/slurm.env that trainers need.
 set -eu
 address=$(getent ahostsv4 "$SLURMD_NODENAME" | awk '$1 !~ /^127\./ { print $1; exit }')
 [ -n "$address" ] || address=$(hostname -I | cut -d' ' -f1)

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def adapter_for(model: Any, optim: Any, scheduler: Any = None, extra: dict[str, Any] | None = None) -> Adapter:
-    """The adapter for a job, chosen by whose optimizer it uses. Does not import what the job does not use.
+    """The adapter for a job, chosen by the framework of its optimizer. Only imports the frameworks that the job uses.
 
     Raises:
-        ConfigError: the objects are of no framework that is known here.
+        ConfigError: the objects belong to no known framework.
     """
     if type(optim).__module__.startswith("megatron."):
         from holdfast.integrations.adapters.megatron import MegatronAdapter

@@ -1,4 +1,4 @@
-"""What the adapters of all frameworks have in common; see `state.adapter.Adapter` for what the methods mean."""
+"""The common part of all frameworks' adapters. `state.adapter.Adapter` documents the methods."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from holdfast.snapshot.state.tracked import Tracked, containers
 log = get_log(__name__)
 
 SCALING = "fp8"
-"""Where in the late state is what `transformer_engine.scaling` gives."""
+"""Key of the late state under which the results of `transformer_engine.scaling` are kept."""
 
 
 class BaseAdapter:
-    """Modules, the states of their optimizers, schedules, extras, and what the user tracks."""
+    """Modules, the states of optimizers, schedules, extras, and what the user tracks."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class BaseAdapter:
         return self._modules
 
     def optimizers(self) -> Sequence[Any]:
-        """Each framework's own."""
+        """Defined by each framework's adapter."""
         raise NotImplementedError
 
     def scalers(self) -> Sequence[GradScaler]:
@@ -80,14 +80,14 @@ class BaseAdapter:
         return self._extra.keys()
 
     def steppers(self) -> Steppers:
-        """What watches for optimizers that step parameters of this job, and of which nothing is captured."""
+        """A watcher for optimizers that step parameters of this job but are not captured."""
         parameters = [p for module in self._modules for p in module.parameters()]
         updated = [p for state in self._states for _, p in state.parameters()]
         captured = [state.optimizer for state in self._states]
         return Steppers(self.optimizers(), [*captured, *self._inside()], [*parameters, *updated])
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
-        """Optimizers that are captured with the one around them."""
+        """Optimizers that are captured as part of the optimizer that contains them."""
         return ()
 
     def updated(self) -> dict[str, Updated]:
@@ -130,7 +130,7 @@ class BaseAdapter:
         }
 
     def verify(self) -> None:
-        """What is given is captured; what is not given, and shows, is warned of, once each."""
+        """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured."""
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
         if not (self._tracked or self._schedulers or schedules):
             for state in self._states:
@@ -190,22 +190,22 @@ class BaseAdapter:
         return partial(rng.restore, early["rng"])
 
     def _extras(self, *, late: bool) -> Tree:
-        """States of those extras that settle late, or of the others."""
+        """The states of the extras that settle late (see `settles_late`), or of the others."""
         return {n: part.state_dict() for n, part in self._extra.items() if settles_late(part) is late}
 
     def _scalings(self) -> Tree:
-        """Of the modules that compute in 8 bits with delayed scaling, if there are any."""
+        """The scaling state of modules that compute in 8 bits with delayed scaling, if there are any."""
         found = {name: scaling(module) for name, module in self._with_extra_state}
         held = {name: {key: each.clone() for key, each in of.items()} for name, of in found.items() if of}
         return {SCALING: held} if held else {}
 
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules, by name; called where a walk over all tensors begins."""
+        """The modules, by name. Begins a walk over all tensors: also looks again which modules have an extra state."""
         self._with_extra_state = _with_extra_state(self._roots())
         yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
 
     def _roots(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """All modules that were given, and what they are called."""
+        """All modules that were given, by name, including tracked ones."""
         yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
         for name, piece in self._tracked.items():
             if isinstance(piece.tensors, torch.nn.Module):
@@ -238,7 +238,7 @@ def check_modules(model: Any) -> list[torch.nn.Module]:
 
 
 def parameter_names(modules: Sequence[torch.nn.Module]) -> dict[torch.Tensor, str]:
-    """What parameters are called in the job; one that has several names, by the first."""
+    """The names of the parameters in the job. A parameter with several names gets the first."""
     names: dict[torch.Tensor, str] = {}
     for i, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -247,7 +247,7 @@ def parameter_names(modules: Sequence[torch.nn.Module]) -> dict[torch.Tensor, st
 
 
 def warn_of_unnamed(states: Sequence[OptimizerState]) -> None:
-    """Say that parameters which are in no module are known by their place, if there are some that look alike."""
+    """Warn if parameters in no module have the same shape: only their place in the optimizer tells them apart."""
     for state in states:
         shapes = Counter(tuple(parameter.shape) for _, parameter in state.unnamed())
         if alike := sum(count for count in shapes.values() if count > 1):
@@ -259,18 +259,18 @@ def warn_of_unnamed(states: Sequence[OptimizerState]) -> None:
 
 
 def settles_late(part: Stateful) -> bool:
-    """Whether an extra goes on between two steps, as schedules, gradient scalers and averages do; what can be iterated
-    over, such as data loaders, goes on when data is read."""
+    """Whether an extra changes between two steps, as schedules, gradient scalers and averages do. Objects that can be
+    iterated over, such as data loaders, change when data is read."""
     if isinstance(part, torch.nn.Module):
-        return True  # an average of weights; many a module can be iterated over, too
+        return True  # an average of weights; a module may be iterable, too
     return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
 
 
 def _with_extra_state(roots: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
-    """The modules in `roots`, by name, whose classes have a ``get_extra_state``, as TransformerEngine's have.
+    """The modules in `roots`, by name, whose classes define ``get_extra_state``, as Transformer Engine's do.
 
     Raises:
-        ConfigError: one could not take back what it gives.
+        ConfigError: a class has no ``set_extra_state`` to take the state back.
     """
     found = []
     for name, module in owners(roots):
@@ -284,12 +284,12 @@ def _with_extra_state(roots: Iterable[tuple[str, torch.nn.Module]]) -> list[tupl
 
 
 def _hooked(module: torch.nn.Module) -> Any:
-    """For mypy: torch declares these methods as ones that only raise."""
+    """`module`, untyped for mypy: torch declares these methods as ones that only raise."""
     return module
 
 
 def _check_stateful(what: str, part: Any) -> Stateful:
-    """`part`, if it has a state. Raises `ConfigError` if it is not `Stateful`."""
+    """Return `part`. Warns if it is a module with an empty state; raises `ConfigError` if it is not `Stateful`."""
     if not isinstance(part, Stateful):
         raise ConfigError(f"{what} is a {type(part).__qualname__} without state_dict and load_state_dict")
     if isinstance(part, torch.nn.Module) and not part.state_dict():
@@ -299,8 +299,8 @@ def _check_stateful(what: str, part: Any) -> Stateful:
 
 
 def _warn_of_own_tensors(roots: Iterable[tuple[str, torch.nn.Module]]) -> None:
-    """Say that a module with a ``state_dict`` of its own, as a metric of torchmetrics, keeps tensors that no other
-    module would have."""
+    """Warn if a module with a ``state_dict`` of its own, such as a metric of torchmetrics, keeps tensors beside its
+    parameters and buffers."""
     for path, module in owners(roots):
         if type(module).state_dict is torch.nn.Module.state_dict:
             continue

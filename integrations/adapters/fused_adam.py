@@ -1,5 +1,5 @@
-"""Transformer Engine's FusedAdam, with which an optimizer is aware of precision: it may keep moments in 16 bits, main
-parameters of its own, and beside its state how these are scaled."""
+"""Transformer Engine's FusedAdam, which makes an optimizer precision-aware: it may keep moments in 16 bits, main
+parameters of its own, and the scales of both beside its state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SCALE = ".scale"
 
 
 def keeps_scales(optimizer: object) -> bool:
-    """Whether it is FusedAdam of a Transformer Engine that knows precisions, 2.0 and newer."""
+    """Whether this is the FusedAdam of a precision-aware Transformer Engine, 2.0 or newer."""
     return all(hasattr(optimizer, name) for name in ("_scales", "initialize_state", "name_to_dtype_map"))
 
 
 class FusedAdamState(OptimizerState):
-    """State, and its scales.
+    """The state of a FusedAdam, with its scales.
 
     Raises:
         ConfigError: moments are kept in 8 bits.
@@ -36,8 +36,8 @@ class FusedAdamState(OptimizerState):
         narrow = [name for name, dtype in optimizer.name_to_dtype_map.items() if dtype == torch.uint8]
         if narrow:
             raise ConfigError(
-                f"{prefix}: FusedAdam keeps {narrow[0]} in 8 bits, in a tensor of Transformer Engine's own that nobody "
-                f"could try: train with --{narrow[0].replace('_', '-')}-dtype bf16"
+                f"{prefix}: FusedAdam keeps {narrow[0]} in 8 bits, in a tensor class of Transformer Engine that was "
+                f"never tested: train with --{narrow[0].replace('_', '-')}-dtype bf16"
             )
         self._scales_before: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
@@ -49,13 +49,13 @@ class FusedAdamState(OptimizerState):
                 yield LiveTensor(f"{self._prefix}.{name}.{entry}{SCALE}", scale, Change.STEP)
 
     def watched(self) -> Iterator[Container]:
-        """Scales, too."""
+        """The base's containers, and those of the scales."""
         yield from super().watched()
         yield self.optimizer._scales
         yield from self.optimizer._scales.values()
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
-        """The optimizer makes its own state."""
+        """Let the optimizer create its own state."""
         self._scales_before = dict(self.optimizer._scales)
         before = {key: dict(state) for key, state in self.optimizer.state.items()}
         for name, parameter in self.parameters():
@@ -65,7 +65,7 @@ class FusedAdamState(OptimizerState):
         self._before = before
 
     def withdraw(self) -> None:
-        """Scales, too."""
+        """Undo `materialise`, including the scales."""
         super().withdraw()
         self.optimizer._scales.clear()
         self.optimizer._scales.update(self._scales_before)

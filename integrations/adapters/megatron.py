@@ -1,12 +1,12 @@
 """megatron-core: model chunks and its optimizers, distributed or not.
 
 Captured in place: main parameters, moments, frozen parameters, buffers, scaler, schedule, every random generator.
-Not captured: weights in 16 bits and fewer, which are made from the main parameters (checked once, bit for bit) and are
-made again on restore. Between steps they may not even be current: with overlapped parameter gathering only each rank's
-own part of them is.
+Not captured: weights in 16 bits and fewer. They are made from the main parameters, which is checked once, bit for bit,
+and are made again on restore. Between steps they may not even be current: with overlapped parameter gathering only each
+rank's own part of them is.
 
-Never goes through ``optimizer.load_state_dict``: with torch's AdamW, Megatron's gives all parameters one shared step
-counter there, and training goes on with wrong bias corrections.
+``optimizer.load_state_dict`` is never used: with torch's AdamW, Megatron's gives all parameters one shared step counter
+there, and training continues with wrong bias corrections.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
 log = get_log(__name__)
 
 TRIED = ("0.16", "0.19")
-"""Releases whose every kind of job was killed, restored and compared."""
+"""Releases with which every kind of job was killed, restored and compared."""
 
 
 class MegatronAdapter(BaseAdapter):
@@ -85,7 +85,7 @@ class MegatronAdapter(BaseAdapter):
         )
 
     def replica_set(self) -> str:
-        """The ranks that differ in their data-parallel place only."""
+        """The ranks that differ only in their data-parallel place."""
         return self.coordinate().rpartition("-dp")[0]
 
     def optimizers(self) -> Sequence[Any]:
@@ -137,13 +137,13 @@ class MegatronAdapter(BaseAdapter):
             for name, buffer in chunk.named_buffers():
                 leaf = leaves.get(f"model{i}.{name}")
                 if leaf is not None and name.endswith(".expert_bias"):
-                    set_dtype(buffer, leaf)  # 16 bits wide when it is built, 32 from the first forward on
+                    set_dtype(buffer, leaf)  # 16 bits wide when built, 32 from the first forward on
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         schedulers: list[Any] = list(self._schedulers)
         for scheduler in schedulers:
             if hasattr(scheduler, "num_steps"):
-                scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
+                scheduler.num_steps = 0  # Megatron's load_state_dict adds to num_steps
         for part, scaler in zip(self._parts, late["scaler"], strict=True):
             if scaler is not None:
                 part.grad_scaler.load_state_dict(scaler)
@@ -162,8 +162,11 @@ class MegatronAdapter(BaseAdapter):
         return rewind
 
     def _verify_quantized(self) -> None:
-        """Once. Only of what this rank has main parameters for, which is current at any time; MXFP8 is gathered before
-        it is quantized, in the memory of gradients, and so checked when there are none."""
+        """Check once that quantizing gives the weights again.
+
+        Only weights whose main parameters this rank has are quantized; these are always current. MXFP8 weights are
+        gathered before they are quantized, in the memory of the gradients, so they are checked when there are none.
+        """
         quantized = {weight: name for weight, name in parameter_names(self._modules).items() if is_quantized(weight)}
         gathered = [chunk for chunk in self._chunks if any(map(gathers_before_casting, self._parts))]
         if not quantized or self._verified or any(holds_gradients(chunk) for chunk in gathered):
@@ -183,7 +186,7 @@ class MegatronAdapter(BaseAdapter):
         for part in self._parts:
             copy_to_weights(part)
         for each in self._layer_wise:
-            if not getattr(each, "use_buffer_param_sync", False):  # else its layers lie in the buffers, too
+            if not getattr(each, "use_buffer_param_sync", False):  # otherwise the buffers have its layers, too
                 each.allgather_params()
         for chunk in self._chunks:
             if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
@@ -191,7 +194,7 @@ class MegatronAdapter(BaseAdapter):
 
 
 def warn_of_untried(version: str) -> None:
-    """Say so if nobody has tried this release."""
+    """Warn if this release was never tried."""
     if ".".join(version.split(".")[:2]) not in TRIED:
         log.warning(
             "megatron-core %s was never tried with holdfast: %s were, see docs/support.md", version, ", ".join(TRIED)
@@ -199,11 +202,11 @@ def warn_of_untried(version: str) -> None:
 
 
 def _put_back(generator: Any, state: torch.Tensor) -> Any:
-    """What the tracker keeps of a generator, as it was. One that CUDA graphs know is put back in place."""
+    """What the tracker keeps of a generator, restored. A `torch.Generator`, which CUDA graphs use, is set in place."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
         return generator
-    return state.clone()  # draws are made from this very tensor, and would change what is kept
+    return state.clone()  # a copy, because draws change this very tensor
 
 
 def _check_cast(name: str, weight: torch.Tensor, main: torch.Tensor) -> None:

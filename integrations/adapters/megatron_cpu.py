@@ -1,8 +1,8 @@
-"""Makes megatron-core train where there is no GPU: for the demo, tests and chaos runs.
+"""Makes megatron-core train without a GPU: for the demo, tests and chaos runs.
 
 megatron-core 0.16 asks CUDA for its device, allocates on ``"cuda"``, recognises parameters by the spelling of their
-type and draws dropout from CUDA's generator. `install` gives each of these its meaning on a CPU; Megatron itself is
-not changed. Since CPU dropout draws from torch's own generator, the tracker's states matter here as on a GPU.
+type and draws dropout from CUDA's generator. `install` gives each of these a meaning on a CPU; Megatron itself is not
+changed. Dropout on a CPU draws from torch's own generator, so the tracker's states matter as much as on a GPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
 
 
 def install() -> bool:
-    """Stand in for CUDA. Call before the first import of megatron; does nothing, and says so, if there is a GPU."""
+    """Replace CUDA by stand-ins. Call before the first import of megatron. On a GPU, does nothing and returns False."""
     if torch.cuda.is_available():
         return False
     if isinstance(torch.cuda.default_generators, _CpuGenerators):
         return True
     importlib.import_module("torch.distributed.optim")  # compiles TorchScript, which needs torch's own factories
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile would start a C++ compiler in every rank
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it
     cuda: Any = torch.cuda
     cpu = torch.device("cpu")
     cuda.current_device = cuda.random.current_device = lambda: cpu
@@ -37,9 +37,9 @@ def install() -> bool:
     cuda.stream = contextlib.nullcontext
     cuda.Stream = _EagerStream
     cuda.current_stream = cuda.default_stream = lambda device=None: _EagerStream()
-    # Without this torch queues what it is asked to do to the generators for a later that never comes.
+    # Otherwise torch queues operations on the generators until CUDA is initialised, which never happens.
     cuda._initialized = True
-    # A build of torch that has CUDA counts devices before processes are forked, and would refuse generators after that.
+    # A build of torch with CUDA counts devices before processes are forked, and would refuse generators after the fork.
     cuda._is_in_bad_fork = lambda: False
     cuda.default_generators = _CpuGenerators()
     for name in FACTORIES:
@@ -53,8 +53,8 @@ def install() -> bool:
 
 
 def _install_experts() -> None:
-    """Megatron hands split sizes on as NumPy's only if they come from a GPU; and without TransformerEngine its router
-    asks for a name that 0.16 forgets to define."""
+    """Patch Megatron's experts: it only converts split sizes to NumPy if they come from a GPU; and without Transformer
+    Engine its router uses a name that 0.16 forgets to define."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -66,7 +66,7 @@ def _install_experts() -> None:
 
 
 class _CpuGenerators(tuple[()]):
-    """``torch.cuda.default_generators``: the CPU's generator, whatever the device."""
+    """``torch.cuda.default_generators``: the CPU's generator for every device."""
 
     def __getitem__(self, index: Any) -> Any:
         return torch.default_generator
@@ -95,7 +95,7 @@ class _EagerStream:
 
 
 class _NotAboutGenerators(logging.Filter):
-    """Drops the warning that the CPU generator moved inside the tracker's fork: here it is meant to."""
+    """Drops the warning that the CPU generator changed inside the tracker's fork: here this is intended."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()

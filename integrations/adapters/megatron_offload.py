@@ -1,7 +1,7 @@
-"""CPU offload: megatron-core's HybridDeviceOptimizer, which has optimizers inside that step copies of its parameters.
+"""CPU offload: megatron-core's HybridDeviceOptimizer, whose inner optimizers step copies of its parameters.
 
-The copies are state, and the optimizers inside hold the moments. The parameters themselves are copied from the copies
-after each step, and so again after a restore.
+The copies are state, and the inner optimizers hold the moments. The parameters themselves are filled from the copies
+after each step, and likewise after a restore.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ COPY = "master_param"
 
 
 def is_hybrid(optimizer: object) -> bool:
-    """Whether it is a HybridDeviceOptimizer."""
+    """Whether this is a HybridDeviceOptimizer."""
     return any(kind.__name__ == "HybridDeviceOptimizer" for kind in type(optimizer).__mro__)
 
 
 def stepped(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that is stepped for a parameter: itself, or with a hybrid optimizer perhaps a copy."""
+    """The tensor that is stepped for a parameter: the parameter itself or, in a hybrid optimizer, its copy if any."""
     found: torch.Tensor = (
         optimizer.param_to_inner_param.get(parameter, parameter) if is_hybrid(optimizer) else parameter
     )
@@ -34,9 +34,9 @@ def stepped(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class HybridState(OptimizerState):
-    """A HybridDeviceOptimizer, by its own parameters. Its copies are not among `tensors`: `stepped` gives them.
+    """The state of a HybridDeviceOptimizer, by its own parameters. `tensors` leaves out its copies: see `stepped`.
 
-    Args: those of `OptimizerState`, of which replicas divide nothing.
+    Args: those of `OptimizerState`, but replicas never divide this state: `replicated` has no effect.
     """
 
     optimizer: Any
@@ -46,7 +46,7 @@ class HybridState(OptimizerState):
         self.inside: list[Any] = list(optimizer.sub_optimizers)
 
     def tensors(self) -> Iterator[LiveTensor]:
-        """Moments and the like. Raises `ConfigError` if an optimizer inside keeps scales beside its state."""
+        """Moments and the like. Raises `ConfigError` if an inner optimizer keeps scales beside its state."""
         for each in self.inside:
             if getattr(each, "_scales", None):
                 raise ConfigError(
@@ -57,7 +57,7 @@ class HybridState(OptimizerState):
         return (each for each in super().tensors() if id(each.tensor) not in copies)
 
     def watched(self) -> Iterator[Container]:
-        """What stays: the optimizer makes its own ``state``, and the groups of those inside, anew in each step."""
+        """The containers that persist. In each step the optimizer makes its own ``state`` and the inner groups anew."""
         yield self.optimizer.param_groups
         for group in self.optimizer.param_groups:
             yield group
@@ -67,19 +67,19 @@ class HybridState(OptimizerState):
             yield from each.state.values()
 
     def fixed(self) -> Tree:
-        """With the class of the optimizer that steps each parameter."""
+        """The base's, and the class of the optimizer that steps each parameter."""
         return super().fixed() | {"inside": self._kinds()}
 
     def plain(self) -> Tree:
-        """With the options that the optimizers inside have added to their groups, such as FusedAdam's ``step``.
+        """The base's, and options that the inner optimizers have added to their groups, such as FusedAdam's ``step``.
 
         Raises:
-            StateMismatch: they are others than when this was made.
+            StateMismatch: the inner optimizers were replaced since this object was made.
         """
         if [*map(id, self.optimizer.sub_optimizers)] != [*map(id, self.inside)]:
             raise StateMismatch(
-                f"{self._prefix} was given a state while it trains, and has other optimizers inside since: load it "
-                "before the hook is entered"
+                f"the inner optimizers of {self._prefix} were replaced, as load_state_dict does: load its state before "
+                "the hook is entered, not while it trains"
             )
         return super().plain() | {
             "inside": {
@@ -88,7 +88,7 @@ class HybridState(OptimizerState):
         }
 
     def check(self, plain: Tree, fixed: Tree) -> None:
-        """Raises `StateMismatch` as the base does, and if another kind of optimizer steps a parameter than did."""
+        """Raises `StateMismatch` as the base does, and if another kind of optimizer stepped a parameter before."""
         super().check(plain, fixed)
         held, have = fixed["inside"], self._kinds()
         moved = [f"{name} by {held[name]}, now {have[name]}" for name in have if have[name] != held[name]]
@@ -99,14 +99,14 @@ class HybridState(OptimizerState):
             )
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
-        """As the base, but where the copies are."""
+        """As the base, but on the devices of the copies."""
         super().materialise(leaves)
         for parameter, state in self.optimizer.state.items():
             device = stepped(self.optimizer, parameter).device
             state |= {k: torch.empty_like(v, device=device) for k, v in state.items() if v.device != device}
 
     def load(self, plain: Tree, fixed: Tree) -> None:
-        """As the base; then the optimizers inside, and the parameters, get what is theirs."""
+        """As the base; then give the inner optimizers their state, and fill the parameters from the copies."""
         for name, parameter in self.parameters():
             if COPY in fixed["order"][name]:
                 self.optimizer.state.setdefault(parameter, {})[COPY] = stepped(self.optimizer, parameter)
@@ -124,7 +124,7 @@ class HybridState(OptimizerState):
                 parameter.copy_(copy)
 
     def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(parameter, copy) where these are two tensors."""
+        """(parameter, copy) for each parameter that has a separate copy."""
         pairs: dict[torch.Tensor, torch.Tensor] = self.optimizer.param_to_inner_param
         return ((parameter, copy) for parameter, copy in pairs.items() if parameter is not copy)
 
@@ -138,7 +138,7 @@ class HybridState(OptimizerState):
         return {name: kinds[parameter] for name, parameter in self.parameters()}
 
     def _groups_inside(self) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
-        """Each group of those inside, called after its first parameter, and the options that it was given."""
+        """Each inner group, by the name of its first parameter, and the names of the options that it was given."""
         given = set(self.optimizer.defaults).union(*self.optimizer.param_groups)
         names = {parameter: name for name, parameter in self.parameters()}
         for each in self.inside:

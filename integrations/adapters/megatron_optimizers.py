@@ -1,4 +1,4 @@
-"""megatron-core's optimizers: which are captured, what of them is state, and what is derived from it."""
+"""megatron-core's optimizers: which are captured, what part of them is state, and what is derived from it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from holdfast.snapshot.copy.tensors import Block
 from holdfast.snapshot.state.optimizers import OptimizerState
 
 CHAINS = ("ChainedOptimizer", "LayerWiseDistributedOptimizer")
-"""What puts optimizers in a row."""
+"""Classes that chain several optimizers."""
 
 CAPTURED = ("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer")
-"""Optimizers, alone or in a chain, whatever torch optimizer they wrap."""
+"""Optimizer classes that are captured, alone or in a chain, whatever torch optimizer they wrap."""
 
 
 def parts(optim: Any) -> list[Any]:
-    """The optimizers that a chain consists of, which may be one of chains; without those that step nothing."""
+    """The optimizers in a chain, also in nested chains, without those that step nothing."""
     if not hasattr(optim, "chained_optimizers"):
         return [] if getattr(optim, "is_stub_optimizer", False) else [optim]
     return [part for each in optim.chained_optimizers for part in parts(each)]
 
 
 def chains(optim: Any) -> Iterator[Any]:
-    """`optim` and all in it, if they are chains."""
+    """`optim`, if it is a chain, and all chains in it."""
     if hasattr(optim, "chained_optimizers"):
         yield optim
         for each in optim.chained_optimizers:
@@ -37,20 +37,20 @@ def chains(optim: Any) -> Iterator[Any]:
 
 
 def layer_wise(optim: Any) -> list[Any]:
-    """The chains in which each rank steps whole layers, and sends them to the others."""
+    """The chains in which each rank steps whole layers and sends them to the others."""
     return [each for each in chains(optim) if type(each).__name__ == "LayerWiseDistributedOptimizer"]
 
 
 def check_captured(optim: Any, chunks: Sequence[Any]) -> None:
-    """Raises `ConfigError` if there is state of a kind that would not come back, or nobody has tried."""
+    """Raises `ConfigError` if there is a kind of state that would not be restored, or was never tried."""
     for chain in chains(optim):
         if type(chain).__name__ not in CHAINS:
             known = ", ".join(CHAINS)
-            raise ConfigError(f"{type(chain).__name__} is no chain of optimizers that is captured: {known} are")
+            raise ConfigError(f"{type(chain).__name__} is not a supported chain of optimizers: use {known}")
     for part in parts(optim):
         if not _names(part) & set(CAPTURED):
             known = ", ".join(CAPTURED)
-            raise ConfigError(f"{type(part).__name__} is no optimizer of megatron-core that is captured: {known} are")
+            raise ConfigError(f"{type(part).__name__} is not a supported optimizer of megatron-core: use {known}")
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
         raise ConfigError(
             "Megatron-FSDP is not captured: it keeps weights, gradients and main parameters in buffers of its own; "
@@ -59,7 +59,7 @@ def check_captured(optim: Any, chunks: Sequence[Any]) -> None:
 
 
 def check_quantizes(optim: Any) -> None:
-    """Raises `ConfigError` unless weights in 8 or 4 bits are made from main parameters that are known."""
+    """Raises `ConfigError` unless weights in 8 or 4 bits are made from known main parameters."""
     if layer_wise(optim):
         raise ConfigError(
             "weights in 8 or 4 bits that are stepped layer by layer are not captured, as nobody tried them: train "
@@ -73,7 +73,7 @@ def check_quantizes(optim: Any) -> None:
 
 
 def state_of(part: Any, prefix: str, *, replicated: bool, weights: Mapping[torch.Tensor, str]) -> OptimizerState:
-    """The state of the torch optimizer that a part wraps. `weights`: what the model's parameters are called."""
+    """The state of the torch optimizer that `part` wraps. `weights`: the names of the model's parameters."""
     shards = {main: block for _, main, block in _shards(part)}
     named = {main: weights[weight] for weight, main in mains(part) if weight in weights}
     kind: type[OptimizerState] = OptimizerState
@@ -85,12 +85,12 @@ def state_of(part: Any, prefix: str, *, replicated: bool, weights: Mapping[torch
 
 
 def is_divided(part: Any) -> bool:
-    """Whether each data-parallel rank has a part of the parameters, cut at any element."""
+    """Whether the parameters are divided among the data-parallel ranks, cut at any element."""
     return hasattr(part, "shard_fp32_from_float16_groups")
 
 
 def mains(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(weight, main parameter) where these are two tensors."""
+    """(weight, main parameter) for each weight that has a separate main parameter."""
     yield from ((weight, main) for weight, main, _ in _shards(part))
     if hasattr(part, "fp32_from_float16_groups"):
         for weights, of_group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
@@ -116,11 +116,11 @@ def casts(part: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 
 
 def _shards(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, Block]]:
-    """(weight, main parameter, which part of the flattened weight that is) of a distributed optimizer, as its ranks cut
-    weights at any element and number the pieces anew; nothing of others, which are alike on all ranks."""
+    """(weight, main parameter, its block of the flattened weight) for a distributed optimizer, whose ranks cut weights
+    at any element and renumber the pieces. Nothing for other optimizers, which are alike on all ranks."""
     if not is_divided(part):
         return
-    # An optimizer that is aware of precision has no main parameters: it steps the shards of the 16-bit weights.
+    # A precision-aware optimizer has no main parameters: it steps the shards of the 16-bit weights.
     of_weights = [
         [shard if main is None else main for main, shard in zip(*groups, strict=True)]
         for groups in zip(part.shard_fp32_from_float16_groups, part.shard_float16_groups, strict=True)
@@ -144,7 +144,7 @@ def holds_gradients(chunk: Any) -> bool:
 
 
 def copy_to_weights(part: Any) -> None:
-    """Make weights from main parameters, as a step does, up to gathering them."""
+    """Make the weights from the main parameters as a step does, but do not gather them."""
     if gathers_before_casting(part):
         part._copy_main_params_to_param_buffer()
     elif hasattr(part, "_copy_main_params_to_model_params"):
@@ -152,5 +152,5 @@ def copy_to_weights(part: Any) -> None:
 
 
 def _names(of: object) -> set[str]:
-    """What its class, and those that it is made from, are called."""
+    """The names of an object's class and base classes."""
     return {each.__name__ for each in type(of).__mro__}

@@ -1,6 +1,6 @@
-"""What of megatron-core comes back, kind by kind, and what proves it: `docs/support.md` is written from this table.
+"""Which kinds of megatron-core's state are restored, and what proves it. `docs/support.md` is written from this table.
 
-`tests/test_support.py` holds it against the matrix, the tests that are named and the reports that are committed.
+`tests/test_support.py` compares it with the matrix, the tests that it names, and the reports that are committed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class SupportStatus(StrEnum):
-    """How sure it is."""
+    """How well a kind is supported."""
 
     EXACT = "exact, tested on CPU"
     STRUCTURES = "by the package's own structures"
@@ -23,9 +23,9 @@ class SupportedKind:
     """A kind of state, of optimizer or of parallelism.
 
     Attributes:
-        option: of Megatron-LM, with which one gets it.
-        cells: of the matrix, which kill and restore it.
-        tests: ``file::function``.
+        option: Megatron-LM's option that enables it.
+        cells: cells of the matrix in which it is killed and restored.
+        tests: tests that prove it, as ``file::function``.
         note: what the status leaves open.
     """
 

@@ -1,6 +1,6 @@
 """Plain PyTorch: modules and `torch.optim` optimizers, each rank holding its own state.
 
-Of distributed tensors, as FSDP2's ``fully_shard`` makes them, each rank's own part is captured and restored in place.
+For distributed tensors, such as those of FSDP2's ``fully_shard``, each rank captures and restores its own part.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TorchAdapter(BaseAdapter):
         return f"dp{dist.get_rank() if dist.is_available() and dist.is_initialized() else 0}"
 
     def replica_set(self) -> str:
-        """All ranks, if DDP keeps all modules alike; else each is alone."""
+        """All ranks, if all modules are in DDP; otherwise each rank is alone."""
         return "all" if self._replicated else self.coordinate()
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -62,8 +62,8 @@ class TorchAdapter(BaseAdapter):
             self._episodes.begin("hidden", text, some(hidden))
 
     def fixed(self) -> Tree:
-        """And, for those who export a snapshot: whether names begin with DDP's own part, and where in the whole a
-        rank's part of a distributed parameter stands."""
+        """The base's state and, for exporting a snapshot, whether names have DDP's prefix, and where in the whole a
+        rank's part of a distributed parameter is."""
         export = {
             "wrapped": self._replicated,
             "pieces": {
@@ -77,7 +77,7 @@ class TorchAdapter(BaseAdapter):
 
     def tensors(self) -> Iterator[LiveTensor]:
         self._names.clear()
-        self._names.update(parameter_names(self._modules))  # parameters may have become others
+        self._names.update(parameter_names(self._modules))  # parameters may be other objects by now
         self._check_names()
         for prefix, module in self._of_modules():
             for name, parameter in module.named_parameters():
@@ -94,15 +94,14 @@ class TorchAdapter(BaseAdapter):
         yield from self._tracked_tensors()
 
     def _check_names(self) -> None:
-        """Raises `StateMismatch` if an optimizer's sharded parameter was the model's and is not any more."""
+        """Raises `StateMismatch` if an optimizer's sharded parameter was the model's and no longer is."""
         for state in self._states:
             for place, parameter in state.unnamed():
                 known, called = self._once.get(id(parameter), (None, ""))
                 if known is not None and known() is parameter and local(parameter) is not parameter:
                     raise StateMismatch(
-                        f"parameter {place} of an optimizer was {called}, and just now the model has another tensor "
-                        "there, as between FSDP2's unshard() and reshard(): say `snap.begin()` before parameters are "
-                        "gathered"
+                        f"parameter {place} of an optimizer was {called}, but the model now has another tensor there, "
+                        "as between FSDP2's unshard() and reshard(): call `snap.begin()` before parameters are gathered"
                     )
             for _, parameter in state.parameters():
                 if name := self._names.get(parameter):

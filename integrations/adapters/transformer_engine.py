@@ -1,8 +1,8 @@
-"""Transformer Engine: weights in 8 or 4 bits, and how layers scale what they compute in 8 bits.
+"""Transformer Engine: weights in 8 or 4 bits, and the scaling of layers that compute in 8 bits.
 
-Such weights are not captured: they are quantized anew from the main parameters, by megatron-core's own functions. That
-this gives the same bytes is checked once, by doing it. The scales and largest values of delayed scaling are captured as
-they are, since newer releases do not unpickle the extra state that they give.
+Such weights are not captured: megatron-core's own functions quantize them anew from the main parameters. A check runs
+these functions once and compares all bytes. The scales and largest values of delayed scaling are captured directly,
+because newer releases do not unpickle the extra state that they return.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import local
 
 QUANTIZED = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
-"""Classes of weights."""
+"""Classes of quantized weights."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -24,12 +24,12 @@ NOT_UNPICKLED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"
 
 
 def is_quantized(weight: torch.Tensor) -> bool:
-    """Whether a weight is kept in 8 or 4 bits, in one of the classes that are known."""
+    """Whether a weight is stored in 8 or 4 bits, in one of the known classes."""
     return any(kind.__name__ in QUANTIZED for kind in type(weight).__mro__)
 
 
 def check_weights(weights: Mapping[torch.Tensor, str]) -> None:
-    """Raises `ConfigError` if there are weights of a class of which nobody knows what it keeps."""
+    """Raises `ConfigError` if a weight's class is unknown, so that it may hold more than is captured."""
     for weight, name in weights.items():
         if type(local(weight)) not in PLAIN and not is_quantized(weight):
             known = ", ".join(QUANTIZED)
@@ -40,15 +40,18 @@ def check_weights(weights: Mapping[torch.Tensor, str]) -> None:
 
 
 def check_quantized_anew(weights: Mapping[torch.Tensor, str], quantize: Callable[[], None]) -> None:
-    """Check that `quantize` makes the weights that there are. They are put back, whatever comes of it.
+    """Check that `quantize` reproduces the weights. They are put back, whatever the result of the comparison.
 
     Raises:
         ConfigError: a weight has no tensors that could be compared.
-        StateMismatch: it made others.
+        StateMismatch: `quantize` made other bytes.
     """
     held = {weight: {key: part.to("cpu", copy=True) for key, part in _parts(weight).items()} for weight in weights}
     if bare := [weights[weight] for weight, parts in held.items() if not parts]:
-        raise ConfigError(f"{bare[0]}: it cannot be told what the weight consists of; train without --fp8-param-gather")
+        raise ConfigError(
+            f"{bare[0]}: no tensors were found in this quantized weight, so it cannot be checked; train without "
+            "--fp8-param-gather"
+        )
     quantize()
     differ = ""
     for weight, parts in held.items():
@@ -59,13 +62,13 @@ def check_quantized_anew(weights: Mapping[torch.Tensor, str], quantize: Callable
             now[key].copy_(part)
     if differ:
         raise StateMismatch(
-            f"{differ}: the weight is not what its main parameter gives when it is quantized anew, and would not come "
-            "back; train without --fp8-param-gather and --fp4-param-gather"
+            f"{differ}: quantizing the main parameter anew does not give this weight, so a restore would change it; "
+            "train without --fp8-param-gather and --fp4-param-gather"
         )
 
 
 def scaling(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a layer keeps for delayed scaling, live: scales, and the largest values of the last steps."""
+    """A layer's live tensors for delayed scaling: scales, and the largest values of the last steps."""
     meta = getattr(module, "fp8_meta", None)
     if not isinstance(meta, dict):
         return {}
@@ -78,10 +81,10 @@ def scaling(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def put_back_scaling(name: str, module: torch.nn.Module, held: Mapping[str, torch.Tensor]) -> None:
-    """Fill in what `scaling` gave, after ``set_extra_state``.
+    """Copy back what `scaling` returned, after ``set_extra_state``.
 
     Raises:
-        StateMismatch: the layer has not made room for it.
+        StateMismatch: the layer has other such tensors, or of other sizes.
     """
     live = scaling(module)
     if {key: each.shape for key, each in live.items()} != {key: each.shape for key, each in held.items()}:
@@ -94,7 +97,7 @@ def put_back_scaling(name: str, module: torch.nn.Module, held: Mapping[str, torc
 
 
 def _parts(weight: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a quantized weight and its quantizer consist of; not transposes, which are made from these."""
+    """The tensors of a quantized weight and its quantizer, without transposes and high-precision copies."""
     of_quantizer = getattr(getattr(weight, "_quantizer", None), "__dict__", {})
     found = {key: each for key, each in vars(weight).items() if key.startswith("_")}
     found |= {f"_quantizer.{key}": each for key, each in of_quantizer.items()}

@@ -1,11 +1,11 @@
-"""SMPs on a Ray cluster: one per node, out of Ray's reach, looked after by a *node agent*, an actor of Ray's.
+"""SMPs on a Ray cluster: one per node, out of Ray's reach, looked after by a *node agent*, a Ray actor.
 
-Whatever Ray starts dies with the raylet that started it. So the SMP is a process of its own, in a session of its own,
-and the agent only starts it, adopts one that runs, and starts another if it dies while its arena counts. A *head
-agent* sees which nodes there are. All are detached, named, and need no processor; none is needed by a recovery: a
-trainer that finds no SMP on its node starts one by itself.
+Whatever Ray starts dies with the raylet that started it. So the SMP is a process of its own, in a session of its own.
+The agent only starts it, adopts one that already runs, and starts another if it dies while its arena exists. A *head
+agent* watches which nodes there are. All agents are detached, named, and reserve no CPU. No recovery depends on them: a
+trainer that finds no SMP on its node starts one itself.
 
-An arena is this host's, not Ray's: a raylet that comes back as another Ray node finds the SMP that it left.
+An arena belongs to the host, not to Ray: a raylet that comes back as another Ray node finds the SMP that it left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.snapshot.connect import job_from_environment, node_from_environment, start_here
 
 NAMESPACE = "holdfast"
-"""Of Ray's named actors."""
+"""The Ray namespace of the agents' names."""
 
 START_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 10.0
@@ -49,9 +49,9 @@ class NodeSmp:
 
     Attributes:
         ray_node: Ray's id of the node.
-        node: how holdfast calls it; empty if nobody answered there.
-        pid: of the SMP; 0: none runs.
-        trouble: why there is none, or no answer; empty if all is well.
+        node: holdfast's name of the node; empty if its agent did not answer.
+        pid: process id of the SMP; 0 if none runs.
+        trouble: why there is no SMP or no answer; empty if all is well.
     """
 
     ray_node: str
@@ -64,10 +64,10 @@ class NodeSmp:
 
 @dataclass(frozen=True, slots=True)
 class JobSmps:
-    """What `status` found.
+    """The result of `status`.
 
     Attributes:
-        sentence: which step of the job is safe against what, as ``holdfast status`` says it; empty if no SMP runs.
+        sentence: which step of the job is safe against which losses, as in ``holdfast status``; empty if no SMP runs.
     """
 
     job: str
@@ -82,18 +82,19 @@ def start(
     environment: Mapping[str, str] | None = None,
     deadline_s: float = START_DEADLINE_S,
 ) -> JobSmps:
-    """Have an SMP on every node of the cluster that this process is connected to, and on nodes that join later.
+    """Start an SMP on every node of the cluster that this process is connected to, and on nodes that join later.
 
-    Blocks until each node has one. What runs already is left as it is, whatever `environment` says.
+    Blocks until each node has one. SMPs that already run are left as they are, whatever `environment` says.
 
     Args:
         job: id of the training run; default from the environment, as for `InMemorySnapshot`.
-        on: only on nodes that have this resource of Ray's, such as ``"GPU"``.
-        environment: ``HOLDFAST_...`` for the SMPs; what a node's own raylet was started with comes first.
+        on: only use nodes that have this Ray resource, such as ``"GPU"``.
+        environment: ``HOLDFAST_...`` variables for the SMPs; the environment of a node's raylet takes precedence.
+        deadline_s: how long to wait for the SMPs, in seconds.
 
     Raises:
-        ConfigError: an argument is wrong, or a node's set-up is, in the SMP's own words.
-        DeadlineExceeded: not all nodes had one within `deadline_s`; those that have keep theirs.
+        ConfigError: an argument is wrong, or a node's set-up is; then the message is the SMP's.
+        DeadlineExceeded: not all nodes had an SMP within `deadline_s`; those that have one keep it.
     """
     name, given = _job(job), dict(environment or {})
     if wrong := sorted(key for key in given if not key.startswith(PREFIX)):
@@ -116,7 +117,7 @@ def start(
 
 
 def status(job: str | None = None, *, on: str = "") -> JobSmps:
-    """How the SMPs of a job are, node by node. Blocks for some seconds at most."""
+    """The state of a job's SMPs, node by node. Waits at most `ANSWER_DEADLINE_S` for each answer."""
     name = _job(job)
     smps = tuple(_ask(name, node, time.monotonic() + ANSWER_DEADLINE_S) for node in nodes(on))
     first = next((smp for smp in smps if smp.pid), None)
@@ -131,13 +132,14 @@ def status(job: str | None = None, *, on: str = "") -> JobSmps:
 
 
 def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -> JobSmps:
-    """End the node agents of a job, and its SMPs. What these hold stays in memory, unless `remove`.
+    """End a job's node agents and SMPs.
 
     Args:
-        force: even while trainers are connected, which then start other SMPs.
+        remove: also free the memory; without it, what the SMPs hold stays there.
+        force: end SMPs even while trainers are connected, which then start other SMPs.
 
     Raises:
-        HoldfastError: an SMP refused; it, its agent and those of later nodes are still there.
+        HoldfastError: an SMP refused; this SMP, its agent and those of the nodes after it are still there.
     """
     name = _job(job)
     found = tuple(_ask(name, node, time.monotonic() + ANSWER_DEADLINE_S) for node in nodes())
@@ -153,7 +155,7 @@ def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -
 
 
 def nodes(on: str = "") -> list[str]:
-    """Ray's ids of the nodes that it takes to be alive, and that have the resource `on`, if one is named."""
+    """Ray's ids of the nodes that Ray considers alive; with `on`, only of those that have this resource."""
     return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and (not on or on in node["Resources"]))
 
 
@@ -161,17 +163,17 @@ def nodes(on: str = "") -> list[str]:
 
 
 class NodeAgent:
-    """Looks after the SMP of the node that it is on. Runs in Ray."""
+    """Looks after the SMP of its node. A Ray actor."""
 
     def __init__(self, job: str, environment: Mapping[str, str], look_every_s: float) -> None:
-        """Start the SMP, or adopt it. Raises `HoldfastError`."""
+        """Start or adopt the SMP. Raises `HoldfastError`."""
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         self._job, self._arena = job, arena_path(job).absolute()
         self._look_every_s = look_every_s
         self._over = threading.Event()
-        # Held while an SMP is started or ended, by the watching thread and by Ray's threads that answer calls: a death
-        # that several of them see makes one start, and nothing starts after `stop`.
+        # Held while an SMP is started or ended, by the watching thread and by Ray's threads that answer calls. So if
+        # several of them see a death, only one SMP is started, and none is started after `stop`.
         self._one = threading.Lock()
         self._episodes = Episodes(log)
         if os.environ.get(SUBREAPER_ENV, "").lower() in ("1", "true"):
@@ -188,7 +190,7 @@ class NodeAgent:
                 self._episodes.begin("smp", "the SMP is gone, and none could be started: %s", error)
 
     def _tend(self) -> None:
-        """Start an SMP if one died here. A job that has ended leaves no arena."""
+        """Start an SMP if the one here died. A job that has ended leaves no arena, so nothing is started for it."""
         with self._one:
             if read_owner(self._arena) is not None and not self._over.is_set():
                 self._begin()
@@ -199,7 +201,7 @@ class NodeAgent:
             start_here(self._arena, self._job, f"Ray has {len(hosts)} of them" if len(hosts) > 1 else "")
 
     def report(self, begin: bool = False) -> dict[str, Any]:
-        """Of `NodeSmp`, what is known here. With `begin` an SMP is started if none runs. Raises `HoldfastError`."""
+        """The fields of `NodeSmp` that are known here. `begin`: start an SMP if none runs. Raises `HoldfastError`."""
         if begin:
             with self._one:
                 self._begin()
@@ -209,12 +211,12 @@ class NodeAgent:
         return {"node": owner.node, "pid": owner.pid, "host": owner.host, "bulk_port": owner.bulk_port}
 
     def overview(self) -> str:
-        """Which step is safe against what; blocks for some seconds."""
+        """Which step is safe against which losses. Blocks for some seconds."""
         owner = running_owner(self._arena)
         return look(self._job, owner.control).sentence() if owner else ""
 
     def suspect(self, node: str) -> None:
-        """Tell the SMP here that Ray takes a node for dead. Raises `HoldfastError`."""
+        """Tell the SMP here that Ray considers a node dead. Raises `HoldfastError`."""
         if running_owner(self._arena) is not None:
             client = SmpClient(self._arena, self._job)
             try:
@@ -223,7 +225,7 @@ class NodeAgent:
                 client.close()
 
     def stop(self, remove: bool, force: bool) -> None:
-        """End the SMP. Raises `HoldfastError` if it refuses; then it is looked after as before."""
+        """End the SMP. Raises `HoldfastError` if it refuses; then this agent looks after it as before."""
         with self._one:
             if running_owner(self._arena) is not None:
                 client = SmpClient(self._arena, self._job)
@@ -235,14 +237,14 @@ class NodeAgent:
 
 
 class HeadAgent:
-    """Sees to it that every node has a node agent. Runs in Ray, once per job, anywhere."""
+    """Gives every node a node agent. A Ray actor, one per job, on any node."""
 
     def __init__(self, job: str, on: str, environment: Mapping[str, str], look_every_s: float) -> None:
         self._job, self._on = job, on
         self._environment = dict(environment)
         self._look_every_s = look_every_s
-        # Guards the three dicts below. The watching thread and Ray's threads that answer `tend` take it; none waits for
-        # a node agent while it holds it, since one that starts an SMP takes minutes.
+        # Guards the three dicts below. The watching thread and Ray's threads that answer `tend` take it. A thread that
+        # holds it never waits for a node agent, because an agent that starts an SMP takes minutes.
         self._one = threading.Lock()
         self._agents: dict[str, Any] = {}
         self._names: dict[str, str] = {}
@@ -258,13 +260,13 @@ class HeadAgent:
                 log.warning("a node agent could not be created; trying again: %s", error)
 
     def tend(self, again: bool = False) -> None:
-        """Make node agents for nodes that are new.
+        """Create node agents on new nodes.
 
         Args:
-            again: and for nodes whose node agent is dead for good; wait for all that are made.
+            again: also on nodes whose agent is dead for good; and wait for all agents that are created.
 
         Raises:
-            ConfigError: one that was waited for could not start an SMP, in the SMP's own words.
+            ConfigError: an agent that was waited for could not start an SMP; the message is the SMP's.
         """
         made = {}
         with self._one:
@@ -285,7 +287,7 @@ class HeadAgent:
                 log.warning("the node agent of %s has died again: %s", node, error)
 
     def _tell(self, gone: Collection[str]) -> None:
-        """Have every SMP know that these nodes may be dead; whoever does not hear of it finds out by itself, later."""
+        """Tell every SMP that these nodes may be dead. One that misses it finds out later. The caller holds `_one`."""
         for node in sorted(gone):
             name = self._names.pop(node, "")
             self._asked.pop(node, None)
@@ -293,7 +295,7 @@ class HeadAgent:
                 agent.suspect.remote(name)
 
     def _learn_names(self) -> None:
-        """How holdfast calls the nodes that have node agents, once these have answered."""
+        """Note holdfast's names of the nodes whose agents have answered. The caller holds `_one`."""
         for node, agent in self._agents.items():
             if node in self._names:
                 continue
@@ -350,7 +352,7 @@ def _find(name: str) -> Any:
 
 
 def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> NodeSmp:
-    """What the node agent of a node says, once it has begun if need be."""
+    """The report of a node's agent. With `begin`, the agent starts an SMP first if none runs."""
     agent = _find(_name(job, node))
     if agent is None:
         return NodeSmp(node, trouble="it has no node agent")
@@ -361,7 +363,7 @@ def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> NodeSmp:
 
 
 def _end(agent: Any, remove: bool, force: bool) -> None:
-    """Have a node agent end its SMP; trainers that have just been told to end are given some time to do so."""
+    """Have a node agent end its SMP. Retries for `ANSWER_DEADLINE_S`, because trainers may still be ending."""
     limit = time.monotonic() + ANSWER_DEADLINE_S
     while True:
         try:
@@ -374,7 +376,7 @@ def _end(agent: Any, remove: bool, force: bool) -> None:
 
 
 def _answer(reference: Any, limit: float) -> Any:
-    """What an actor answers. Raises the `HoldfastError` that it raised, or `DeadlineExceeded`."""
+    """The answer of an actor. Raises the `HoldfastError` that the actor raised, or `DeadlineExceeded`."""
     try:
         return ray.get(reference, timeout=max(0.0, limit - time.monotonic()))
     except GetTimeoutError as error:

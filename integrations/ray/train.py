@@ -1,7 +1,7 @@
-"""What a run of Ray Train needs besides `InMemorySnapshot` in its training function: to end where going on is no use.
+"""What a run of Ray Train needs besides `InMemorySnapshot` in its training function: an end when retrying is useless.
 
-Train answers any error of a worker with another worker group, `FailureConfig.max_failures` times. It asks callbacks
-first, and what one of them raises is the end of the run.
+Ray Train answers any worker's error with another worker group, up to `FailureConfig.max_failures` times. It calls
+callbacks first; an exception from one of them ends the run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from holdfast.integrations.ray.worker_group import FINAL
 class GiveUp(UserCallback):  # type: ignore[misc]
     """``RunConfig(callbacks=[GiveUp()])``: an error that would only happen again ends the run.
 
-    Those are `ConfigError`, `Repeated`, `StateMismatch` and `Unrecoverable`. ``TorchTrainer.fit`` then raises
+    These are `ConfigError`, `Repeated`, `StateMismatch` and `Unrecoverable`. ``TorchTrainer.fit`` then raises
     ``ray.train.ControllerError``, whose ``controller_failure`` is that error. Runs in Train's controller; never blocks.
     """
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Raise the first of `FINAL` that a worker raised. Called by Train."""
+        """Raise the error of the first worker that raised one of `FINAL`. Called by Ray Train."""
         for _, error in sorted(worker_exceptions.items()):
             if isinstance(error, FINAL):
                 raise error

@@ -1,9 +1,9 @@
-"""A training job as actors of Ray's, of which only those that died are made again.
+"""A training job as Ray actors, of which only those that died are restarted.
 
-Ray restarts actors and moves bundles of a placement group off dead nodes; a *worker group* asks for that. In
-each *attempt* every worker calls the same function, which is written as for torchrun and enters `InMemorySnapshot`.
-When a worker dies, the others' collectives fail, and they return; their processes stay. As soon as Ray has made the
-dead one again, the next attempt begins, from the newest snapshot in memory.
+Ray restarts actors and moves bundles of a placement group off dead nodes; a *worker group* uses both. In each *attempt*
+every worker calls the same function, which is written as for torchrun and enters `InMemorySnapshot`. When a worker
+dies, the collectives of the others fail, and their calls end; their processes stay. As soon as Ray has restarted the
+dead worker, the next attempt begins, from the newest snapshot in memory.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.connect import job_from_environment, node_from_environment
 
 GRACE_S = 5.0
-"""How long workers may take to return after another one has died; then Ray restarts them, too."""
+"""How long workers may take to return after another one has failed, in seconds; then Ray restarts them, too."""
 
 MUSTER_DEADLINE_S = 600.0
 FINAL = (ConfigError, Repeated, StateMismatch, Unrecoverable)
-"""What would only happen again."""
+"""Errors that another attempt would only raise again."""
 
 log = get_log(__name__)
 
@@ -41,8 +41,10 @@ class Seat:
     """Where a worker is in an attempt.
 
     Attributes:
-        node: how holdfast calls it; `ray_node`: Ray's id of it; `pid`: of the worker's process.
-        attempts: how many attempts that process took part in before.
+        node: holdfast's name of the node.
+        ray_node: Ray's id of the node.
+        pid: the worker's process id.
+        attempts: number of earlier attempts in which this process took part.
     """
 
     rank: int
@@ -55,24 +57,24 @@ class Seat:
 class WorkerGroup:
     """Actors that train together, `per_node` on each of `nodes` distinct nodes.
 
-    A context manager: leaving ends the actors. The SMPs are not its own: see `integrations.ray.nodes.start`.
+    A context manager: leaving it ends the actors. It does not own the SMPs: see `integrations.ray.nodes.start`.
 
     Args:
-        nodes: how many, all distinct (``STRICT_SPREAD``), so that the nodes of a protection group are, too.
-        per_node: workers on each; ranks go node by node, in the order of the nodes' names at first.
-        resources: of one worker, in Ray's words; default a processor.
+        nodes: number of nodes, all distinct (``STRICT_SPREAD``), so that the nodes of a protection group are, too.
+        per_node: workers on each node. Ranks go node by node, at first in the order of the nodes' names.
+        resources: resources of one worker, by Ray's names; default: one CPU.
         job: id of the training run; default from the environment, as for `InMemorySnapshot`.
-        environment: of the workers, besides what torchrun would set; what a node's own raylet was started with comes
-            first.
-        deadline_s: how long to wait for nodes: at the start, and for one that takes a lost one's place.
+        environment: variables for the workers, besides those that torchrun would set; the environment of a node's
+            raylet takes precedence.
+        deadline_s: how long to wait for nodes, at the start and to replace a lost one, in seconds.
         grace_s: see `GRACE_S`.
-        restarts: how many attempts may fail.
-        reuse: whether processes that survive go on; if not, Ray restarts all of them, as where a broken communicator
-            spoils the process.
-        options: more of Ray's for each actor, such as a ``runtime_env``.
+        restarts: how many failed attempts are followed by another.
+        reuse: whether surviving processes continue. If False, Ray restarts all of them, as is needed if a broken
+            communicator spoils the process.
+        options: further Ray options for each actor, such as a ``runtime_env``.
 
     Attributes:
-        seats: of every attempt so far, those of all ranks.
+        seats: the seats of all ranks, for every attempt so far.
     """
 
     def __init__(
@@ -132,15 +134,16 @@ class WorkerGroup:
         )
 
     def run(self, train: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``train(*args)`` in every worker, in attempts, until all return; what they return, by rank. Blocks.
+        """Call ``train(*args)`` in every worker, in attempts, until all return. Returns their results by rank. Blocks.
 
-        `train` makes its process group, model and optimizer anew each time, as a script under torchrun does; what is
-        dear to load may be kept in globals of a module.
+        `train` makes its process group, model and optimizer anew each time, as a script under torchrun does. It may
+        keep what is expensive to load in globals of a module.
 
         Raises:
-            HoldfastError: of those, what would only happen again.
+            HoldfastError: one of `FINAL`, which would only happen again.
             DeadlineExceeded: Ray had no node for a worker within the worker group's `deadline_s`.
-            RayTaskError: `train` raised on some worker, twice in a row, and none had died.
+            RayTaskError: `train` raised in two attempts in a row in which no worker died, or in the last attempt.
+            RayActorError: a worker died in the last attempt.
         """
         raised = 0
         for number in range(self._restarts + 1):
@@ -157,7 +160,7 @@ class WorkerGroup:
         raise AssertionError("an attempt either returns or raises")
 
     def _muster(self) -> None:
-        """Wait until every worker is there, and note where it is."""
+        """Wait until every worker runs, and note its seat. The first time, order workers by node."""
         limit = time.monotonic() + self._deadline_s
         waiting = [worker.sit.options(max_task_retries=-1).remote() for worker in self._workers]
         try:
@@ -177,7 +180,7 @@ class WorkerGroup:
     def _attempt(
         self, number: int, train: Callable[..., Any], args: tuple[Any, ...]
     ) -> tuple[list[Any], Exception | None]:
-        """One attempt: what workers returned, and what was the matter: a death if there was any."""
+        """Run one attempt. Returns the workers' results, and the error that says most, see `worse`, or None."""
         try:
             store = ray.get(self._workers[0].host.remote(), timeout=self._deadline_s)
         except RayActorError as error:
@@ -208,7 +211,7 @@ class WorkerGroup:
 
 
 class Worker:
-    """One process of a worker group. Runs in Ray."""
+    """One process of a worker group. A Ray actor."""
 
     def __init__(self, local_rank: int, local_size: int, job: str, environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
@@ -222,11 +225,11 @@ class Worker:
         }
 
     def sit(self) -> tuple[str, str, int, int]:
-        """Of `Seat`."""
+        """The fields of `Seat`, without the rank."""
         return node_from_environment(), ray.get_runtime_context().get_node_id(), os.getpid(), self._attempts
 
     def host(self) -> tuple[str, int]:
-        """Host a store for one attempt; where it is."""
+        """Host a store for one attempt, and return its address."""
         from torch._C._distributed_c10d import TCPStore
 
         address = ray.util.get_node_ip_address()
@@ -236,7 +239,7 @@ class Worker:
     def call(
         self, number: int, rank: int, world: int, store: tuple[str, int], train: Callable[..., Any], args: Any
     ) -> Any:
-        """Take part in an attempt, as a worker that torchrun started in an agent's store."""
+        """Take part in an attempt, like a worker that torchrun started with its agent's store."""
         import torch.distributed as dist
 
         from holdfast.snapshot.state.audit import StepsDone, raise_at_the_end
@@ -266,7 +269,7 @@ class Worker:
 
 
 def hang_up() -> None:
-    """Break this process's connections of `torch.distributed`, if it has any, so that nobody goes on to wait for it."""
+    """Break this process's `torch.distributed` connections, if any, so that no other rank keeps waiting for it."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _abort_process_group
 
@@ -275,7 +278,7 @@ def hang_up() -> None:
 
 
 def forget(error: BaseException | None) -> None:
-    """Free what the functions that `error` came through, and those before it, still hold: a model, say."""
+    """Free what the frames of `error`, and of the errors that led to it, still hold, such as a model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -283,17 +286,17 @@ def forget(error: BaseException | None) -> None:
 
 
 def by_node(nodes: Sequence[str], per_node: int) -> list[int]:
-    """In which order workers take ranks, so that a worker group on the same nodes has the same ranks on them. Pure.
+    """The order in which workers take ranks, so that a group on the same nodes has the same ranks on them. Pure.
 
     Args:
-        nodes: of each worker, `per_node` in a row on the same.
+        nodes: the node of each worker; `per_node` workers in a row are on the same node.
     """
     firsts = sorted(range(0, len(nodes), per_node), key=lambda first: (nodes[first], first))
     return [first + local for first in firsts for local in range(per_node)]
 
 
 def worse(one: Exception | None, other: Exception) -> Exception:
-    """Which of two says more: what would only happen again, then that a worker died, then what came first. Pure."""
+    """The error that says more: first one of `FINAL`, then a worker's death, then the one that came first. Pure."""
 
     def rank(error: Exception) -> int:
         return 0 if isinstance(error, FINAL) else 1 if isinstance(error, RayActorError) else 2
