@@ -1,4 +1,4 @@
-"""Finding the SMP of this node, or starting it."""
+"""Find this node's SMP, or start it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = get_log(__name__)
 
 
 def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, system: System = MACHINE) -> SmpClient:
-    """The SMP that serves `arena`; if there is none it is started, if `start` allows. Blocks.
+    """Connect to the SMP that serves `arena`; if there is none, start it if `start` allows. Blocks.
 
     Args:
-        coord: of the trainer, if the SMP shall watch over it.
+        coord: the trainer's coordinate, if the SMP is to watch the trainer.
 
     Raises:
         SmpUnavailable: there is none.
@@ -47,7 +47,8 @@ def start_here(arena: Path, job: str, spans: str = "") -> None:
     """Start an SMP for this node, unless another rank is faster. Blocks until one serves.
 
     Args:
-        spans: who says that the job spans several hosts, if the environment does not; see `launchers.spanning`.
+        spans: how the caller knows that the job spans several hosts, if the environment does not say so; see
+            `launchers.spanning`.
 
     Raises:
         ConfigError: it cannot be started, or the other hosts could not reach it.
@@ -65,8 +66,8 @@ def start_here(arena: Path, job: str, spans: str = "") -> None:
 def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:
     """Get this node's SMP ready while the job still imports and builds its model. Optional; returns at once.
 
-    An SMP is started if none serves; one that does checks, and repairs, what it holds. What goes wrong is logged here,
-    and raised when `InMemorySnapshot` is entered.
+    Starts an SMP if none serves, and has it check and repair what it holds. Errors are logged here, and raised when
+    `InMemorySnapshot` is entered.
 
     Args:
         job, arena: as for `InMemorySnapshot`.
@@ -112,7 +113,7 @@ def job_from_environment() -> str:
 
 
 def warn_of_stale_store() -> None:
-    """Log it if torchrun was started in a way in which its own restarts of workers fail.
+    """Warn if torchrun was started in a way that makes its own restarts of workers fail.
 
     By default its agents keep one TCPStore for all restarts, in which the next workers find the addresses of the dead
     ones (pytorch/pytorch#135712).
@@ -120,14 +121,14 @@ def warn_of_stale_store() -> None:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and restarts != "0":
         log.warning(
-            "torchrun may restart workers %s times, and then they fail to connect, as they find addresses of dead ones "
-            "in its store; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d",
+            "torchrun may restart workers %s times, and restarted workers cannot connect, because its store keeps the "
+            "addresses of dead ones: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d",
             restarts,
         )
 
 
 def node_from_environment() -> str:
-    """How this node is called: ``HOLDFAST_NODE``, or the name of the host."""
+    """This node's name: ``HOLDFAST_NODE``, or the name of the host."""
     return os.environ.get("HOLDFAST_NODE") or _host_name()
 
 

@@ -1,6 +1,6 @@
-"""The hook in the training process, as users see it. What happens while it is entered: `snapshot.session`.
+"""The hook in the training process, as users see it. For what happens while it is entered see `snapshot.session`.
 
-Calls come from the training thread only.
+Call it from the training thread only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SnapshotHook:
     """Protects one rank's state; see `holdfast.InMemorySnapshot` for the options.
 
     Attributes:
-        checks: what of the loop is looked at.
-        system: threads, clock, files and sockets that it works with.
+        checks: which checks of the loop are made.
+        system: the threads, clock, files and sockets to use.
     """
 
     checks = Checks()
@@ -39,7 +39,7 @@ class SnapshotHook:
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
         self._options = options
-        self._entered: Session | None = None  # stays after leaving: `step` and others are still asked for
+        self._entered: Session | None = None  # kept after leaving, for `step` and others
         self._statistics = Statistics()
 
     @property
@@ -50,34 +50,34 @@ class SnapshotHook:
 
     @property
     def step(self) -> int:
-        """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it.
+        """How many steps, or turns of a loop with `begin` or `steps`, the state has behind it: where the loop goes on.
         0 on a cold start.
 
         Raises:
-            ConfigError: before entering; as do all others but `protected_step`, `sealed_step`, `track`, `untracked` and
-                `statistics`.
+            ConfigError: before entering. So do all other members except `protected_step`, `sealed_step`, `track`,
+                `untracked` and `statistics`.
         """
         return self._session.step
 
     @property
     def epoch(self) -> int:
-        """How many passes `data` has finished: in which the loop goes on; 0 on a cold start."""
+        """How many passes over `data` are finished: the pass in which the loop goes on. 0 on a cold start."""
         return self._session.position.epoch
 
     def begin(self) -> None:
-        """The next step begins: call it at the top of the loop. Returns at once.
+        """Say that the next step begins: call it at the top of the loop. Returns at once.
 
-        From the first call on, a step is all from one call to the next between which an optimizer stepped, whatever
-        the number and order of optimizers, and `step` counts the calls. The first call after a restore puts the random
+        From the first call on, a step lasts from one call to the next if an optimizer stepped in between, whatever the
+        number and order of optimizers, and `step` counts the calls. The first call after a restore puts the random
         generators back.
 
         Raises:
-            StateMismatch: the first step does not begin with what was restored.
+            StateMismatch: the first step does not begin with the state that was restored.
         """
         self._session.begin_turn()
 
     def steps(self, count: int) -> Iterator[int]:
-        """The loop's own numbers from where it goes on up to `count`; each turn begins a step, as `begin` does.
+        """The loop's own step numbers, from where it goes on up to `count`; each turn begins a step, as `begin` does.
 
         ::
 
@@ -90,8 +90,8 @@ class SnapshotHook:
             yield turn
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
-        """A `DataLoader`, or another source of batches, that goes on where it was; each batch begins a step, as `begin`
-        does. Each loop over it is one pass; `epoch` says how many are over.
+        """Wrap a `DataLoader`, or another source of batches, so that it goes on where it was; each batch begins a step,
+        as `begin` does. Each loop over it is one pass; `epoch` says how many are finished.
 
         ::
 
@@ -101,36 +101,35 @@ class SnapshotHook:
 
         Args:
             source, ahead, exact: see `snapshot.step.data.Data`.
-            name: which source it is, if there are several.
+            name: tells sources apart, if there are several.
 
         Raises:
-            ConfigError: the source cannot be read again; or what is known of its place holds for another number of
-                ranks.
+            ConfigError: the source cannot be read again, or its saved place is that of another number of ranks.
         """
         return self._session.data(source, name, ahead, exact)
 
     @property
     def restored(self) -> Restored:
-        """How this rank started: from which ``snapshot``, or None on a cold start; from which ``tier`` and ``how``; and
-        how many finished steps it does again, ``steps_again``. See `snapshot.resume.restore.Restored`."""
+        """How this rank started: which ``snapshot`` was restored, or None on a cold start; from which ``tier``, and
+        ``how``; and how many finished steps it does again, ``steps_again``. See `snapshot.resume.restore.Restored`."""
         return self._session.restored
 
     @property
     def statistics(self) -> Statistics:
-        """Counters since it was entered, and how often snapshots are taken and why: ``taken``, ``protected``,
+        """Counters since the hook was entered, and how often snapshots are taken and why: ``taken``, ``protected``,
         ``interval``, ``stall_s`` and others. See `snapshot.protecting.Statistics`."""
         return self._statistics
 
     @property
     def protected_step(self) -> int | None:
-        """The newest step whose snapshot is protected on every node, as far as the ranks have agreed.
-        None before entering, too: nothing is known to be protected."""
+        """The newest step whose snapshot is protected on every node, as far as the ranks have agreed. None if there is
+        none, and before entering."""
         return self._entered.protected_step if self._entered is not None else None
 
     @property
     def sealed_step(self) -> int | None:
-        """The newest step whose snapshot is sealed on every node, as far as the ranks have agreed: what a restart goes
-        back to after a crash of processes alone. None before entering, too."""
+        """The newest step whose snapshot is sealed on every node, as far as the ranks have agreed: where a restart goes
+        back to if only processes crashed. None if there is none, and before entering."""
         return self._entered.sealed_step if self._entered is not None else None
 
     def track(
@@ -143,32 +142,33 @@ class SnapshotHook:
         changes: Literal["any", "after step", "step", "never"] = "any",
         when: Literal["forward", "step"] = "forward",
     ) -> None:
-        """Keep state that is in no ``state_dict``: attributes, buffers of a compressor, an EMA copy. Before entering.
+        """Keep state that is in no ``state_dict``: attributes, buffers of a compressor, an EMA copy. Call it before
+        entering.
 
         Args:
             name: the same in every run of the job.
-            get, set: ``get()`` gives plain values (numbers, texts, bytes, arrays, small tensors, and lists, tuples,
-                sets and dicts of them), and ``set(values)`` takes them over when the job is restored.
+            get, set: ``get()`` returns plain values (numbers, texts, bytes, arrays, small tensors, and lists, tuples,
+                sets and dicts of them), and ``set(values)`` puts them back when the job is restored.
             tensors: a module, or a dict of tensors by name; copied and restored in place, of any size.
-            changes: what changes `tensors`. ``"any"``: anything, backward hooks for example; they are copied at once
-                when the next forward begins. ``"after step"``: only ``optim.step()`` and code between it and the next
-                forward, as an EMA's; they are copied while that step runs. ``"step"``: only ``optim.step()``.
-                ``"never"``: nothing; they are copied once.
-            when: when `get` is asked: as the next forward begins, or (``"step"``) at the return of ``optim.step()``,
-                for what changes before that forward: by reading data, or at the top of a step.
+            changes: when `tensors` change. ``"any"``: at any time, for example in backward hooks; they are copied at
+                once when the next forward begins. ``"after step"``: only in ``optim.step()`` and in code between it and
+                the next forward, as an EMA does; they are copied while the next step runs. ``"step"``: only in
+                ``optim.step()``. ``"never"``: not at all. The last two are copied like ``"after step"``.
+            when: when to call `get`: as the next forward begins, or (``"step"``) when ``optim.step()`` returns, for
+                values that change before that forward: by reading data, or at the top of a step.
 
         Raises:
-            ConfigError: the arguments do not fit, the name is taken, or the hook was entered.
+            ConfigError: the arguments do not fit together, the name is taken, or the hook was entered before.
         """
         if self._entered is not None:
-            raise ConfigError(f"track({name!r}): the state is restored on entering; say what there is before that")
+            raise ConfigError(f"track({name!r}): the state is restored on entering: call it before that")
         self._adapter.track(make(name, get, set, tensors, changes, when))
 
     @property
     def untracked(self) -> list[str]:
         """Names of tensors, arrays and generators in attributes of modules and optimizers that are not captured.
 
-        Most are no state, such as tables of positions; what is, `track`. `holdfast audit` tells which matter.
+        Most are not state, such as tables of positions; `track` those that are. `holdfast audit` tells which matter.
         """
         return untracked(self._roots(), (item.tensor for item in self._adapter.tensors()))
 
@@ -178,12 +178,13 @@ class SnapshotHook:
 
     @contextmanager
     def phase(self, kind: Literal["comm"]) -> Iterator[None]:
-        """Say that the step communicates while the block runs: our copies and traffic wait, for at most a second.
+        """Say that the step communicates while the block runs: holdfast's copies and traffic wait, for at most a
+        second.
 
         Optional; costs a few microseconds and never blocks.
         """
         if kind != "comm":
-            raise ConfigError(f"phase {kind!r}: the only kind there is is 'comm'")
+            raise ConfigError(f"phase({kind!r}): the only kind is 'comm'")
         session = self._session
         session.communicate(True)
         try:
@@ -192,14 +193,18 @@ class SnapshotHook:
             session.communicate(False)
 
     def drain(self, deadline_s: float) -> bool:
-        """Block until this node has sealed every snapshot taken so far, and protected those that are to be, at most
-        `deadline_s`; some seconds more if its SMP stands still.
+        """Block until this node has sealed every snapshot taken so far, and protected those that are to be protected;
+        for at most `deadline_s`, or some seconds longer if its SMP does not respond.
 
-        Not needed in a training loop; for planned stops, after `begin`. A snapshot that is sealed before gradients of
-        its step are computed may not say what that was given, and a restart then warns that it cannot compare. True if
-        all are, as far as this node can tell; the other ranks learn of it with the next step. False if some failed, are
-        not done yet, or the SMP is gone; if a step has ended whose snapshot is only taken as the next one begins; and
-        if it cannot be told whether that has begun. Never raises for that.
+        For planned stops, after `begin`; a training loop does not need it. A snapshot that is sealed before the
+        gradients of its step are computed may not record what that step was given, and a restart then warns that it
+        cannot compare.
+
+        Returns:
+            True if all are sealed and protected, as far as this node can tell; the other ranks learn of it with the
+            next step. False if some failed, are not done yet, or the SMP is gone; if a step has ended whose snapshot is
+            only taken as the next one begins; or if it is unknown whether that one has begun. Never raises for any of
+            these.
         """
         return self._session.drain(deadline_s)
 
@@ -216,20 +221,20 @@ class SnapshotHook:
         return self
 
     def close(self) -> None:
-        """Leave without a ``with`` block, when training has ended well."""
+        """Leave the hook without a ``with`` block, when training has ended well."""
         self.__exit__(None, None, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """If the block ended well, finish the job: SMPs end and their memory is free (unless ``keep``).
+        """If the block ended well, finish the job: SMPs exit and their memory is freed (unless ``keep``).
 
         After an exception everything stays, for the restart. In a process that was forked inside the block nothing
-        happens: the job is its parent's.
+        happens: the job belongs to its parent.
         """
         self._session.leave(error)
 
-    # ------------------------------------------------------------------ for trainers that say all of it themselves
+    # ------------------------------------------------------------------ for trainers that report every step themselves
 
     def before_step(self) -> None:
         """``optim.step()`` is about to be called; see `Session.before_step`."""

@@ -1,4 +1,4 @@
-"""What launchers say of a job in the environment of its processes: its id, and whether it spans several hosts. Pure."""
+"""What launchers say about a job in its processes' environment: its id, and whether it spans several hosts. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import LOOPBACK
 
 NODE_COUNTS = ("PET_NNODES", "LWS_GROUP_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-"""Of Kubeflow's trainers, LeaderWorkerSets and Slurm; the first that is set counts. ``2:4`` is a range."""
+"""Variables of Kubeflow's trainers, LeaderWorkerSets and Slurm; the first that is set counts. ``2:4`` is a range."""
 
 
 def spanning(environment: Mapping[str, str]) -> str:
-    """By which variables the launcher says that the job spans several hosts; empty if it does not say so.
+    """The variables by which the launcher says that the job spans several hosts; empty if it does not say so.
 
-    What torchrun and Ray say of the workers themselves counts before what is said of an allocation or a pod.
+    What torchrun and Ray say about the workers counts before what is said about an allocation or a pod.
     """
     world, local = (_count(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world and local:
@@ -23,21 +23,21 @@ def spanning(environment: Mapping[str, str]) -> str:
     for name in NODE_COUNTS:
         if count := _count(environment.get(name, "").rpartition(":")[2]):
             return f"{name}={environment[name]}" if count > 1 else ""
-    if _count(environment.get("JOB_COMPLETION_INDEX", "")):  # of the pods of an indexed Job, or a JobSet
+    if _count(environment.get("JOB_COMPLETION_INDEX", "")):  # set for the pods of an indexed Job or a JobSet
         return f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']}"
     return ""
 
 
 def check_reachable(hosts: str, spans: str, what: str = "the SMP of this node would listen") -> None:
-    """Whether the other nodes of a job reach an SMP that listens on `hosts`, one address or several.
+    """Check that a job's other nodes can reach an SMP that listens on `hosts`, one address or several.
 
-    Another loopback address than the usual one is a word of the user's: several nodes are played on this host.
+    A loopback address other than the usual one is accepted: the user then runs several nodes on this host.
 
     Args:
         spans: see `spanning`.
 
     Raises:
-        ConfigError: they do not, or these are no addresses.
+        ConfigError: they cannot, or these are no addresses.
     """
     if spans and parse_hosts(hosts)[0] == LOOPBACK:
         raise ConfigError(

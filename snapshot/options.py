@@ -1,4 +1,4 @@
-"""What a job wants of its snapshots, complete and checked before anything is done."""
+"""The options of a job's snapshots, complete and checked before anything is done."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`holdfast.InMemorySnapshot` says what each means. What is left out is as the environment says, if it has a say.
+    """`holdfast.InMemorySnapshot` explains each. Options that are left out come from the environment, where it sets
+    them.
 
     Raises:
-        ConfigError: one of them, or of the environment, cannot be; the message names it.
+        ConfigError: an option, or a variable of the environment, is invalid; the message names it.
     """
 
     job: str = field(default_factory=job_from_environment)
@@ -56,7 +57,7 @@ class Options:
 
     @classmethod
     def given(cls, **values: Any) -> Options:
-        """Of values by name; None is the same as left out."""
+        """Options from values by name; None is the same as left out."""
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def __post_init__(self) -> None:
@@ -89,12 +90,12 @@ class Options:
 
     @property
     def budget(self) -> float | None:
-        """Largest fraction of training time that snapshots may take; None: any."""
+        """Largest fraction of training time that snapshots may take; None: no limit."""
         return self.overhead_budget or None
 
     @property
     def for_start(self) -> StartOptions:
-        """What is to be done with what earlier starts left."""
+        """How to treat what earlier starts left behind."""
         return StartOptions(self.max_repeats, self.generations, self.restore_step)
 
     @property
@@ -104,14 +105,14 @@ class Options:
 
     @property
     def parity_slots(self) -> int | None:
-        """See `Layout`: None, as many as slots, if every snapshot is protected."""
+        """See `Layout`. None if every snapshot is protected: then there are as many as slots."""
         if self.protect_every == 1:
             return None
         return parity_slots(self.slots_with_generations, self.protect_every, self.generations)
 
     @property
     def protection(self) -> Protection:
-        """What `protect` says."""
+        """The option `protect`, parsed."""
         return parse_protect(self.protect)
 
     @property

@@ -1,4 +1,4 @@
-"""This node's SMP, as one trainer has it: reached, reached again once it has died, and let go."""
+"""A trainer's connections to its node's SMP: opened, opened again after the SMP died, and closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from holdfast.snapshot.connect import connect, start_here
 ATTACH_DEADLINE_S = 5.0
 LEAST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
-"""After how long an SMP that did not answer is asked again by the training thread: each time twice as long."""
+"""How long the training thread waits before it asks an SMP again that did not answer, in seconds: doubled each time,
+from the least to the most."""
 
 log = get_log(__name__)
 
@@ -26,11 +27,12 @@ class OwnSmp:
     """Two connections to one SMP.
 
     Args:
-        start: whether one is started where none runs.
+        start: whether to start an SMP if none runs.
 
     Attributes:
-        client: the training thread's, and while a copy is under way the copying thread's. The SMP watches over it.
-        sealing: the sealing thread's, which waits for digests.
+        client: used by the training thread, and by the copy thread while a copy runs. Through it the SMP watches the
+            trainer.
+        sealing: used by the sealing thread, which waits for digests.
 
     Raises:
         SmpUnavailable, ConfigError: see `connect`.
@@ -56,20 +58,20 @@ class OwnSmp:
         self.sealing = SmpClient(arena, job, system=system)
 
     def another(self) -> SmpClient:
-        """One more connection, for whoever must not wait for these."""
+        """One more connection, for a thread that must not wait for these two."""
         return SmpClient(self._arena, self._job, system=self._system)
 
     def attach(self, epoch: int, idle: Callable[[], None]) -> None:
-        """See that it is there, and in this epoch.
+        """Make sure that the SMP answers, and is in this epoch.
 
-        The training thread calls this: it waits for one that does not answer but `ATTACH_DEADLINE_S`, and does not ask
-        it again for a while, which grows.
+        Called by the training thread: it waits at most `ATTACH_DEADLINE_S` for an SMP that does not answer, and then
+        pauses before it asks again, longer each time.
 
         Args:
-            idle: blocks until no other thread uses the connections. Called if it went away.
+            idle: blocks until no other thread uses the connections. Called if the SMP went away.
 
         Raises:
-            SmpUnavailable: it is not, and no other could be started.
+            SmpUnavailable: it does not answer, or no other could be started.
         """
         if self._now() < self._not_before_s:
             raise SmpUnavailable("the SMP of this node did not answer, and is asked again later")
@@ -81,7 +83,7 @@ class OwnSmp:
                 self.attach_again(epoch, None, ATTACH_DEADLINE_S)
             except DeadlineExceeded as error:
                 raise self._put_off(error) from error
-            except ConfigError as error:  # another's, or of another version: training goes on without it
+            except ConfigError as error:  # another job's, or of another version: training goes on without it
                 raise SmpUnavailable(str(error)) from error
         except DeadlineExceeded as error:
             raise self._put_off(error) from error
@@ -93,10 +95,11 @@ class OwnSmp:
         return SmpUnavailable(f"the SMP of this node does not answer, and is asked again in {pause_s:.0f} s: {error}")
 
     def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float = CALL_DEADLINE_S) -> None:
-        """It went away, and with it what it had not sealed. Go on with its successor, or start one.
+        """Go on with the successor of an SMP that went away, or start one. Snapshots that the old one had not sealed
+        are lost.
 
-        No other thread uses the connections. Raises `SmpUnavailable`; and `DeadlineExceeded` if one is there and does
-        not answer in `deadline_s`.
+        No other thread may use the connections. Raises `SmpUnavailable`; and `DeadlineExceeded` if an SMP runs but does
+        not answer within `deadline_s`.
         """
         self._find(deadline_s)
         self.sealing.reconnect(deadline_s)
@@ -114,9 +117,9 @@ class OwnSmp:
             self.client.reconnect(deadline_s)
 
     def finish(self, epoch: int) -> None:
-        """The job is done: it ends, and its memory is free. Raises `HoldfastError`."""
+        """End the job on this node: the SMP exits and its memory is freed. Raises `HoldfastError`."""
         try:
-            self.client.join(epoch)  # ranks that lost each other may be in different ones
+            self.client.join(epoch)  # ranks that lost each other may be in different epochs
             self.client.finish(epoch)
         except SmpUnavailable as error:  # it was killed meanwhile: its successor cleans up
             log.info("the job is finished by another SMP: %s", error)
@@ -125,7 +128,7 @@ class OwnSmp:
             self.client.finish(epoch)
 
     def say_end(self, step: int, error: BaseException | None) -> None:
-        """Have it keep how the job ended here, for its next start. Never raises."""
+        """Have the SMP record how the job ended here, for its next start. Never raises."""
         try:
             self.client.ended(self._coord, TrainerEnd(step, failure_text(error) if error is not None else WELL))
         except HoldfastError as problem:

@@ -1,7 +1,8 @@
-"""The job's snapshots, as one rank has them: which are due, under way and protected, as all ranks have agreed.
+"""The job's snapshots as one rank sees them: which are due, pending and protected, as all ranks have agreed.
 
-In every step the ranks take an asynchronous minimum over what became of each snapshot under way (`report`), and settle
-it when the step has ended (`step_ended`). So all have the same `Ledger`, and take the same snapshots, without a leader.
+In every step the ranks start an asynchronous minimum over the state of each pending snapshot (`report`), and apply the
+result once the step has ended (`step_ended`). All ranks therefore hold the same `Ledger` and take the same snapshots,
+without a leader.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from holdfast.snapshot.step.copier import Copier, CopyJob
 from holdfast.snapshot.step.ledger import Ledger, SnapshotState
 
 REPAIR_EVERY_S = 1.0
-"""So often an SMP is asked how far parity is that it computes again."""
+"""How often to ask the SMP how far it has recomputed parity, in seconds."""
 
 STARVED_S = 30.0
-"""If a snapshot is not protected for so long, and there is no slot for another, that is worth a warning."""
+"""How long a snapshot may stay pending while no slot is free for another, in seconds, before that is logged."""
 
 REST = 4
-"""For each moment that a piece of a slot is registered with a device, and nobody launches anything there, so many pass
-before the next."""
+"""After registering a piece of a slot with a device, pause for this many times as long as that took: nothing can be
+launched on the device meanwhile."""
 
 log = get_log(__name__)
 
@@ -52,12 +53,13 @@ class Statistics:
     """Counters since the hook was entered.
 
     Attributes:
-        taken, protected, failed, skipped: snapshots begun, protected job-wide, failed, or not protected although they
-            were to be; steps without a free slot, or before memory was reserved for one.
-        stall_s: time that the training thread spent in the hook.
+        taken, protected: snapshots begun, and protected on every node.
+        failed: snapshots that failed, or were not protected although they were to be.
+        skipped: snapshots that were due and not taken, as no slot was free or no memory was reserved for one.
+        stall_s: seconds that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
         overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
-        why: with ``every="auto"``, what the interval follows from, in words.
+        why: with ``every="auto"``, the reason for the interval, in words.
     """
 
     taken: int = 0
@@ -72,10 +74,10 @@ class Statistics:
 
 @dataclass(slots=True)
 class Progress:
-    """How far this rank is. Only the training thread writes it; lines of the log of any thread name it.
+    """How far this rank is. Written by the training thread only; log lines of every thread read it.
 
     Attributes:
-        epoch: of the job's layout. step: how many the state has behind it. phase: where the training thread is.
+        epoch: epoch of the job's layout. step: how many steps are finished. phase: where the training thread is.
     """
 
     epoch: int
@@ -85,7 +87,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A snapshot that is taken when the next step begins; for the others see `Ledger` and `CopyJob`."""
+    """A snapshot to take when the next step begins. For its fields see `Ledger` and `CopyJob`."""
 
     snapshot: SnapshotId
     keep: tuple[SnapshotId, ...]
@@ -96,7 +98,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """Where a rank stands, when all have met again."""
+    """What a rank tells the others about itself when all have met again."""
 
     step: int
     epoch: int
@@ -105,14 +107,17 @@ class _Standing:
 
 
 class Protecting:
-    """The training thread's, but for what the two threads of the copier call: `_attach_again` and `_over`.
+    """Decides with the other ranks which snapshots to take, and follows each until it is sealed or protected.
+
+    Used by the training thread, except `_attach_again` and `_over` (the copier's threads), `_pin` (the thread that
+    reserves slots) and `_ask_for_repairs` (a thread of its own).
 
     Attributes:
         ledger: which snapshots hold slots; the same on every rank.
-        copies: those of them that are, or were, copied here.
-        newest: the one that is copied beside the step at hand; None: no snapshot is.
-        due: what is taken when the next step begins, or was taken as this one did; None: nothing.
-        index: of this rank among those of its node.
+        copies: the jobs of those pending snapshots that are, or were, copied here.
+        newest: the job of the snapshot that is copied beside the current step; None if there is none.
+        due: the snapshot to take when the next step begins, or taken when this one did; None if there is none.
+        index: this rank's index among the ranks of its node.
     """
 
     def __init__(
@@ -132,8 +137,10 @@ class Protecting:
         self._progress = progress
         self._statistics = statistics
         self._repairs = restored.repairs
-        self._repaired = RepairState.UNDER_WAY  # of what this rank has repaired
-        self._asked_s = -math.inf  # `_repairs`, in a thread of its own
+        # The thread of `_ask_for_repairs` writes `_repaired` and `_smp_is_away`. Only one runs at a time: it clears
+        # `_asking` last, and the training thread starts no other before that.
+        self._repaired = RepairState.UNDER_WAY  # for this rank's part of the restored snapshot's parity
+        self._asked_s = -math.inf  # when `_repairs` was last called, in a thread of its own
         self._asking = self._smp_is_away = False
         self.ledger = Ledger.after(
             options.slots_with_generations,
@@ -152,16 +159,16 @@ class Protecting:
         self.index = 0
         self.pace = Pace(system=rank.system)
         self.episodes = Episodes(log)
-        self._reported: Result | None = None  # of the minimum that is under way
+        self._reported: Result | None = None  # result of the minimum that was started last
         self._planned = False  # the layout fits the state
-        self._attempted = False  # a layout of this epoch was tried: the next one is of another
+        self._attempted = False  # in this epoch: the next attempt begins another
         self._layout_changed = False
-        self._reserving: Reserving | None = None  # until all slots may be used on every rank
-        self._usable = 0  # slots, on every rank
-        self._ever = False  # some could be: from then on nothing that fails here ends the job
+        self._reserving: Reserving | None = None  # set until every rank may use all slots
+        self._usable = 0  # number of slots that every rank may use
+        self._ever = False  # slots were usable at some time: since then no failure here ends the job
         self._persist_due = 0
         self._enabled = True
-        self._parted = False  # from the other ranks, until all meet again
+        self._parted = False  # this rank has left the others, until all meet again
         self._behind = False  # a snapshot was due to be protected while another was being encoded
         self.copier = Copier(
             rank.client, rank.smp.sealing, rank.engine, self.pace, self._attach_again, self._over, rank.system
@@ -169,23 +176,23 @@ class Protecting:
 
     @property
     def is_reserving(self) -> bool:
-        """Whether memory for snapshots is being reserved, so far for none or for fewer than there shall be."""
+        """Whether memory is still being reserved: so far there is none, or less than planned."""
         return self._reserving is not None
 
     # ------------------------------------------------------------------ in every step
 
     def report(self) -> None:
-        """Tell the other ranks how things are here, unless nothing is under way. A collective call; does not wait."""
+        """Start the minimum of `_facts` over all ranks, if anything is pending. A collective call; does not wait."""
         open_ones = self.ledger.pending or self.ledger.restored or self.is_reserving
         if self._enabled and not self._parted and open_ones and self._reported is None:
             self._reported = self._rank.agreement.minimum(self._facts())
 
     def step_ended(self) -> None:
-        """Settle what was reported, and see whether a snapshot is due. A collective call; blocks.
+        """Apply the ranks' reports, and decide whether a snapshot is due. A collective call; blocks.
 
         Raises:
-            HoldfastError: what went wrong, if the hook is strict, or before there was any layout. Else snapshots are
-                not taken for a while, or not any more, and it is logged.
+            HoldfastError: what went wrong, if the hook is strict; also, except for `AgreementLost`, if no slot was ever
+                usable. Otherwise it is logged, and snapshots pause or stop.
         """
         step = self._progress.step
         try:
@@ -207,7 +214,7 @@ class Protecting:
                 raise
             self._enabled = False
             log.error("no more snapshots are taken: %s", error)
-        except BaseException:  # the handler of a signal may raise while ranks agree: the others must not wait for this
+        except BaseException:  # a signal handler may raise while ranks agree: the others must not wait for this one
             self._part()
             raise
 
@@ -221,15 +228,15 @@ class Protecting:
         instead: CopyJob | None = None,
         ended: bool = False,
     ) -> CopyJob | None:
-        """Capture the state as it is now, and have it copied; None if it cannot be had.
+        """Capture the state as it is now and start its copy; None if the state cannot be captured.
 
         Args:
             declared, marked, instead: see `Capture.begin` and `CopyJob`.
-            begins: it is certain that the step begins.
-            ended: the loop has ended, and no step will begin.
+            begins: whether it is certain that the step begins here.
+            ended: whether the loop has ended, so that no step will begin.
 
         Raises:
-            HoldfastError: why it cannot be had, if the hook is strict and no new layout helps.
+            HoldfastError: why the state cannot be captured, if the hook is strict and no new layout helps.
         """
         snapshot, step = due.snapshot, self._progress.step
         alike = self._capture.compare_replicas(snapshot) if instead is None else instead.alike
@@ -259,7 +266,7 @@ class Protecting:
         return copy
 
     def settle(self) -> None:
-        """Take note of what the ranks reported, if they did. Waits for it."""
+        """Apply the ranks' reports, if any were requested. Blocks until all of them are there."""
         if self._reported is None:
             return
         *reported, repaired, fits_everywhere, interval, self._persist_due, usable = self._reported()
@@ -277,14 +284,14 @@ class Protecting:
         self.ledger = self.ledger.settle(states).repaired(RepairState(repaired))
         if self.ledger.restored is None:
             self.episodes.end("repaired", "snapshots are taken again: step %d", self._progress.step)
-            self.episodes.end("repair", "parity of what was restored is there, or is not needed any more")
+            self.episodes.end("repair", "the parity of the restored snapshot is repaired, or not needed any more")
         over = [copy.error for snapshot, copy in self.copies.items() if snapshot not in self.ledger.pending]
         self.copies = {s: copy for s, copy in self.copies.items() if s in self.ledger.pending}
         for error in over:
             if isinstance(error, StateChanged):
                 self._hear_of(error)
             elif isinstance(error, ReplicasDiffer):
-                text = "%s"  # once, however many snapshots were under way
+                text = "%s"  # logged once, however many snapshots were pending
                 self.episodes.begin("replicas", text, error)
             elif error is not None and self._options.strict and not isinstance(error, LayoutChanged):
                 raise error
@@ -297,11 +304,11 @@ class Protecting:
                 self._without_smp(failure)
 
     def _facts(self) -> list[int]:
-        """What the ranks take the minimum of: how far each pending snapshot is, and the parity of what was restored,
-        whether the layout holds, the interval that each wants, negative so that the longest wins, whether its node is
-        ready to persist one, and how many slots it may use."""
+        """The values whose minimum the ranks take: the state of each pending snapshot; the repair of the restored
+        snapshot's parity; whether the layout still fits; the interval this rank wants, negated so that the longest
+        wins; whether its node is ready to persist a snapshot; and how many slots it may use."""
         states = [self._state(snapshot) for snapshot in self.ledger.pending]
-        # What does not fit an earlier epoch's layout was the reason for this one.
+        # Only copies of this epoch count: what did not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self.copies.items() if snapshot.epoch == self._progress.epoch]
         changed = self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)
         wanted, due = self._intervals.policy.wanted(), self._rank.client.persist_due
@@ -309,7 +316,8 @@ class Protecting:
         return [*states, self._repair(), int(not changed), -wanted, int(due), usable]
 
     def _repair(self) -> RepairState:
-        """How far the parity is that this rank has repaired of what was restored. Asks for it anew now and then."""
+        """The repair of this rank's part of the restored snapshot's parity. Asks the SMP again every
+        `REPAIR_EVERY_S`."""
         now, system = self._rank.system.monotonic(), self._rank.system
         is_open = self.ledger.restored is not None and self._repaired is RepairState.UNDER_WAY
         if is_open and not self._asking and now - self._asked_s >= REPAIR_EVERY_S:
@@ -324,14 +332,14 @@ class Protecting:
             self._repaired = self._repairs()
         except HoldfastError as error:
             self._smp_is_away = isinstance(error, SmpUnavailable)
-            self.episodes.begin("repair", "parity of what was restored is not repaired: %s", error)
+            self.episodes.begin("repair", "the parity of the restored snapshot could not be repaired: %s", error)
         finally:
             self._asking = False
 
     def _state(self, snapshot: SnapshotId) -> SnapshotState:
-        """How far it is here: what is sealed this rank knows by itself, the rest its SMP says."""
+        """How far the snapshot is on this rank, which knows itself whether it is sealed; the SMP knows the rest."""
         copy = self.copies.get(snapshot)
-        # Asked first: what is found afterwards, an error or what the SMP says, is then of a copy that is over.
+        # Read `done` first: an error or outcome that is read after it belongs to a finished copy.
         done = copy is not None and copy.done.is_set()
         if copy is None or copy.error is not None:
             return SnapshotState.FAILED
@@ -343,7 +351,7 @@ class Protecting:
         return SnapshotState.ENCODING if outcome is SnapshotOutcome.PENDING else SnapshotState.SEALED
 
     def _hear_of(self, error: StateChanged) -> None:
-        """Tensors changed while they were copied: see that it does not happen again, and say so."""
+        """Have tensors that changed during their copy copied at once from now on, and log it."""
         length = self._capture.copy_at_once(error.names)
         log.warning(
             "%s: from now on such tensors are copied at once as a step begins, which takes %.1f MB more memory and "
@@ -353,8 +361,8 @@ class Protecting:
         )
 
     def _prepare(self) -> None:
-        """A snapshot is due when the next step begins, if there is a slot for it. A collective call."""
-        self.newest = None  # without a copy a snapshot counts as failed: the others go on taking part
+        """Plan a snapshot for the beginning of the next step, if a slot is free. A collective call."""
+        self.newest = None  # if `take` fails here, this rank reports the snapshot as failed; the others carry on
         if not self.ledger.may_begin:
             self._starve()
         if not self.ledger.may_begin or not (self._planned or self._configure()) or not self._has_room():
@@ -367,33 +375,33 @@ class Protecting:
         self._statistics.taken += 1
 
     def _say_whether_it_keeps_up(self) -> None:
-        """Where every so many snapshots one is to be protected, and encoding it takes longer, that is said."""
+        """If one of `protect_every` snapshots is to be protected, log when encoding one takes longer than that."""
         every, ledger = self._options.protect_every, self.ledger
         if every in (1, "auto") or ledger.until:
             return
         if not ledger.protects_next:
             self._behind = True
             text = (
-                "%s is still being encoded while %s other snapshots were taken: as long as that lasts, one is "
-                "protected as often as encoding keeps up, and not every %s"
+                "%s is still being encoded although %s more snapshots were taken: until encoding keeps up again, fewer "
+                "than one in %s is protected"
             )
             self.episodes.begin("behind", text, ledger.encoded[0], every, every)
         elif self._behind:
-            self._behind = False  # the next one will tell
+            self._behind = False  # the next snapshot decides
         else:
             self.episodes.end("behind", "one of %s snapshots is protected again", every)
 
     def _has_room(self) -> bool:
-        """Whether one of the slots that may be used so far is free. Some that are kept may be in others, of an earlier
-        layout: then it takes until there are more."""
+        """Whether a usable slot is free. Snapshots in slots of an earlier layout are counted, too, so after a change of
+        layout it may take until more slots are usable."""
         return len(self.ledger.keep) < self._usable
 
     def _starve(self) -> None:
-        """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
+        """Log why no slot is free: each holds a snapshot that is kept or still being protected."""
         if self.ledger.restored is not None and not self.ledger.pending:
             text = (
-                "no snapshot is taken until %s, which was restored, is protected again: it takes one slot, and the one "
-                "that was protected before takes the other"
+                "no snapshot is taken until %s, which was restored, is protected again: it and the one that was "
+                "protected before take all slots; with slots=3 or more, one more is free"
             )
             self.episodes.begin("repaired", text, self.ledger.restored)
         oldest = next((self.copies[each] for each in self.ledger.pending if each in self.copies), None)
@@ -409,8 +417,8 @@ class Protecting:
     def _configure(self) -> bool:
         """Agree on a layout for the state as it is now, and reserve it. A collective call.
 
-        Every change of layout, and every attempt at one, is an epoch of its own; what was snapshot before stays until
-        the new is protected. False, on every rank: some SMP is away, and it must be tried again.
+        Every change of layout, and every attempt at one, is an epoch of its own; earlier snapshots stay until a new one
+        is protected. Returns False, on every rank, if an SMP is away: then it must be tried again.
         """
         progress = self._progress
         failure = failure_of(lambda: self._rank.smp.attach(progress.epoch, self._wait_for_copies), SmpUnavailable)
@@ -427,10 +435,10 @@ class Protecting:
         return False
 
     def _without_smp(self, failure: SmpUnavailable) -> None:
-        """There is no layout, and it is tried again. Raises `failure` if the hook is strict."""
+        """Log that there is no layout for now. Raises `failure` if the hook is strict."""
         if self._options.strict:
             raise failure
-        text = "no snapshot of step %d, nor until all SMPs are back: %s"
+        text = "no snapshots are taken from step %d on, until the SMPs of all nodes answer: %s"
         self.episodes.begin("layout", text, self._progress.step, failure)
 
     def _wait_for_copies(self) -> None:
@@ -439,7 +447,7 @@ class Protecting:
             copy.done.wait(max(0.0, limit - self._rank.system.monotonic()))
 
     def _reserve(self, slot_bytes: int) -> None:
-        """Lay out slots, and have them made ready beside the training if that takes long. A collective call."""
+        """Lay out slots and reserve them, beside the training if that takes long. A collective call."""
         rank = self._rank
         self.stop_reserving()
         self.layout, there = lay_out(
@@ -471,14 +479,14 @@ class Protecting:
         self._note_usable(reserving, usable)
         if not self._usable:
             self._say(
-                "memory for snapshots is being reserved beside the training: they begin once it is there for the first"
+                "memory for snapshots is being reserved beside the training: the first is taken once its slot is there"
             )
 
     def _note_usable(self, reserving: Reserving, usable: int) -> None:
-        """So many slots may be used on every rank; or it is `AWAY` or `REFUSED` on one.
+        """Note how many slots every rank may use; `AWAY` or `REFUSED` if reserving failed on one.
 
         Raises:
-            HoldfastError: there is no memory, here or for another rank; so on every rank.
+            HoldfastError: memory cannot be reserved, here or for another rank; raised on every rank.
         """
         if usable == AWAY:
             self._planned = False
@@ -490,18 +498,19 @@ class Protecting:
             self._ever = True
             self.episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", step)
             if not reserving.is_small:
-                self._say("memory is reserved for the first: snapshots are taken from step %d on", step)
+                self._say("memory for the first slot is reserved: snapshots are taken from step %d on", step)
         self._usable = usable
         if usable >= self.ledger.slots:
             self._reserving = None
 
     def _say(self, text: str, *values: object) -> None:
-        """Log what is the same on every rank, once."""
+        """Log, on one rank only, a text that is the same on all."""
         if self.layout is not None and self.layout.coords[0] == self._rank.coord:
             log.warning(text, *values)
 
     def _pin(self, reserving: Reserving, slots: list[memoryview]) -> None:
-        """Have the copy engine register slots, in turns with the other ranks of this node."""
+        """Have the copy engine register slots, in turns with the other ranks of this node. Runs in the thread that
+        reserves slots, or, if they are small, in the training thread."""
         engine, client, now = self._rank.engine, self._rank.client, self._rank.system.monotonic
 
         @contextmanager
@@ -513,15 +522,15 @@ class Protecting:
             if not reserving.is_small:
                 reserving.pause(REST * took_s)
 
-        if not reserving.is_small:  # else the training thread does it, which is where it wants to be
+        if not reserving.is_small:  # otherwise the training thread runs this, and uses its device anyway
             engine.enter_thread()
         engine.prepare(slots, turn)
 
     def stop_reserving(self, deadline_s: float | None = None) -> None:
-        """Nobody waits for slots of this layout any more. Blocks until the thread has ended, if there is a deadline.
+        """Stop reserving slots of this layout. With a deadline, block until the reserving thread has ended.
 
         Raises:
-            DeadlineExceeded: it has not.
+            DeadlineExceeded: it has not ended by then.
         """
         reserving, self._reserving = self._reserving, None
         if reserving is None:
@@ -530,16 +539,16 @@ class Protecting:
         if deadline_s is not None:
             reserving.join(deadline_s)
             if not self._ever:
-                self._say("the job ends, and no snapshot was taken: memory for them was still being reserved")
+                self._say("the job ends without a snapshot: memory for the first was still being reserved")
 
     # ------------------------------------------------------------------ the copier's threads
 
     def _attach_again(self) -> None:
-        """Called in the copy thread, before the first copy after the SMP went away."""
+        """Called by the copy thread before the first copy after the SMP went away."""
         self._rank.smp.attach_again(self._progress.epoch, self.layout)
 
     def _over(self, job: CopyJob) -> None:
-        """A copy is sealed, or was given up. Called in one of the copy threads."""
+        """A copy is sealed, or was given up. Called by one of the copier's threads."""
         if job is self.newest:
             self._rank.client.copying(None)
         self._capture.over(job)
@@ -548,13 +557,13 @@ class Protecting:
     # ------------------------------------------------------------------ ranks that lose each other
 
     def _part(self) -> None:
-        """This rank does not agree with the others any more, and they shall not wait for it."""
+        """Stop agreeing with the other ranks, so that they do not wait for this one."""
         self._parted = True
         self._reported = None
         self._rank.agreement.leave()
 
     def _go_on(self) -> None:
-        """All ranks have met again: they agree on where they stand, in a new epoch. A collective call."""
+        """All ranks have met again: agree on a common state, in a new epoch. A collective call."""
         progress = self._progress
         mine = _Standing(progress.step, progress.epoch, self._intervals.policy.interval, self.ledger)
         texts = self._rank.agreement.gather(encode_json(mine))
@@ -575,8 +584,9 @@ class Protecting:
     # ------------------------------------------------------------------ ends
 
     def drained(self, limit_s: float, is_doubtful: Callable[[CopyJob], bool]) -> bool:
-        """Block until this node has sealed all that was copied here, and protected what is to be; whether it has, by
-        `limit_s` of `time.monotonic`. `is_doubtful`: of a copy, whether its step may not have begun."""
+        """Block until this node has sealed every snapshot that was copied here, and protected those that are to be
+        protected; returns whether it has, by `limit_s` of `time.monotonic`. `is_doubtful`: tells whether a copy's step
+        may not have begun."""
         self.pace.fence()
         outcomes = []
         for snapshot, copy in list(self.copies.items()):
@@ -596,10 +606,10 @@ class Protecting:
         return all(outcome is SnapshotOutcome.PROTECTED for outcome in outcomes)
 
     def finish_together(self) -> None:
-        """End the job here, once all ranks have ended well, though they may have lost each other. A collective call.
+        """End the job here once all ranks have ended well, even if they lost each other. A collective call.
 
         Raises:
-            HoldfastError: the SMP of this node goes on running.
+            HoldfastError: the job cannot be ended here, and this node's SMP goes on running.
         """
         lost: AgreementLost | None = None
         if self._enabled and not self._parted:
@@ -630,7 +640,8 @@ class Protecting:
             rank.smp.finish(max(epoch for _, _, epoch in everyone))
 
     def let_go(self) -> None:
-        """Whoever still refers to this hook shall not keep slots mapped: a process may enter many."""
+        """Drop all slots, so that whoever still refers to this hook does not keep them mapped: a process may enter
+        many."""
         self.newest = None
         self.copies.clear()
         self.copier.let_go()

@@ -1,4 +1,4 @@
-"""One rank of a job, with its ways to the others."""
+"""One rank of a job, and its connections to the others and to its SMP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from holdfast.snapshot.state.adapter import Adapter
 
 
 class Rank:
-    """To make one is a collective call; blocks until this node's SMP answers, which is started if that is allowed.
+    """Making one is a collective call. It blocks until this node's SMP answers, and starts it if that is allowed.
 
     Attributes:
-        coord: its coordinate. domains: what its node fails together with.
-        agreement: collectives with the other ranks. The training thread's; results of `minimum` are any thread's.
+        coord: its coordinate. domains: the failure domains of its node.
+        agreement: collectives with the other ranks. Used by the training thread; any thread may call results of
+            `minimum`.
         smp: this node's SMP. engine: copies between live tensors and slots. system: threads, clock, files, sockets.
 
     Raises:
@@ -40,14 +41,14 @@ class Rank:
 
     @property
     def client(self) -> SmpClient:
-        """The training thread's connection to the SMP, and while a copy is under way the copy thread's."""
+        """The connection to the SMP that the training thread uses, and the copy thread while a copy runs."""
         return self.smp.client
 
     def close(self) -> None:
-        """Give all of it back. No collective call; the SMP stays.
+        """Release everything. No collective call; the SMP stays.
 
         Raises:
-            DeadlineExceeded: a device still writes to a slot. The SMP is not told, which would give the slot to others.
+            DeadlineExceeded: a device still writes to a slot. The SMP is not told, as it would give the slot to others.
         """
         self.engine.close()
         self.smp.close()

@@ -1,4 +1,4 @@
-"""What there is between entering the hook and leaving it: the training thread's way through a step.
+"""What happens between entering the hook and leaving it: the training thread's way through a step.
 
 ::
 
@@ -8,9 +8,9 @@
     forward, backward of s+1                                               │ copy thread: slot, copy, check
     optim.step() of s+1 ◄─ before_step: wait for the copy, report outcomes ┘ seal thread; SMP: digest, encode, post
 
-The state at a boundary is the state with which the next step begins. What code between two steps leaves behind belongs
-to it, what that borrows and gives back does not. The loop says where a step begins (`begin`, `steps`, `data`); or it is
-taken to be the first forward in training mode and with gradients, see `snapshot.step.beginning`.
+The state at a boundary is the state with which the next step begins. Changes by code between two steps belong to it,
+unless that code undoes them. The loop says where a step begins (`begin`, `steps`, `data`); otherwise the first forward
+in training mode and with gradients begins it, see `snapshot.step.beginning`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from holdfast.snapshot.step.gradients import Gradients
 from holdfast.snapshot.step.position import Position
 
 PATIENCE_S = 0.5
-"""How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all
-until one begins by itself again."""
+"""How long ``optim.step()`` may wait for a copy to begin, in seconds. If the SMP gives no slot by then,
+``optim.step()`` does not wait at all until a copy begins in time again."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What of a loop is looked at, which trainers do that restore, or read, what is theirs in their own way.
+    """Which checks of a loop are made. Trainers that restore or read state in their own way turn some off.
 
     Attributes:
         resumption: whether the first step after a restore must begin with what was restored.
-        reading: whether it is said that something was read between entering and the first step.
+        reading: whether to warn that something was read between entering and the first step.
         restored_by_themselves: packages whose integration restores what their objects hold; see `state.reach.Theirs`.
     """
 
@@ -67,14 +67,14 @@ class Checks:
 
 @dataclass(slots=True)
 class _FirstStep:
-    """What is still to be done, once, in the first step after a restore.
+    """Work that is still to be done, once, in the first step after a restore.
 
     Attributes:
-        rewind: puts the random generators back as they were restored.
-        state: compares what the step begins with to what was restored.
-        inputs: what its first forward must be given; None: anything.
-        unknown_inputs: nobody knows what it must be given.
-        must_forward: it must be seen to run forward, as random generators were put to where that begins.
+        rewind: puts the random generators back to their restored state.
+        state: compares the state as the step begins to what was restored.
+        inputs: digest of what the step's first forward must be given; None: anything.
+        unknown_inputs: whether it is unknown what that forward must be given.
+        must_forward: whether the step's forward must be seen, because random generators were set for its beginning.
     """
 
     rewind: Callable[[], None] | None = None
@@ -84,13 +84,13 @@ class _FirstStep:
     must_forward: bool = False
 
     def put_generators_back(self) -> None:
-        """Data is about to be read for the first time."""
+        """Call this before data is read for the first time."""
         if self.rewind is not None:
             self.rewind()
             self.rewind = None
 
     def check_state(self, *, declared: bool, forward_ran: bool = False) -> None:
-        """The step begins. Raises `StateMismatch`, see `Resumed.check`."""
+        """Compare the state as the step begins. Raises `StateMismatch`, see `Resumed.check`."""
         if self.state is not None:
             state, self.state = self.state, None
             state.check(declared=declared, forward_ran=forward_ran)
@@ -103,7 +103,7 @@ def enter(
     """Restore if the job has a snapshot, and begin to take snapshots. A collective call; blocks.
 
     Raises:
-        HoldfastError: as `restore`, and as making a `Rank`. Nothing is left open.
+        HoldfastError: as `restore`, and as making a `Rank`. Nothing stays open.
     """
     rank = Rank(adapter, options, system)
     rank.client.heartbeat(TrainerPhase.RESTORE, 0)
@@ -128,9 +128,10 @@ def enter(
 
 
 class Session:
-    """One rank's, from entering the hook to leaving it. The training thread's.
+    """One rank's session, from entering the hook to leaving it. Used by the training thread.
 
-    It listens to the loop (`snapshot.step.boundary.Listener`). What all ranks decide together is `Protecting`'s.
+    It receives the events of the loop (`snapshot.step.boundary.Listener`). Decisions that all ranks make together are
+    in `Protecting`.
     """
 
     def __init__(
@@ -150,12 +151,12 @@ class Session:
         self._checks = checks
         step = restored.snapshot.step if restored.snapshot else 0
         self.progress = progress = Progress(restored.epoch, step)
-        # Lines of the log name the epoch and the step as they are by then; they must not keep the state alive.
+        # Log lines name the epoch and the step at the time of logging. These functions must not keep the state alive.
         identify(epoch=lambda: progress.epoch, step=lambda: progress.step)
         self.heartbeat()
         self._recording = recording_from_environment(options.slots)
         if self._recording is not None:
-            options = self._options = replace(options, protect_every=1)  # a profile says what all parts take
+            options = self._options = replace(options, protect_every=1)  # a profile measures encoding, too
         self.intervals = IntervalController(
             options.every,
             options.budget,
@@ -184,17 +185,17 @@ class Session:
         self._beginning = Beginning()
         self._batch = Batch(rank.engine)
         self._stepped = False  # an optimizer has stepped since the last step ended
-        self._stepping = False  # the first optimizer of the step is about to step, and none has
-        self._forward_before: int | None = None  # if none had run as it was about to: the newest one then
-        self._marked = False  # data was read, or a step declared, for the first time
-        self._unheard: CopyJob | None = None  # a copy of which it is not known yet what its first forward is given
+        self._stepping = False  # the first optimizer of the step is about to step, and none has stepped yet
+        self._forward_before: int | None = None  # newest forward as an optimizer was about to step before any forward
+        self._marked = False  # data was read, or a step declared, at least once
+        self._unheard: CopyJob | None = None  # a copy whose first forward's inputs are not known yet
         self._smp_is_slow = False
 
     def expect_resumption(self, adapter: Adapter) -> None:
-        """Note what the first step after a restore must begin with, if that is compared.
+        """Note the state and inputs that the first step after a restore must begin with, if they are checked.
 
-        The hook calls it once it has this session, and not as part of making it: what users track is read here, and may
-        ask the hook for its step.
+        Called by the hook after it has stored this session, not by `__init__`: users' `track` getters are called here,
+        and may ask the hook for its step.
         """
         restored = self.restored
         if restored.snapshot is not None and self._checks.resumption:
@@ -233,14 +234,14 @@ class Session:
         return newest.step if newest else None
 
     def begin_turn(self) -> None:
-        """The loop says that a step begins, and counts."""
+        """The loop says that a step begins, and counts its turns."""
         self._declare()
         self.position.turn_begins()
         self.mark()
         self.begin()
 
     def next_turn(self) -> int:
-        """Number of the turn that the next `begin_turn` begins. The loop says where its steps begin."""
+        """Number of the turn that the next `begin_turn` begins. Notes that the loop says where its steps begin."""
         self._declare()
         return self.position.next_turn
 
@@ -256,7 +257,7 @@ class Session:
         )
 
     def communicate(self, begins: bool) -> None:
-        """The step begins, or ends, to communicate: our copies and traffic wait meanwhile. Never blocks."""
+        """The step begins, or stops, communicating: holdfast's copies and traffic wait meanwhile. Never blocks."""
         index = self.protecting.index
         if begins:
             self.protecting.pace.comm(True)
@@ -271,13 +272,13 @@ class Session:
         return done and (self.protecting.due is None or self._beginning.seen)
 
     def heartbeat(self) -> None:
-        """This process is alive, and where."""
+        """Tell the SMP that this process is alive, and where it is."""
         self.rank.client.heartbeat(self.progress.phase, self.progress.step)
 
-    # ------------------------------------------------------------------ what the boundary tells
+    # ------------------------------------------------------------------ called by the boundary
 
     def before_step(self) -> None:
-        """The fence: nothing that is still being copied may change."""
+        """The fence: wait until nothing that is about to change is still being copied."""
         if self._auditor is not None:
             self._auditor.before_step(self.progress.step)
         began = self.rank.system.monotonic()
@@ -307,13 +308,14 @@ class Session:
             self.capture.mark(buffers=self._beginning.blind)
 
     def on_forward(self, number: int, given: Any) -> None:
-        """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
+        """A module runs forward, in training mode and with gradients. This begins the step unless the loop says
+        where."""
         if not self.position.declared:
             self._beginning.forward = number
             self.begin()
         if self._first.unknown_inputs:
             self._first.unknown_inputs = False
-            if not self.position.sources:  # they compare their next batch themselves
+            if not self.position.sources:  # sources compare their next batch themselves
                 warn_of_unknown_inputs(self.progress.step)
         if self._unheard is not None or self._first.inputs is not None:
             self._batch.forward(number, given)
@@ -322,7 +324,7 @@ class Session:
                 self._hear()
 
     def on_backward(self, number: int) -> None:
-        """Gradients are computed of a forward that `on_forward` told of, or (0) of one that nobody saw."""
+        """Gradients are computed for a forward that `on_forward` reported, or (0) for one that was not seen."""
         self._batch.settle(number)
         if self._beginning.backward(number) and self.protecting.newest is not None:
             self._be_sure(self.protecting.newest)
@@ -330,7 +332,7 @@ class Session:
     # ------------------------------------------------------------------ a step
 
     def mark(self) -> None:
-        """Data is about to be read for the next step. If one has ended, this is what belongs to its boundary."""
+        """Data is about to be read for the next step. If a step has ended, note the state at its boundary."""
         self._declare()
         if not self._marked:
             self._marked = True
@@ -358,23 +360,25 @@ class Session:
         self._statistics.stall_s += self.rank.system.monotonic() - began
 
     def _declare(self) -> None:
-        """The loop says where its steps begin, if it did not before."""
+        """Note that the loop says where its steps begin."""
         self.position.declare(self.progress.step)
         self.boundary.declared = True
 
     def _warn_of_what_was_read(self) -> None:
-        """The first step is about to begin. A batch that was read ahead of it would be another after a restart."""
+        """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
+        another."""
         drawn = [] if self.position.sources or not self._checks.reading else self.capture.drawn()
         if drawn:
             log.warning(
                 "something drew from the random generators of %s between entering and the first step; if it read a "
-                "batch ahead, or made an order of data, that is not captured, and a restart makes another: go through "
+                "batch ahead, or shuffled data, that is not captured, and a restart will read other data: go through "
                 "data by `snap.data`, or `track` what was read",
                 ", ".join(drawn),
             )
 
     def _begin_again(self) -> None:
-        """One more forward before any backward: was the one before it an evaluation?"""
+        """Forward runs again before any backward. If the forward before it was an evaluation, take the snapshot
+        anew."""
         due, copy = self.protecting.due, self.protecting.newest
         if due is None or copy is None or copy.sure.is_set() or self.position.declared:
             return
@@ -386,13 +390,13 @@ class Session:
             self._take(due, instead=copy)
 
     def _begin_unseen(self) -> None:
-        """``optim.step()`` is about to be called, and no step was seen to begin since the last one."""
+        """``optim.step()`` is about to be called, and no step was seen to begin since the last one ended."""
         declared = self.position.declared
         unseen = self._beginning.has_backward and not declared
         if unseen:
             self._say_blind()
         elif not declared:
-            self._forward_before = self._beginning.forward  # a closure may run the next
+            self._forward_before = self._beginning.forward  # the optimizer's closure may run the next forward
         self._first.check_state(declared=declared, forward_ran=unseen)
         if self.protecting.due is not None:
             self._take(self.protecting.due, marked=unseen, begins=True)
@@ -402,10 +406,10 @@ class Session:
         if not self._beginning.blind:
             self._beginning.blind = True
             log.warning(
-                "no forward of the model was seen in step %d, as if it were compiled, or trained by another method: "
-                "copies cannot run beside the step, what code between two steps does to buffers is not captured, a "
-                "step that is skipped before its gradients are computed is not counted, and after a restart nobody "
-                "sees whether the first step is given the right batch: %s",
+                "no forward of the model was seen in step %d: it may be compiled, or trained by another method. So "
+                "copies cannot run beside the step, changes to buffers between two steps are not captured, a step that "
+                "is skipped before its gradients are computed is not counted, and a restart cannot check that its "
+                "first step is given the right batch: %s",
                 self.progress.step,
                 BEGIN,
             )
@@ -428,7 +432,7 @@ class Session:
             self._unheard = copy
 
     def _fence(self, copy: CopyJob) -> None:
-        """Wait until what is being copied may change; not for an SMP."""
+        """Wait until the tensors that are being copied may change, but at most `PATIENCE_S` for a slot from the SMP."""
         if self._is_doubtful(copy):
             copy.abort(Doubtful(self.progress.step))
             text, extra = "no snapshot of step %d: %s", about(copy.snapshot)
@@ -440,7 +444,7 @@ class Session:
         self.capture.let_go()
 
     def _end_step(self) -> None:
-        """Settle what became of earlier snapshots, and see whether another is due."""
+        """Settle earlier snapshots, and decide whether another is due."""
         began = self.rank.system.monotonic()
         self._stepped = False
         self.protecting.due = None
@@ -459,7 +463,7 @@ class Session:
         if self._recording is not None and self._recording.over:
             self._end_recording()
 
-    # ------------------------------------------------------------------ whether, and with what, it began
+    # ------------------------------------------------------------------ whether, and with which inputs, a step began
 
     def _is_doubtful(self, copy: CopyJob) -> bool:
         """Whether the step may not have begun where the copy was made."""
@@ -468,20 +472,20 @@ class Session:
         return self._beginning.is_doubtful(self.capture, copy)
 
     def _be_sure(self, copy: CopyJob) -> None:
-        """The step began where `copy` was made, and what its first forward is given is known, if it ever will be."""
+        """Mark `copy` as made where the step began, and note its first forward's inputs if they are known."""
         if copy is self._unheard:
             copy.inputs, self._unheard = self._batch.inputs, None
         copy.sure.set()
 
     def _hear(self) -> None:
-        """It is certain what the step is given."""
+        """The step's inputs are certain now."""
         if self._unheard is not None and self._unheard.begins:
             self._be_sure(self._unheard)
         if self._stepping:
             self._check_inputs()
 
     def _check_inputs(self) -> None:
-        """No optimizer has changed anything yet. Is the first step after a restore given what it was before?"""
+        """Before any optimizer changes anything: is the first step after a restore given the same inputs as before?"""
         expected = self._first.inputs
         if expected is None or not self._batch.known:
             return
@@ -526,7 +530,7 @@ class Session:
             protecting.let_go()
 
     def _end_last_step(self) -> None:
-        """The loop has ended well, and its last snapshot is kept."""
+        """Take the last snapshot of a loop that has ended well, as it is kept."""
         if self._stepped:
             self.position.turn_ended()
             self.mark()
@@ -534,7 +538,7 @@ class Session:
             self._take(self.protecting.due, ended=True)
 
     def _end_recording(self) -> None:
-        """The profile is complete: it is written, and this process ends well. A collective call."""
+        """The profile is complete: write it, and end this process well. A collective call."""
         self.intervals.close(self._options.deadline_s)
         layout = self.protecting.layout
         if self._recording is not None and layout is not None:

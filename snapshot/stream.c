@@ -1,9 +1,9 @@
 /* Copies a table of runs in one call, with stores that bypass the caches on x86-64.
  *
  * memcpy reads each line of its target before it overwrites it, unless one call is larger than about three quarters of
- * the last cache (a hundred megabytes and more on servers). Tensors are smaller, and a slot is not read soon.
+ * the last-level cache (a hundred megabytes and more on servers). Tensors are smaller, and a slot is not read soon.
  * Streaming stores save that read: about 1.6 times the speed, whatever the size of the tensors. Four places are
- * written in turn, as in glibc, because memory answers several open pages faster than one.
+ * written in turn, as in glibc, because memory serves several open pages faster than one.
  */
 #include <stddef.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-"""Slots written on demand, as checkpoints are, instead of at every boundary of a training loop."""
+"""Writes snapshots on demand, as checkpoints are written, instead of at every boundary of a training loop."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from holdfast.snapshot.resume.reserve import await_slots, lay_out, node_turn
 from holdfast.snapshot.state.record import place_tensors, plan_format
 
 SLOTS = 3
-"""What was written last, what is being written, and after a restart what was written before: the last may not be
-protected, if the job died while it was written."""
+"""For the snapshot written last, the one being written, and, after a restart, the one before: the last may not be
+protected if the job died while writing it."""
 
 
 class SlotWriter:
-    """One rank's way to write snapshots of named tensors, one at a time. To make one is a collective call.
+    """Writes one rank's snapshots of named tensors, one at a time. Making one is a collective call.
 
-    What was written before is kept until the next is protected on every node.
+    The previous snapshot is kept until the next one is protected on every node.
 
-    It begins an epoch: every older writer of the same job is fenced on all nodes before anyone writes.
+    A writer begins an epoch: every older writer of the same job is fenced on all nodes before anyone writes.
 
     Not thread-safe.
     """
@@ -46,7 +46,7 @@ class SlotWriter:
         protection: Protection,
         deadline_s: float,
     ) -> None:
-        """`deadline_s`: how long a write waits for the protection of what was written."""
+        """`deadline_s`: how long a write waits for its snapshot to be protected."""
         self._client = client
         self._agreement = agreement
         self._job = job
@@ -66,10 +66,10 @@ class SlotWriter:
 
     def write(self, tensors: Mapping[str, torch.Tensor], record: bytes) -> SnapshotId:
         """Copy tensors and a record into a slot, and wait until every node has protected its own. A collective call;
-        blocks. What was written before is kept until then, and freed after.
+        blocks. The previous snapshot is kept until then, and freed afterwards.
 
         Raises:
-            HoldfastError: a rank could not; then what was written before is still there.
+            HoldfastError: a rank could not; the previous snapshot is still there.
         """
         leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
         self._engine.cover({tensor.device for tensor in tensors.values()})
@@ -88,11 +88,11 @@ class SlotWriter:
         return snapshot
 
     def close(self) -> None:
-        """Let go of the slots. No collective call; what was written stays."""
+        """Release the slots. No collective call; what was written stays."""
         self._engine.close()
 
     def _reserve(self, form: SlotFormat) -> None:
-        """Have a layout into which `form` fits on every rank."""
+        """Make sure that there is a layout into which `form` fits on every rank."""
         fits = self._layout is not None and form.total_bytes == self._capacity
         if self._agreement.minimum([int(fits)])() == [1]:
             return

@@ -694,7 +694,7 @@ def test_buffers_that_were_marked_are_those_of_the_boundary(rig: Rig) -> None:
 
 def test_buffers_that_nobody_marked_cannot_be_had_once_forward_has_run(rig: Rig) -> None:
     rig.capture.mark()
-    with pytest.raises(LayoutChanged, match="forward ran before anybody knew, and has changed buffers"):
+    with pytest.raises(LayoutChanged, match="forward ran unseen, and has changed buffers"):
         rig.begin_marked(marked=True)
 
 

@@ -306,7 +306,7 @@ def test_a_source_that_draws_as_the_step_does_is_exact_with_a_promise_and_refuse
         expected = list(steps)
         _, rest = begin_a_process(over(DRAWING[kind]), hook.taken[kill])
         if refused:
-            with pytest.raises(StateMismatch, match=r"'data' is not where it was: its batches are others.*say ahead=N"):
+            with pytest.raises(StateMismatch, match=r"'data' is not where it was: its batches differ.*say ahead=N"):
                 next(rest)
         else:
             assert next(rest) == expected[kill]
@@ -648,7 +648,7 @@ def test_data_that_shrank_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kill", [0, 2, 6, 8])
 def test_other_data_is_refused_by_name(kill: int) -> None:
-    with pytest.raises(StateMismatch, match=r"is another than it was|its batches are others than they were"):
+    with pytest.raises(StateMismatch, match=r"differs from that of the earlier run|its batches differ from those"):
         restart(lambda: list(range(6)), lambda: list(range(1, 7)), kill)
 
 
@@ -683,7 +683,7 @@ def test_what_hangs_on_a_count_that_nobody_restores_is_refused_by_name() -> None
 
     check(over(make, passes=1))
     for kill in (6, 7, 11):
-        with pytest.raises(StateMismatch, match=r"another than it was.*state_dict|others than they were.*state_dict"):
+        with pytest.raises(StateMismatch, match=r"differs from that of.*state_dict|differ from those.*state_dict"):
             restart(make, make, kill)
 
 
@@ -723,7 +723,7 @@ def test_a_buffer_that_is_drawn_from_as_the_step_is_is_exact_or_refused(draw: Ca
 
 def test_whoever_says_so_goes_on_with_other_data(caplog: pytest.LogCaptureFixture) -> None:
     restart(lambda: list(range(6)), lambda: list(range(1, 9)), 2, exact=False)
-    assert "its batches are others than they were" in caplog.text
+    assert "its batches differ from those of the earlier run" in caplog.text
     with pytest.raises(AssertionError):  # nothing is left
         restart(lambda: list(range(6)), lambda: list(range(5)), 5, exact=False)
 

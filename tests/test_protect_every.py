@@ -381,7 +381,7 @@ def test_it_is_said_once_that_encoding_does_not_keep_up_and_once_that_it_does(ca
     with caplog.at_level("INFO"):
         assert due(1, under_way) == []
         [said] = due(0, under_way)
-        assert "as often as encoding keeps up, and not every 2" in said
+        assert "fewer than one in 2 is protected" in said
         assert due(0, under_way) == [] == due(0, ())
         [said] = due(0, ())
         assert "one of 2 snapshots is protected again" in said

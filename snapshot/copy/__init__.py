@@ -1,4 +1,4 @@
-"""The bytes of tensors, and what moves them beside training: on CPUs and CUDA, at what pace, and what changed."""
+"""Moves the bytes of tensors beside training, on CPUs and CUDA, at a pace, and detects what changed meanwhile."""
 
 __all__ = [
     "cuda",

@@ -1,14 +1,14 @@
-"""State on a CUDA device: its way into slot memory and back, beside the computation.
+"""State on a CUDA device: copies it into slot memory and back, beside the computation.
 
-Every call into CUDA stands in `snapshot.copy.cuda_runtime`::
+Every call into CUDA is in `snapshot.copy.cuda_runtime`::
 
     compute stream   ... optim.step() |ready  forward, backward ........ |wait  optim.step() ...
                                   mark()                             fence()
     our stream                        |wait  chunk chunk chunk sample |guarded
     copy thread                              copy()            sample(), guard()     finish(): waits for the last
 
-The device writes into the slot's pages by itself; where CUDA will not register them, through pinned buffers. Sources
-are referenced until they are copied, or the caching allocator could hand their memory out.
+The device writes into the slot's pages directly; where CUDA does not register them, through pinned buffers. Sources are
+referenced until they are copied, or the caching allocator could hand their memory out.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import flat
 
 CHUNK_BYTES = 32 << 20
-"""Copies of others wait for no more of ours than this; the size of a buffer of the ring, too."""
+"""Length of our longest copy, which copies of others may have to wait for; also the length of the ring's buffers."""
 
 RING_BUFFERS = LOAD_THREADS + 2
-"""Each thread that fills the device has one, while two are on their way."""
+"""One for each thread that fills the device, and two that are being transferred."""
 
 SAMPLED = 256
-"""Of so many tensors a few bytes are looked at when a step begins."""
+"""Number of tensors that are sampled when a step begins."""
 
 
 class CudaEngine:
     """Moves state between one device and slots; see `snapshot.copy.engines.CopyEngine` for who calls what, and when.
 
-    `mark` and a transfer's `fence` never block and never raise: what went wrong is said by `copy` or `finish`.
+    `mark` and a transfer's `fence` never block and never raise: `copy` or `finish` raises their errors.
 
     Raises:
         HoldfastError: the device reported an error, of this or of earlier work.
-        DeadlineExceeded: 60 s without progress; what is under way may still go on.
+        DeadlineExceeded: 60 s without progress; what is in progress may still go on.
         ConfigError: a piece is on another device.
     """
 
     queues = True
 
     def __init__(self, runtime: Runtime, pages: Pages) -> None:
-        """`pages`: those of all devices of this process."""
+        """`pages`: shared by all devices of this process."""
         self.runtime = runtime
         self._pages = pages
         self.stream = runtime.own_stream("copies")
         self.ring = Ring(runtime, self.stream, RING_BUFFERS, CHUNK_BYTES)
         self._looks = runtime.own_stream("looks")
-        # Held while a sample is fetched, for as long as that takes: there is one buffer for it, and one stream. Whoever
-        # reads a sample takes it, and no other lock under it.
+        # Guards `_look` and `_looks`, the one buffer and stream to fetch samples with; held while one is fetched. A
+        # thread that holds it takes no other lock.
         self._looking = threading.Lock()
         self._look: torch.Tensor | None = None
         self._tables: dict[int, Table] = {}
         self._places: dict[int, Places] = {}
-        self._under_way: list[CudaTransfer] = []  # the copy thread's
+        self._under_way: list[CudaTransfer] = []  # used by the copy thread, and by `close` once it has ended
 
     def cover(self, devices: Collection[torch.device]) -> None:
         if strangers := [str(device) for device in devices if str(device) != str(self.runtime.device)]:
@@ -101,7 +101,8 @@ class CudaEngine:
         return CudaTransfer(self)
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
-        """As what is queued on the current stream leaves them; of `SAMPLED` pieces at a time, others each turn."""
+        """Sample the pieces as the work queued on the current stream leaves them; `SAMPLED` of them, others each
+        turn."""
         places = remembered(self._places, pieces, Places)
         start, length, place = places.at(turn)
         count = len(start)
@@ -161,9 +162,10 @@ class CudaEngine:
             self._pages.release(self.runtime)
 
     def queue(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        """Queue the copies of all pieces on our stream, which is the current one.
+        """Queue the copies of all pieces on our stream, which must be the current one.
 
-        Nothing is paced: they take no memory bandwidth of the device worth speaking of, and are done long after this.
+        Nothing is paced: the copies take hardly any of the device's memory bandwidth, and are done long after this
+        returns.
         """
         table = remembered(self._tables, pieces, lambda some: Table(some, CHUNK_BYTES, REGISTER_BYTES))
         store = self.runtime.copy_runs if self._pages.has(slot) else self.ring.store
@@ -181,40 +183,40 @@ class CudaEngine:
             self.runtime.make_way()
 
     def check(self, pieces: Sequence[SlotTensor]) -> None:
-        """Raises `ConfigError` if a piece is on another device."""
+        """Raise `ConfigError` if a piece is on another device."""
         self.cover({piece.tensor.device for piece in pieces})
 
     def began(self, transfer: CudaTransfer) -> None:
-        """It may have something under way from now on."""
+        """`transfer` may have work in progress from now on."""
         if transfer not in self._under_way:
             self._under_way.append(transfer)
 
     def ended(self, transfer: CudaTransfer) -> None:
-        """It has nothing under way any more."""
+        """`transfer` has no work in progress any more."""
         if transfer in self._under_way:
             self._under_way.remove(transfer)
 
     def sweep(self) -> None:
-        """Let go of slots that nobody holds, if nothing is under way to any."""
+        """Unregister slots that nobody holds, unless a transfer is in progress."""
         if not self._under_way:
             self._pages.sweep(self.runtime)
 
     @contextmanager
     def on_stream(self, what: str) -> Iterator[None]:
-        """Our stream, and our device, are this thread's current ones."""
+        """Make our stream, and our device, this thread's current ones."""
         with self.reported(what), self.runtime.on(self.stream):
             yield
 
     @contextmanager
     def reported(self, what: str) -> Iterator[None]:
-        """An error of the device says what it came from, and where."""
+        """Turn an error of the device into a `HoldfastError` that says what failed, and where."""
         try:
             yield
         except RuntimeError as error:
             raise HoldfastError(f"{what} failed on {self.runtime.device}: {error}") from error
 
     def _fetch(self, tensor: torch.Tensor, ready: DeviceEvent) -> NDArray[np.uint8]:
-        """The bytes of a small contiguous tensor of the device, as they are at `ready`. Blocks."""
+        """The bytes of a small contiguous tensor of the device, as of `ready`. Blocks."""
         count = tensor.nbytes
         with self._looking, self.reported("a look at the state"), self.runtime.on(self._looks):
             if self._look is None or self._look.numel() < count:
@@ -229,9 +231,9 @@ class CudaEngine:
 class CudaTransfer:
     """The state of one boundary on its way into slots.
 
-    `ready` is written by the training thread; `guarded` and `border` by the copy thread, and read by the training
-    thread, once the job has told it that `guard` has returned; all else is the copy thread's, but for `error`, which
-    the training thread writes, and the copy thread reads.
+    The training thread writes `_ready`, and `_error`, which the copy thread reads. The copy thread writes `_guarded`
+    and `_border`; the training thread reads them once the job has told it that `guard` has returned. All else is used
+    by the copy thread only.
     """
 
     def __init__(self, engine: CudaEngine) -> None:
@@ -278,7 +280,7 @@ class CudaTransfer:
         if not self._guarded:
             self._error = self._error or "the next step began before the whole copy was queued"
         if self._border is None:
-            return  # nothing that changes with the step is copied from here
+            return  # nothing that changes with the step is copied from this device
         try:
             self._engine.runtime.current_stream().wait_event(self._border)
         except RuntimeError as error:
@@ -309,7 +311,7 @@ class CudaTransfer:
 
 
 class CudaFilling:
-    """Live tensors that are being filled, behind all that was queued on the current stream when it was made."""
+    """Fills live tensors, after all that was queued on the current stream when it was made."""
 
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine

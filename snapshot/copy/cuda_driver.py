@@ -1,6 +1,6 @@
-"""CUDA's driver, for what torch has no call for.
+"""Calls into CUDA's driver that torch does not offer.
 
-Everything is looked up in ``libcuda``, which comes with the driver of the device, when it is first used.
+Each is looked up at its first use in ``libcuda``, which comes with the driver of the device.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.runs import Runs, queue
 
 REGISTER_BYTES = 64 << 20
-"""Most for one ``cudaHostRegister``: launches of other threads and processes wait for its end."""
+"""Most bytes for one ``cudaHostRegister``: launches of other threads and processes wait until it ends."""
 
 RELAXED = 2
-"""Of the modes of a capture: what this thread does breaks no capture of another thread."""
+"""Capture mode in which nothing that this thread does breaks a capture of another thread."""
 
 NON_BLOCKING = 1
-"""Of the flags of a stream: it does not wait for the default stream."""
+"""Stream flag: the stream does not wait for the default stream."""
 
 BATCHES_SINCE = 12080
-"""The version of CUDA that can queue many copies with one call."""
+"""The first version of CUDA that can queue many copies with one call."""
 
 IN_STREAM_ORDER = 1
-"""Of the orders in which a batch may read its sources: when the stream has come so far."""
+"""Order of a batch's reads: each source is read when the stream has come that far."""
 
 log = get_log(__name__)
 
@@ -41,7 +41,7 @@ def relax_captures() -> None:
 
 
 def new_stream(priority: int) -> int:
-    """The handle of a stream of the current device that nobody else is given. Negative priorities go first."""
+    """The handle of a new stream of the current device that nobody else is given. Negative priorities go first."""
     stream = ctypes.c_void_p()
     _call("cuStreamCreateWithPriority", ctypes.byref(stream), NON_BLOCKING, priority)
     return int(stream.value or 0)
@@ -50,7 +50,8 @@ def new_stream(priority: int) -> int:
 def queue_copies(table: Runs, stream: int) -> None:
     """Queue copies on a stream: rows of source, target and bytes, each on the device or in pinned memory.
 
-    One call for all; or, by an older driver and on the default stream, one for each, in C. The GIL is free meanwhile.
+    One call queues all. With an older driver, on the default stream, or if that call fails, each is queued by a call of
+    its own, in C. The GIL is free meanwhile.
     """
     batch = _batches() if stream else None
     if batch is not None and not batch(table, stream):
@@ -72,7 +73,7 @@ class _Attributes(ctypes.Structure):
 
 @cache
 def _batches() -> Callable[[Runs, int], int] | None:
-    """``cuMemcpyBatchAsync`` as it was first made, which returns an error's code; None: this driver is older."""
+    """``cuMemcpyBatchAsync`` as first released, which returns an error code; None: the driver is older."""
     version, found, status = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
     _call("cuDriverGetVersion", ctypes.byref(version))
     if version.value < BATCHES_SINCE:
@@ -115,7 +116,7 @@ def _batches() -> Callable[[Runs, int], int] | None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Raises `RuntimeError` with the driver's own words."""
+    """Call a function of the driver. Raises `RuntimeError` with the driver's own message."""
     if code := getattr(_library(), name)(*arguments):
         raise RuntimeError(f"{name}: {_text(code)}")
 

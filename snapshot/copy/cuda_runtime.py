@@ -19,43 +19,43 @@ DEADLINE_S = 60.0
 POLL_S = 1e-4
 
 FIRST = -1
-"""Priority of our stream: all that it computes is next to nothing, and must not wait behind the blocks of a step."""
+"""Priority of our stream: its kernels compute next to nothing, and must not wait behind the blocks of a step."""
 
 log = get_log(__name__)
 
 
 def uses_cuda() -> bool:
-    """Whether this process has anything on a CUDA device. A torch without CUDA has not, whatever stands in for that, as
-    for training Megatron on CPUs."""
+    """Whether this process has anything on a CUDA device. Always false for a torch built without CUDA, even if
+    something stands in for CUDA, as when Megatron trains on CPUs."""
     built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     return built and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a stream. `query`: whether it has been passed."""
+    """A point in a stream's work. `query`: whether the device has passed it."""
 
     def query(self) -> bool: ...
 
 
 class DeviceStream(Protocol):
-    """Work of the device, done in the order in which it is queued. Nothing here blocks the host."""
+    """Work of the device, done in the order in which it is queued. No method blocks the host."""
 
     def record_event(self) -> DeviceEvent: ...
     def wait_event(self, event: DeviceEvent) -> None: ...
 
 
 class Runtime(Protocol):
-    """What capture and restore need of CUDA, on one device. Any call may raise an error of the device: RuntimeError.
+    """What capture and restore need of CUDA, on one device. Any call may raise RuntimeError for an error of the device.
 
-    `enter_thread` is called first in each thread of ours: from then on it uses the device, and breaks no capture of a
-    CUDA graph. `capturing`: whether what is queued on the current stream is recorded, and not done. `own_stream` is one
-    that nobody else is given, the same for the same name.
-    `on` makes a stream, and its device, the calling thread's current one. There `copy` is queued, between tensors of
-    the device, and `copy_runs`: rows of source, target and bytes, on the device or pinned. `scratch` is
-    device memory that, once let go, only work queued later on that stream gets. What is copied must stay until it is
-    done. `make_way` lets copies of other streams go before those that are queued next.
-    `wait` blocks until an event, or raises `DeadlineExceeded` after 60 s. `register` page-locks host memory and
-    lets every device reach it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
+    `enter_thread` is called first in each of holdfast's threads: from then on the thread uses the device, and breaks no
+    capture of a CUDA graph. `capturing`: whether work that is queued on the current stream is being recorded instead of
+    done. `own_stream` gives a stream that nobody else is given, the same for the same name.
+    `on` makes a stream, and its device, the calling thread's current one. On the current stream `copy` queues a copy
+    between tensors of the device, and `copy_runs` queues rows of source, target and bytes, each on the device or
+    pinned. Sources and targets must stay until the copy is done. `scratch` is device memory that, once dropped, only
+    work queued later on that stream gets. `make_way` lets copies of other streams go before those that are queued next.
+    `wait` blocks until an event, or raises `DeadlineExceeded` after 60 s. `register` page-locks host memory and gives
+    every device access to it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
     """
 
     device: torch.device
@@ -77,15 +77,16 @@ class Runtime(Protocol):
 
 @cache
 def _own_stream(device: torch.device, name: str) -> DeviceStream:
-    """Not one of torch's, which are 32 in all: another library may have got the same. It lives as long as the process,
-    since torch keeps memory for it."""
+    """A stream of our own: torch has only 32, and another library may have been given the same one. It lives as long as
+    the process, since torch keeps memory for it."""
     with torch.cuda.device(device):
         handle = cuda_driver.new_stream(FIRST)
     return cast(DeviceStream, torch.cuda.ExternalStream(handle, device))  # type: ignore[no-untyped-call]
 
 
 class TorchRuntime:
-    """`Runtime` by ``torch.cuda``. Raises `ConfigError` if `device` is no CUDA device, or none can be used here."""
+    """`Runtime` by ``torch.cuda``. Raises `ConfigError` if `device` is not a CUDA device, or if CUDA cannot be used
+    here."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or not torch.cuda.is_available():
@@ -94,7 +95,7 @@ class TorchRuntime:
         self._speck: torch.Tensor | None = None
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)  # or the first call would make a context on device 0, of hundreds of MB
+        torch.cuda.set_device(self.device)  # else the first call would make a context of hundreds of MB on device 0
         cuda_driver.relax_captures()
 
     def capturing(self) -> bool:
@@ -108,7 +109,7 @@ class TorchRuntime:
 
     @contextmanager
     def on(self, stream: DeviceStream) -> Iterator[None]:
-        # The device first: leaving a stream makes the device current that was so when it was entered.
+        # The device first: leaving a stream makes the device current that was current when it was entered.
         with torch.cuda.device(self.device), torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             yield
 
@@ -119,7 +120,7 @@ class TorchRuntime:
         cuda_driver.queue_copies(table, torch.cuda.current_stream(self.device).cuda_stream)
 
     def make_way(self) -> None:
-        # Copies that follow each other on a stream are one piece of work to the copy engine; a kernel parts them.
+        # Copies that follow each other on a stream are one piece of work to the copy engine; a kernel separates them.
         if self._speck is None:
             self._speck = torch.zeros(1, device=self.device)
         self._speck.zero_()
@@ -135,7 +136,7 @@ class TorchRuntime:
         while not event.query():
             if time.monotonic() >= limit:
                 raise DeadlineExceeded(f"{self.device} did not get on with a transfer for {DEADLINE_S:.0f} s")
-            time.sleep(POLL_S)  # CUDA's own waits know no deadline
+            time.sleep(POLL_S)  # CUDA's own waits have no deadline
 
     def register(self, address: int, count: int) -> int:
         portable = 1  # page-locked for every device
@@ -145,7 +146,7 @@ class TorchRuntime:
         return self._reported(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
     def _reported(self, code: Any) -> int:
-        """CUDA would report a refused call once more, by the thread's next kernel launch. Let that be ours."""
+        """CUDA reports a refused call once more at the thread's next kernel launch. Launch one here to clear that."""
         if int(code):
             try:
                 torch.empty(1, device=self.device).fill_(1)

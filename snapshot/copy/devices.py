@@ -1,4 +1,4 @@
-"""Which copy engine moves the state of which device."""
+"""Chooses the copy engine for the state on each device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def numa_node(devices: Collection[torch.device]) -> int | None:
-    """To which NUMA node the CUDA devices among these are attached; None: to several, to none, or nobody knows."""
+    """The NUMA node to which the CUDA devices among these are attached; None if there are several or none, or if it is
+    unknown."""
     found = {_node_of(torch.cuda.get_device_properties(device)) for device in devices if device.type == "cuda"}
     return found.pop() if len(found) == 1 else None
 
@@ -33,12 +34,13 @@ def _node_of(properties: Any) -> int | None:
         place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         node = int((PCI / place / "numa_node").read_text())
     except (AttributeError, OSError, ValueError):
-        return None  # an older torch does not say where a device is, and not every machine where its node is
+        return None  # an older torch does not tell a device's address, and some machines do not tell its node
     return node if node >= 0 else None
 
 
 def engine_of(device: torch.device, pages: Pages) -> CopyEngine:
-    """For state on that device. Raises `ConfigError` if it is neither a CPU nor a CUDA device that can be used here."""
+    """Make the engine for state on that device. Raises `ConfigError` if it is neither a CPU nor a usable CUDA
+    device."""
     if device.type == "cpu":
         return CpuEngine()
     if device.type == "cuda":
@@ -47,9 +49,9 @@ def engine_of(device: torch.device, pages: Pages) -> CopyEngine:
 
 
 class DeviceEngines:
-    """A copy engine for each device that holds state. There may be more of them as time goes by.
+    """A copy engine for each device that holds state. Engines may be added as time goes by.
 
-    Each CUDA device has an engine of its own; all write into the same slots, whose pages they all know.
+    Each CUDA device has an engine of its own; all engines write to the same slots, and share their registered pages.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class DeviceEngines:
         devices: Collection[torch.device] = (),
         make: Callable[[torch.device, Pages], CopyEngine] = engine_of,
     ) -> None:
-        """`make`: makes the engine of a device. Raises what that raises, as `cover` does."""
+        """`make` makes the engine of a device. Raises what `make` raises, as does `cover`."""
         self._make = make
         self._pages = Pages()
+        # Replaced, not changed in place, when an engine is added: other threads iterate over it.
         self._engines = {HOST: make(HOST, self._pages)}
         self._divided: dict[int, _Divided] = {}
         self.cover(devices)
@@ -95,7 +98,7 @@ class DeviceEngines:
     def sampled(
         self, pieces: Sequence[SlotTensor], sample: Callable[[CopyEngine, Sequence[SlotTensor]], Sample]
     ) -> Sample:
-        """What `sample` takes of the pieces of each engine, as one."""
+        """Take a sample of the pieces of each engine with `sample`, and join the samples."""
         parts = self.divided(pieces)
         if len(parts) < 2:
             engine, part = parts[0][:2] if parts else (self._engines[HOST], pieces)
@@ -111,7 +114,7 @@ class DeviceEngines:
         )
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[np.uint8]]]:
-        """Of any devices, those of which no state is known, too."""
+        """As in `CopyEngine`; the tensors may also be on devices that are not covered yet."""
         places = [tensor.device for tensor in tensors]
         self.cover(set(places))
         asked = [self._engines[place].fetch([tensor]) for place, tensor in zip(places, tensors, strict=True)]
@@ -138,8 +141,9 @@ class DeviceEngines:
             engine.close()
 
     def divided(self, pieces: Sequence[SlotTensor]) -> list[_Part]:
-        """The pieces of each device, with its engine, and their numbers: the same tuples for the same pieces, as copy
-        engines remember what they were given. Raises `ConfigError` if there is one on a device that is not covered."""
+        """The pieces of each device, with its engine and their numbers. Gives the same tuples for the same pieces, as
+        copy engines remember what they were given. Raises `ConfigError` if a piece is on a device that is not
+        covered."""
         return remembered(self._divided, pieces, self._by_device).parts
 
     def _by_device(self, pieces: Sequence[SlotTensor]) -> _Divided:
@@ -161,7 +165,7 @@ class DeviceEngines:
 
 
 class DeviceTransfers:
-    """The state of one moment on several devices."""
+    """A `Transfer` of the state of one moment on several devices."""
 
     def __init__(self, engines: DeviceEngines, transfers: dict[int, Transfer]) -> None:
         self._engines = engines

@@ -1,4 +1,4 @@
-"""Who moves bytes between live tensors and slots: `CpuEngine` here, `snapshot.copy.cuda` for state on GPUs."""
+"""Copy engines move bytes between live tensors and slots: `CpuEngine` here, `snapshot.copy.cuda` for state on GPUs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import octets, slot_tensor
 
 TABLES = 8
-"""How many sequences of pieces `CpuEngine` remembers: a few are in use, the rest are of layouts that are over."""
+"""How many sequences of pieces an engine remembers: a few are in use, the rest are of earlier layouts."""
 
 SAMPLE_BYTES = 32
-"""How much of a tensor is looked at to see whether it has changed: half a cache line."""
+"""How many bytes of a tensor are looked at to see whether it has changed: half a cache line."""
 
 LOAD_THREADS = 4
-"""Most threads that fill live tensors: nothing else runs then."""
+"""Largest number of threads that fill live tensors: nothing else runs then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotTensor:
-    """A dense tensor and its place in a slot, in bytes; and what it is called."""
+    """A dense tensor, its place in a slot in bytes, and its name."""
 
     tensor: torch.Tensor
     offset: int
@@ -39,18 +39,20 @@ class SlotTensor:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are its memory, in order."""
+        """Whether its bytes in the slot are its memory, in order."""
         return self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some bytes of some pieces.
+    """A few bytes of some pieces.
 
     Attributes:
-        index, start, length: of which piece, from which byte of its memory on, and how many: int64 arrays of one shape.
+        index, start, length: which piece, from which byte of its memory on, and how many bytes: int64 arrays of one
+            shape.
         place: where the slot has them, from the beginning of the piece's place on; -1: it has them in another form.
-        read: blocks until the bytes are here; shape [n, `SAMPLE_BYTES`], zeros behind shorter ones. Any thread's.
+        read: blocks until the bytes are here; shape [n, `SAMPLE_BYTES`], shorter ones padded with zeros. Any thread may
+            call it.
     """
 
     index: NDArray[np.int64]
@@ -61,80 +63,81 @@ class Sample:
 
 
 class Transfer(Protocol):
-    """The state of one moment on its way into slots. The copy thread's, but for ``fence``."""
+    """The state of one moment on its way into slots. Used by the copy thread, except ``fence``."""
 
     def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        """Bring pieces into the slot. On a GPU they may still be under way when it returns. May be called again.
+        """Copy pieces into the slot. On a GPU the copies may still be in progress when it returns. May be called again.
 
         Args:
             pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
-                With 0, where nothing need be paced: only to raise.
+                Called with 0 where nothing is paced: then it may only raise.
         """
         ...
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
-        """A few bytes of pieces, as in `CopyEngine.sample`, as they are when what was copied so far has been read."""
+        """A few bytes of pieces, as in `CopyEngine.sample`, taken once everything copied so far has been read."""
         ...
 
     def guard(self) -> None:
-        """``fence`` is to wait for what was asked for until now, and for nothing that follows."""
+        """Have ``fence`` wait for everything that was requested until now, and for nothing that follows."""
         ...
 
     def fence(self) -> None:
-        """Training thread, once ``guard`` has returned: after this live tensors may be changed. Never blocks it."""
+        """Training thread, once ``guard`` has returned: from now on live tensors may change. Never blocks that
+        thread."""
         ...
 
     def finish(self) -> None:
-        """Blocks until all bytes are in the slot, as they were at that moment; raises if they are not."""
+        """Block until all bytes are in the slot, as they were at that moment; raises if they are not."""
         ...
 
     def settle(self) -> None:
-        """Blocks until nothing is under way any more, complete or not: the slot may be given back.
+        """Block until no transfer is in progress any more, complete or not: the slot may be given back.
 
         Raises:
-            DeadlineExceeded: it may still be written to.
+            DeadlineExceeded: the slot may still be written to.
         """
         ...
 
 
 class Filling(Protocol):
-    """Live tensors that are being filled."""
+    """Fills live tensors."""
 
     def take(self, table: Runs) -> None:
-        """Bring runs of host memory into live tensors. Any thread's, several at a time; their sources may then go."""
+        """Copy runs of host memory into live tensors. The sources may go when it returns. Several threads may call it
+        at once."""
         ...
 
     def finish(self) -> None:
-        """Blocks until all of it is there."""
+        """Block until all of it is there."""
         ...
 
 
 class CopyEngine(Protocol):
-    """One rank's way between live tensors and slots.
+    """Copies between one rank's live tensors and slots.
 
     Attributes:
-        queues: whether bytes may still be under way when ``Transfer.copy`` returns.
+        queues: whether bytes may still be in progress when ``Transfer.copy`` returns.
     """
 
     @property
     def queues(self) -> bool: ...
 
     def cover(self, devices: Collection[torch.device]) -> None:
-        """There is state on these devices. Raises `ConfigError` if there cannot be."""
+        """Prepare for state on these devices. Raises `ConfigError` if it cannot be copied."""
         ...
 
     def enter_thread(self) -> None:
-        """Called first in each thread of ours that copies."""
+        """Called first in each of holdfast's threads that copies."""
         ...
 
     def capturing(self) -> bool:
-        """Whether what the training thread does is being recorded, as a CUDA graph is, and not done. Its own thread's
-        question."""
+        """Training thread: whether its work is being recorded, as into a CUDA graph, instead of done."""
         ...
 
     def prepare(self, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """Training thread, between steps: these slots will be copied into; others, that nobody holds, will not be any
-        more. Blocks, for seconds with large ones.
+        """Get these slots ready to be copied into; slots that nobody holds any more are no longer used. Called by the
+        thread that reserves slots, or by the training thread between steps. Blocks, for seconds if slots are large.
 
         Args:
             turn: entered for each part of the work that processes of one node must do one after the other.
@@ -142,21 +145,21 @@ class CopyEngine(Protocol):
         ...
 
     def mark(self) -> Transfer:
-        """Training thread, as a step begins: the state to copy is the state as of now."""
+        """Training thread, as a step begins: the state to copy is the state as it is now."""
         ...
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
-        """A few bytes of the pieces' memory as they are now, other ones each `turn`; the same ones for equal turns and
-        lengths. Any thread's; returns at once."""
+        """A few bytes of the pieces' memory as they are now; different ones each `turn`, and the same for equal turns
+        and lengths. Any thread may call it; returns at once."""
         ...
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[np.uint8]]]:
-        """Training thread: the bytes of a few small contiguous tensors, which nobody changes any more. Returns at once;
-        what it returns blocks until they are here, and may be called by any thread."""
+        """Training thread: the bytes of a few small contiguous tensors that nobody changes any more. Returns at once;
+        the function it returns blocks until they are here, in any thread."""
         ...
 
     def parts(self, pieces: Sequence[SlotTensor]) -> list[tuple[CopyEngine, Sequence[SlotTensor]]]:
-        """Who fills which of them: `fill` of each takes the plain ones."""
+        """The pieces that each engine fills: its `fill` takes the plain ones."""
         ...
 
     def fill(self) -> Filling:
@@ -164,21 +167,21 @@ class CopyEngine(Protocol):
         ...
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
-        """Filling live tensors from a slot, in place; blocks until done."""
+        """Fill live tensors from a slot, in place; blocks until done."""
         ...
 
     def forget(self) -> None:
-        """Let go of pieces: what is remembered of them would keep their memory. Any thread's, at any time."""
+        """Forget all pieces, whose memory would otherwise be kept. Any thread may call it, at any time."""
         ...
 
     def close(self) -> None:
-        """Let go of everything; idempotent. Raises `DeadlineExceeded` if a slot may still be written to."""
+        """Release everything; idempotent. Raises `DeadlineExceeded` if a slot may still be written to."""
         ...
 
 
 class CpuEngine:
-    """State in host memory: streaming copies, run by run. It is its own `Transfer` and `Filling`, as nothing is ever
-    under way once a call has returned."""
+    """State in host memory: streaming copies, run by run. It is its own `Transfer` and `Filling`, as every copy is
+    complete when its call returns."""
 
     queues = False
 
@@ -191,13 +194,13 @@ class CpuEngine:
             raise ConfigError(f"there is state on {', '.join(strangers)}, and only state on CPUs is copied here")
 
     def enter_thread(self) -> None:
-        """Threads are alike."""
+        """No thread needs anything."""
 
     def capturing(self) -> bool:
         return False
 
     def prepare(self, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """A mapped slot is ready."""
+        """Nothing to do: a mapped slot is ready."""
 
     def mark(self) -> Transfer:
         return self
@@ -231,16 +234,16 @@ class CpuEngine:
             _in_slot(piece, slot).copy_(piece.tensor.detach())
 
     def guard(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in progress."""
 
     def fence(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in progress."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in progress."""
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in progress."""
 
     def parts(self, pieces: Sequence[SlotTensor]) -> list[tuple[CopyEngine, Sequence[SlotTensor]]]:
         return [(self, pieces)]
@@ -268,22 +271,22 @@ class CpuEngine:
 
 
 def load_threads() -> int:
-    """How many threads fill live tensors."""
+    """Number of threads that fill live tensors."""
     return max(1, min(LOAD_THREADS, len(os.sched_getaffinity(0))))
 
 
 def golden(turn: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which of so many parts a turn takes: turns go through them by the golden section. Whatever the distance from one
-    turn to the next, nearby ones take parts that lie far from each other, and every part's turn comes."""
+    """Which of `count` parts a turn takes: turns go through them by the golden section. Whatever the distance from one
+    turn to the next, nearby turns take parts that lie far apart, and every part is taken in time."""
     fraction = (turn * 0x9E3779B97F4A7C15 % (1 << 64)) >> 33
-    return (count >> 31) * fraction + ((count & 0x7FFFFFFF) * fraction >> 31)  # in 64 bits
+    return (count >> 31) * fraction + ((count & 0x7FFFFFFF) * fraction >> 31)  # in two parts, each within 64 bits
 
 
 class Places:
-    """Where to look at pieces that have any bytes: at `SAMPLE_BYTES` of plain ones, at one element of others."""
+    """Where to look at pieces that are not empty: at `SAMPLE_BYTES` of plain ones, at one element of others."""
 
     def __init__(self, pieces: Sequence[SlotTensor]) -> None:
-        self.pieces = pieces  # the addresses are theirs as long as they are held
+        self.pieces = pieces  # held so that their addresses stay valid
         held = [(i, piece) for i, piece in enumerate(pieces) if piece.bytes]
         self.index = np.array([i for i, _ in held], np.int64)
         self.address = np.array([piece.tensor.data_ptr() for _, piece in held], np.int64)
@@ -298,7 +301,7 @@ class Places:
         self._strides = _table_of([tensor.stride() for _, tensor in odd], depth, 0)
 
     def at(self, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """`Sample.start`, `length` and `place` of that turn, whose parts are chosen by `golden`."""
+        """`Sample.start`, `length` and `place` of that turn; `golden` chooses the parts."""
         count = -(-self._bytes // SAMPLE_BYTES)
         count[self._odd] = self._bytes[self._odd] // self._item
         chosen = golden(turn, count)
@@ -311,7 +314,7 @@ class Places:
         return start, length, place
 
     def _offsets(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many elements from the first in memory the element of that number is, in row-major order."""
+        """How many elements after the first in memory the element of that row-major number is."""
         offset = np.zeros_like(number)
         for size, stride in zip(self._sizes.T[::-1], self._strides.T[::-1], strict=True):
             offset += number % size * stride
@@ -320,15 +323,15 @@ class Places:
 
 
 class Table:
-    """Pieces as batches of runs from their memory to offsets in a slot; and the `odd` ones, that are not plain.
+    """Pieces as batches of runs from their memory to offsets in a slot; `odd`: the pieces that are not plain.
 
-    Addresses are those of `pieces`, which it keeps alive.
+    The addresses are those of `pieces`, which it keeps alive.
     """
 
     def __init__(
         self, pieces: Sequence[SlotTensor], batch_bytes: int | None = None, border_bytes: int | None = None
     ) -> None:
-        """`batch_bytes`: see `runs.batches`. `border_bytes`: no run goes across a multiple of it in the slot."""
+        """`batch_bytes`: see `runs.batches`. `border_bytes`: no run crosses a multiple of it in the slot."""
         self.pieces = pieces
         self.odd = [piece for piece in pieces if not piece.is_plain]
         table = runs.merged(runs.make_runs([(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]))
@@ -348,7 +351,8 @@ R = TypeVar("R", bound=_Remembers)
 
 
 def remembered(known: dict[int, R], pieces: Sequence[SlotTensor], make: Callable[[Sequence[SlotTensor]], R]) -> R:
-    """What was made of these pieces, or is now; what was not asked for longest makes room. Any thread's."""
+    """The object that `make` made of these pieces, now or earlier; the one unused for longest makes room for a new one.
+    Any thread may call it."""
     found = known.pop(id(pieces), None)
     if found is None:
         found = make(pieces)
@@ -359,12 +363,12 @@ def remembered(known: dict[int, R], pieces: Sequence[SlotTensor], make: Callable
 
 
 def _table_of(rows: Sequence[Sequence[int]], width: int, filler: int) -> NDArray[np.int64]:
-    """Rows of one width."""
+    """Rows padded with `filler` to one width."""
     return np.array([[*row, *[filler] * (width - len(row))] for row in rows], np.int64).reshape(len(rows), width)
 
 
 def address_of(slot: memoryview) -> int:
-    """Where it begins in memory."""
+    """The address of its first byte in memory."""
     return int(np.frombuffer(slot, np.uint8).ctypes.data)
 
 

@@ -6,8 +6,8 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 
 
 class GivenUp(HoldfastError):
-    """A snapshot is given up, as it would not be exact. The hook tells the loop why."""
+    """A snapshot is given up because it would not be exact. The hook tells the loop why."""
 
 
 class LayoutChanged(HoldfastError):
-    """The state has other leaves, or longer plain values, than the slots have room for: a new layout is needed."""
+    """The state has other leaves, or longer plain values, than the slots were laid out for: a new layout is needed."""

@@ -1,13 +1,12 @@
-"""When a copy may go on: bytes leave for the slot no earlier than they need to.
+"""When a copy may go on: bytes are sent to the slot no earlier than they need to be.
 
-A copy takes memory bandwidth from the step that runs beside it. Spread out, it takes that in small sips, which the
-step hardly notices, and not in one gulp. It is spread over the first half of the *window*, the time from a boundary to
-the next fence; the other half stays spare for noise, so that a step that is shorter than most still finds its copy
-done. A copy that is slow by itself falls behind that plan, and is not delayed further. After half of the window, and
-once anybody waits for the copy, nothing holds it up.
+A copy takes memory bandwidth from the step that runs beside it. If the copy is spread out, the step hardly notices. It
+is spread over the first half of the *window*, the time from a boundary to the next fence; the other half is spare, so
+that the copy is also done in a step that is shorter than most. A copy that is slow anyway falls behind that plan, and
+is not delayed further. After half of the window, and once anybody waits for the copy, nothing delays it.
 
-Copies from a GPU are not paced: they are only queued here, long before they are done, and the step's own time is not
-that of this process.
+Copies from a GPU are not paced: they are only queued here, long before they are done, and this process does not see how
+long a step takes on the device.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 SPREAD = 0.5
-"""The part of the window that a copy is spread over."""
+"""The fraction of the window that a copy is spread over."""
 
 SLACK = 4.0
-"""How many times the unpaced copy a window must be long, so that spreading it is without risk."""
+"""A window must be this many times as long as the unpaced copy, so that spreading the copy is safe."""
 
 REMEMBERED = 16
-"""Of so many windows and copies the newest are known."""
+"""How many of the newest windows and copies are remembered."""
 
 EVIDENCE = 4
-"""With fewer windows none is expected: the first steps of a run are longer than those to come."""
+"""Least number of windows from which one is predicted: the first steps of a run are longer than later ones."""
 
 
 def plan(window_s: float | None, copy_s: float | None) -> float:
-    """Over how many seconds from the boundary to spread a copy; 0: let it run as fast as it can.
+    """How many seconds from the boundary to spread a copy over; 0: let it run as fast as it can.
 
     Args:
         window_s: the expected time from the boundary to the next fence; None: unknown.
@@ -47,13 +46,13 @@ def plan(window_s: float | None, copy_s: float | None) -> float:
 
 @dataclass(slots=True)
 class _Copy:
-    """The copy at hand, in seconds and bytes.
+    """The current copy, in seconds and bytes.
 
     Attributes:
-        boundary_s, spread_s: when its window began; over how long it is spread.
-        released: what was let go so far. The last batch of it may still be on its way.
-        measured, took_s: what was seen to be copied, and how long that took.
-        since_s: when the last batch was let go.
+        boundary_s, spread_s: when its window began, and how long it is spread over.
+        released: bytes released so far. The last batch of them may still be in progress.
+        measured, took_s: bytes known to be copied, and how long that took.
+        since_s: when the last batch was released.
     """
 
     total: int
@@ -65,7 +64,7 @@ class _Copy:
     since_s: float = 0.0
 
     def due_s(self) -> float:
-        """When the next batch may go."""
+        """When the next batch may be released."""
         return self.boundary_s + self.spread_s * min(1.0, self.released / max(1, self.total))
 
     def measure(self, now_s: float) -> None:
@@ -75,7 +74,7 @@ class _Copy:
             self.measured = self.released
 
     def release(self, count: int, now_s: float) -> None:
-        """A batch of `count` bytes goes."""
+        """A batch of `count` bytes is released."""
         self.released += count
         self.since_s = now_s
 
@@ -83,12 +82,12 @@ class _Copy:
 class Pace:
     """Spreads copies over the steps they run beside.
 
-    `begin` and `wait` are the copy thread's, everything else the training thread's. Only `wait` blocks, and each time
-    no longer than `SPREAD` of a window.
+    `begin` and `wait` are called by the copy thread, all other methods by the training thread. Only `wait` blocks, each
+    time at most for `SPREAD` of a window.
 
     Args:
-        clock: seconds; the times that callers give are by the same clock.
-        wait: waits for an event, at most so many seconds.
+        clock: gives seconds; the times that callers give are by the same clock.
+        wait: waits for an event, for at most the given seconds.
     """
 
     def __init__(
@@ -102,16 +101,18 @@ class Pace:
         self._needed = system.Event()  # somebody waits for the copy
         self._quiet = system.Event()  # the step does not communicate
         self._quiet.set()
+        # The training thread writes `_comm_until_s`, `_boundary_s` and `_window_s`, and the copy thread reads them:
+        # single references, which need no lock.
         self._comm_until_s = 0.0
         self._boundary_s = 0.0
         self._window_open = False
         self._windows: deque[float] = deque(maxlen=REMEMBERED)
         self._window_s: float | None = None
-        self._costs: deque[float] = deque(maxlen=REMEMBERED)  # seconds per byte; the copy thread's
+        self._costs: deque[float] = deque(maxlen=REMEMBERED)  # seconds per byte; used by the copy thread only
         self._copy = _Copy(0, 0.0, 0.0)
 
     def boundary(self, now_s: float) -> None:
-        """``optim.step()`` has returned: a window begins. Call it before the copy is handed over."""
+        """The state of a boundary was captured: a window begins. Call it before the copy is handed over."""
         self._boundary_s = now_s
         self._window_open = True
         if len(self._windows) >= EVIDENCE:
@@ -126,12 +127,12 @@ class Pace:
         self.fence()
 
     def fence(self) -> None:
-        """Somebody waits for the copy: nothing holds it up any more, until the next `boundary`."""
+        """Somebody waits for the copy: nothing delays it any more, until the next `boundary`."""
         self._needed.set()
         self._quiet.set()
 
     def comm(self, active: bool) -> None:
-        """Whether the step communicates just now; a copy waits for the end of that, up to `MAX_PAUSE_S`."""
+        """Whether the step is communicating; if so, a copy waits until it stops, for at most `MAX_PAUSE_S`."""
         if not active:
             self._quiet.set()
         elif self._quiet.is_set() and not self._needed.is_set():
@@ -139,7 +140,7 @@ class Pace:
             self._quiet.clear()
 
     def begin(self, total_bytes: int) -> None:
-        """A copy of so many bytes begins, in the window of the last `boundary`."""
+        """A copy of `total_bytes` bytes begins, in the window of the last `boundary`."""
         if self._copy.measured:
             self._costs.append(self._copy.took_s / self._copy.measured)
         slow = -_quartile(-cost for cost in self._costs) if self._costs else None  # the upper quartile
@@ -147,7 +148,7 @@ class Pace:
         self._copy = _Copy(total_bytes, self._boundary_s, plan(self._window_s, copy_s))
 
     def wait(self, count: int) -> None:
-        """Block until the next batch, of `count` bytes, may go."""
+        """Block until the next batch, of `count` bytes, may be copied."""
         copy = self._copy
         copy.measure(self._clock())
         self._hold(self._needed, copy.due_s())
@@ -161,6 +162,6 @@ class Pace:
 
 
 def _quartile(samples: Iterable[float]) -> float:
-    """The lower quartile, which a few outliers do not move; of 4 samples or fewer, the least."""
+    """The lower quartile, which a few outliers do not move; the least of 4 samples or fewer."""
     ordered = sorted(samples)
     return ordered[(len(ordered) - 1) // 4]

@@ -1,8 +1,8 @@
-"""Slots whose pages a device reaches by itself: they are registered with CUDA, which locks them in memory.
+"""Slots whose pages a device accesses directly: they are registered with CUDA, which locks them in memory.
 
-Registering takes 0.1 to 1 s per gigabyte, and the driver lets nobody else of the node launch anything meanwhile. So it
-is done in small pieces, by one process of a node at a time, with pauses between them in which training goes on. What is
-not registered yet, or CUDA refuses to register, is copied through pinned buffers.
+Registering takes 0.1 to 1 s per gigabyte, and meanwhile the driver lets no other process of the node launch anything.
+So slots are registered in small pieces, by one process of a node at a time, with pauses in between for training. Slots
+that are not registered yet, or that CUDA refuses to register, are copied through pinned buffers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.snapshot.copy.cuda_runtime import Runtime
 from holdfast.snapshot.copy.engines import address_of
 
 ALREADY = 712
-"""CUDA's error code for pages that somebody of this process has registered."""
+"""CUDA's error code for pages that this process has registered already."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """`view` keeps the mapping; `user` tells whether anybody else does; `addresses`: what is ours to unregister."""
+    """`view` keeps the mapping; `user` tells whether anybody else does; `addresses`: what we have to unregister."""
 
     view: memoryview
     user: weakref.ref[memoryview]
@@ -35,14 +35,14 @@ class _Registered:
 
 
 class Pages:
-    """The slots that every device of this process knows.
+    """The slots that are registered with every device of this process.
 
-    `prepare` is the thread's that has slots reserved, or the training thread's; the rest is the copy thread's, or
-    whoever's while nothing else is under way.
+    `prepare` is called by the thread that reserves slots, or by the training thread. The other methods are called by
+    the copy thread, or by any thread while no copy runs.
     """
 
     def __init__(self) -> None:
-        # Guards `_slots`, for moments: the copy thread looks while another adds. CUDA is called without it.
+        # Guards `_slots`: the copy thread looks while another thread adds. Held briefly, and never while calling CUDA.
         self._lock = threading.Lock()
         self._slots: dict[tuple[int, int], _Registered] = {}
         self._refused = False
@@ -50,10 +50,11 @@ class Pages:
     def prepare(
         self, runtime: Runtime, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        """Register slots, unless they are or CUDA has refused one. Blocks.
+        """Register slots, unless they are registered already or CUDA has refused one. Blocks.
 
         Args:
-            turn: entered for each piece, and left after it: processes of one node take turns. What it raises ends this.
+            turn: entered before each piece and left after it, so that processes of one node take turns. Its errors end
+                this call.
         """
         for slot in slots:
             place = (address_of(slot), slot.nbytes)
@@ -66,18 +67,18 @@ class Pages:
                 self._slots[place] = _Registered(memoryview(slot), weakref.ref(slot), addresses)
 
     def has(self, slot: memoryview) -> bool:
-        """Whether the device may write to the slot by itself."""
+        """Whether the device may write to the slot directly."""
         with self._lock:
             return (address_of(slot), slot.nbytes) in self._slots
 
     def sweep(self, runtime: Runtime) -> None:
-        """Let go of slots that nobody else holds. Nothing may be under way to one."""
+        """Unregister slots that nobody else holds. No transfer to any of them may be in progress."""
         with self._lock:
             over = [place for place, known in self._slots.items() if known.user() is None]
         self.release(runtime, over)
 
     def release(self, runtime: Runtime, places: Iterable[tuple[int, int]] | None = None) -> None:
-        """Unregister slots, all of them by default, and only then let their mappings go."""
+        """Unregister slots, all of them by default, and only then drop their mappings."""
         for place in list(self._slots) if places is None else places:
             self._unregister(runtime, self._slots[place].addresses)
             with self._lock:
@@ -86,7 +87,7 @@ class Pages:
     def _register(
         self, runtime: Runtime, address: int, count: int, turn: Callable[[], AbstractContextManager[object]]
     ) -> list[int] | None:
-        """The addresses of the pieces that were registered: all, or None if one is refused."""
+        """Register one slot; returns the addresses of its pieces, or None if CUDA refuses one."""
         done: list[int] = []
         try:
             for start in range(0, count, REGISTER_BYTES):
@@ -103,7 +104,7 @@ class Pages:
                     )
                     log.warning("cudaHostRegister of a slot on %s: error %d; %s", runtime.device, code, hint)
                     return None
-        except BaseException:  # its turn was not waited for
+        except BaseException:  # the turn was not waited for, for example
             self._unregister(runtime, done)
             raise
         return done

@@ -1,4 +1,4 @@
-"""Pinned buffers between a device and memory that it does not reach by itself."""
+"""Pinned buffers between a device and memory that the device cannot access directly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.snapshot.copy.runs import Runs
 
 
 class Ring:
-    """So many buffers of so many bytes, made when they are first needed, and used in turn.
+    """A fixed number of buffers of one length, made when they are first needed, and used in turn.
 
-    `store` and `land` are one thread's; `load` is any thread's, several at a time, of which no more than there are
-    buffers work at once. What is queued on the current stream of the caller must be that of `stream`.
+    One thread calls `store` and `land`. Any thread may call `load`; as many of its calls work at a time as there are
+    buffers. The caller's current stream must be `stream`.
     """
 
     def __init__(self, runtime: Runtime, stream: DeviceStream, buffers: int, buffer_bytes: int) -> None:
@@ -25,7 +25,8 @@ class Ring:
         self._stream = stream
         self._bytes = buffer_bytes
         self._turns = threading.Semaphore(buffers)
-        # Guards `_free`, for moments. Who has taken a buffer out of it waits for its transfer without this lock.
+        # Guards `_free` and `_made`; held briefly. A thread that has taken a buffer waits for its transfer without the
+        # lock.
         self._lock = threading.Lock()
         self._made = 0
         self._most = buffers
@@ -33,7 +34,7 @@ class Ring:
         self._stored: deque[tuple[torch.Tensor, DeviceEvent, Runs]] = deque()
 
     def store(self, table: Runs) -> None:
-        """Queue runs from the device to memory, together at most one buffer long. They are there once it has landed."""
+        """Queue runs from the device to memory, together at most one buffer long. `land` waits until they are there."""
         while len(self._stored) >= self._most:
             self._land_first()
         buffer = self._take()
@@ -42,12 +43,12 @@ class Ring:
         self._stored.append((buffer, self._stream.record_event(), _with(table, source=target)))
 
     def land(self) -> None:
-        """Block until all that was stored is where it belongs."""
+        """Block until everything stored is where it belongs."""
         while self._stored:
             self._land_first()
 
     def load(self, table: Runs) -> None:
-        """Queue runs from memory to the device, in parts of one buffer. When it returns their sources may go."""
+        """Queue runs from memory to the device, one buffer after another. When it returns their sources may go."""
         for part in runs.batches(table, self._bytes):
             with self._turns:
                 buffer, event = self._take(), None
@@ -60,7 +61,7 @@ class Ring:
                     self._give(buffer, event)
 
     def settle(self) -> None:
-        """Block until nothing is under way to or from a buffer, and forget what was stored and has not landed."""
+        """Block until no transfer to or from a buffer is in progress, and forget stored runs that have not landed."""
         with self._lock:
             events = [event for _, event in self._free if event is not None]
         for event in [*events, *(event for _, event, _ in self._stored)]:
@@ -76,7 +77,7 @@ class Ring:
         self._give(buffer, None)
 
     def _take(self) -> torch.Tensor:
-        """A buffer that nothing is under way to or from."""
+        """A buffer without a transfer in progress."""
         with self._lock:
             known = self._free.popleft() if self._made == self._most else None
             self._made += known is None
@@ -93,7 +94,7 @@ class Ring:
 
 
 def _starts(table: Runs) -> Runs:
-    """Where each run begins if they stand one after another."""
+    """Where each run begins if they are laid out one after another."""
     ends = np.cumsum(table[:, 2])
     return ends - table[:, 2]
 

@@ -1,6 +1,6 @@
-"""Bulk copies between memory of this process, the GIL released: many runs of bytes in one call.
+"""Bulk copies within the memory of this process, with the GIL released: many runs of bytes in one call.
 
-`snapshot/stream.c` is compiled when the package is installed; where there was no compiler, `memmove` is called run by
+`snapshot/stream.c` is compiled when the package is installed; if there was no compiler, `memmove` is called for each
 run, which takes longer.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PIECE_BYTES = 64 << 20
-"""Longest run after `split`: how often a copy can be paced or stopped."""
+"""Length of the longest run after `split`: how often a copy can be paced or stopped."""
 
 _COPY_ASYNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -28,7 +28,7 @@ def make_runs(rows: list[tuple[int, int, int]]) -> Runs:
 
 
 def merged(runs: Runs) -> Runs:
-    """The same bytes in fewer runs: those that go on where the one before ends, at both ends, are one with it."""
+    """The same bytes in fewer runs: a run that begins where the one before ends, at both ends, is merged with it."""
     if len(runs) < 2:
         return runs
     ends = runs[:-1, :2] + runs[:-1, 2:]
@@ -40,8 +40,8 @@ def merged(runs: Runs) -> Runs:
 
 
 def cut(runs: Runs, column: int, border_bytes: int) -> Runs:
-    """The same bytes in the same order, none of them across a multiple of `border_bytes` in sources (`column` 0) or
-    targets (1)."""
+    """The same bytes in the same order, cut so that no run crosses a multiple of `border_bytes` in its source (`column`
+    0) or target (1)."""
     table = runs.astype(np.int64)
     place, length = table[:, column], table[:, 2]
     first = place // border_bytes
@@ -85,7 +85,7 @@ def batches(runs: Runs, limit: int | None = None) -> list[Runs]:
 def copy(runs: Runs) -> None:
     """Copy every run. Blocks; other Python threads go on.
 
-    The caller vouches for the addresses, and holds what owns them: nothing is checked.
+    The addresses are not checked: the caller vouches for them, and keeps their owners alive.
     """
     library = _library()
     if library is not None:
@@ -98,7 +98,7 @@ def copy(runs: Runs) -> None:
 
 def queue(copy_async: int, runs: Runs, stream: int) -> int:
     """Call ``copy_async(target, source, bytes, stream)``, a C function at that address, for every run, until one call
-    does not return 0. What the last one returned. Other Python threads go on."""
+    does not return 0. Returns the last call's result. Other Python threads go on."""
     library = _library()
     if library is not None:
         table = np.ascontiguousarray(runs)
@@ -111,7 +111,8 @@ def queue(copy_async: int, runs: Runs, stream: int) -> int:
 
 
 def streams() -> bool:
-    """Whether copies use streaming stores: not if there was no compiler when holdfast was installed."""
+    """Whether the compiled copy is used, which has streaming stores on x86-64: not if there was no compiler when
+    holdfast was installed."""
     return _library() is not None
 
 

@@ -1,4 +1,4 @@
-"""Tensors as leaves of a slot: dtypes, and tensors over slot memory."""
+"""Tensors as leaves of a slot: their dtypes, and tensors over slot memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from holdfast.smp_daemon.shared.slotfile import Leaf
 
 
 class Block(NamedTuple):
-    """Which part of a whole tensor a rank holds.
+    """The part of a whole tensor that a rank holds.
 
     Attributes:
-        whole: the shape of the whole.
-        start: where in it, dimension by dimension, the rank's part begins; empty if it is no block at all.
+        whole: shape of the whole tensor.
+        start: where the rank's part begins in it, dimension by dimension; empty if the part is not a block.
     """
 
     whole: tuple[int, ...]
@@ -51,8 +51,8 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
     """The leaf that stores `tensor`.
 
     Raises:
-        ConfigError: it is sparse, quantised, on another device than a CPU or a GPU, or its elements share memory, so
-            that it could not be filled again; the message names it.
+        ConfigError: it is sparse, quantised, neither on a CPU nor on a GPU, or its elements share memory, so that it
+            could not be filled again; the message names it.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or type(tensor.data) is not torch.Tensor:
         raise ConfigError(
@@ -70,16 +70,16 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
 
 
 def strides_of(tensor: torch.Tensor) -> list[int] | None:
-    """In which order its elements lie in memory; None: row by row, without gaps.
+    """The strides of a tensor's elements in memory; None: row by row, without gaps.
 
-    Kernels may add up in another order where that is another, and so round otherwise: it belongs to the state.
+    They belong to the state: kernels may add up in another order for other strides, and round differently.
     """
     return None if tensor.is_contiguous() else list(tensor.stride())
 
 
 def empty_restrided(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor | None:
-    """An uninitialised tensor like it with those strides, see `strides_of`; None if it has them, or if they leave
-    gaps, or its own do, as a view's: then the rest of its memory is somebody else's."""
+    """An uninitialised tensor like it with those strides, see `strides_of`. None if it has them already, or if the old
+    or new strides leave gaps, as a view's do: the gaps may be somebody else's memory."""
     if strides == strides_of(tensor) or not _is_dense(tensor.shape, tensor.stride()):
         return None
     if strides is None:
@@ -100,7 +100,7 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie at one place: each dimension must step over all that smaller steps reach."""
+    """Whether two elements may share memory: to rule it out, each dimension steps over all that smaller steps reach."""
     reached = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -115,13 +115,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor
-    with torch.no_grad():  # with gradients it would be a view that autograd knows of
+    with torch.no_grad():  # with gradients it would be a view that autograd tracks
         return to_local()
 
 
 def piece_of(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
-    """The shape of a whole `DTensor`, and where in it this rank's part begins; None for any other tensor, and for one
-    that is cut in another way than into blocks."""
+    """The shape of a whole `DTensor`, and where this rank's part begins in it; None for any other tensor, and for one
+    that is not cut into blocks."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return None
@@ -135,7 +135,7 @@ def piece_of(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
 
 
 def block_of(tensor: torch.Tensor) -> Block | None:
-    """Which part of the whole this rank has of a `DTensor`; None for any other tensor."""
+    """The part of a whole `DTensor` that this rank has; None for any other tensor."""
     if getattr(tensor, "placements", None) is None:
         return None
     piece = piece_of(tensor)
@@ -143,7 +143,8 @@ def block_of(tensor: torch.Tensor) -> Block | None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor, as a view with stride 1, which ``view(-1)`` is not for a single element."""
+    """The elements of a contiguous tensor, as a view with stride 1; ``view(-1)`` of a single element may have
+    another."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -166,7 +167,7 @@ def empty_like_leaf(leaf: Leaf, device: torch.device) -> torch.Tensor:
 
 
 def set_dtype(tensor: torch.Tensor, leaf: Leaf) -> None:
-    """Give a tensor, in place, the leaf's dtype."""
+    """Convert a tensor, in place, to the leaf's dtype."""
     tensor.data = tensor.data.to(_BY_NAME[leaf.dtype])
 
 

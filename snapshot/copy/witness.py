@@ -1,7 +1,7 @@
-"""Whether live tensors are still what they were when a copy of them began.
+"""Detects whether live tensors have changed since a copy of them began.
 
-Version counters tell of every change that torch makes in place, but not of what is written through ``.data`` or from
-outside of torch. For those, a few bytes of each tensor are looked at, others each time: when the copy begins, when it
+Version counters count every change that torch makes in place, but not writes through ``.data`` or from outside of
+torch. To find those, a few bytes of each tensor are looked at, different ones each time: when the copy begins, when it
 ends, and in the slot.
 """
 
@@ -24,7 +24,7 @@ class StateChanged(GivenUp):
     """The state changed while it was copied.
 
     Attributes:
-        names: of the tensors that did.
+        names: names of the changed tensors.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -34,11 +34,11 @@ class StateChanged(GivenUp):
 
 
 class Subjects:
-    """Pieces that are watched again and again; what can be worked out once about them.
+    """Pieces that are watched repeatedly, with values that are computed once for them.
 
     Args:
-        tensors: those that the pieces were made of, which share version counters with them. They are at hand, as the
-            manifest has just looked at them; to look at ten thousand others as well would take three times as long.
+        tensors: the tensors that the pieces were made of, which share version counters with them. The manifest has just
+            looked at them; to look at ten thousand others as well would take three times as long.
     """
 
     def __init__(self, pieces: Sequence[SlotTensor], tensors: Sequence[torch.Tensor] | None = None) -> None:
@@ -55,7 +55,7 @@ class Subjects:
 
 
 class Witness:
-    """What pieces were when it was made.
+    """Notes the state of pieces when it is made, to tell later whether they have changed.
 
     Args:
         turn: chooses the bytes to look at; see `CopyEngine.sample`.
@@ -68,15 +68,15 @@ class Witness:
         self._versions = subjects.versions()
         self._before = engine.sample(subjects.pieces, turn)
         self._after: Sample | None = None
-        # Guards `_end`: the training thread, as `optim.step()` is near, and the copy thread both note it.
+        # Guards `_end`, which both the training thread, before `optim.step()`, and the copy thread set.
         self._lock = threading.Lock()
         self._end: list[int] | None = None
 
     def look(self, transfer: Transfer) -> None:
-        """Copy thread: the pieces have been given to `transfer`, and when it has read them they must be what they were.
+        """Copy thread: `transfer` was given the pieces; when it has read them, they must still be what they were.
 
-        On a GPU that is later, and its look stands behind its copies. What the copy thread itself would look at would
-        not: the step may run on a stream that it knows nothing of.
+        On a GPU it reads them later, and takes its sample after its copies. A sample that the copy thread itself takes
+        would not wait for them: the step may run on a stream that this thread does not know.
         """
         self._after = transfer.sample(self._subjects.pieces, self._turn)
         if not self._engine.queues:
@@ -89,21 +89,22 @@ class Witness:
                 self._end = self._subjects.versions()
 
     def changed(self) -> list[str]:
-        """The names of pieces that are not now what they were, as far as can be told."""
+        """The names of pieces that have changed by now, as far as can be told."""
         return self._differing(self._subjects.versions(), self._engine.sample(self._subjects.pieces, self._turn))
 
     def rewritten(self) -> list[str]:
-        """The names of pieces that have other bytes now, whoever has written the same ones meanwhile. Blocks."""
+        """The names of pieces that have other bytes now; being written to with the same bytes does not count.
+        Blocks."""
         return self._differing(self._versions, self._engine.sample(self._subjects.pieces, self._turn))
 
     def written(self) -> list[str]:
-        """The names of pieces that were written to in place, as far as their version counters tell, whatever bytes they
-        have."""
+        """The names of pieces that were written to in place, according to their version counters, whatever their bytes
+        are."""
         return self._differing(self._subjects.versions(), self._before)
 
     def check(self, slot: memoryview) -> None:
-        """Copy thread: compare what was, what `look` saw, and the copies in the slot, which are complete. Blocks for a
-        device. Raises `StateChanged` unless they are all the same.
+        """Copy thread: compare the pieces as they were, as `look` saw them, and as they are in the slot, complete.
+        Blocks for a device. Raises `StateChanged` unless all three are the same.
         """
         self.end()
         assert self._after is not None and self._end is not None
@@ -120,7 +121,7 @@ class Witness:
         return [self._subjects.pieces[i].name for i in sorted(found)]
 
     def _torn(self, slot: memoryview) -> list[str]:
-        """Pieces whose copy is not what they were: they changed, and changed back."""
+        """Pieces whose copy differs from what they were: they changed, and changed back."""
         sample, subjects = self._before, self._subjects
         held = np.zeros((len(sample.index), SAMPLE_BYTES), np.uint8)
         table = np.empty((len(held), 3), np.uint64)

@@ -1,5 +1,5 @@
 """Where a step begins, if the loop does not say: with the first forward in training mode and with gradients after
-``optim.step()``, unless that turns out to have been an evaluation, of which no gradients are computed."""
+``optim.step()``, unless that turns out to have been an evaluation, for which no gradients are computed."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import CopyJob
 
 EVALUATED = (
-    "after step %d the model ran forward in training mode and with gradients, which did not begin a step. If both that "
-    f"and reading data draw random numbers, a restart is refused: {BEGIN}; or evaluate under model.eval() and "
+    "after step %d the model ran forward in training mode and with gradients, but no step began. If that forward draws "
+    f"random numbers and reading data does, too, a restart is refused: {BEGIN}; or evaluate under model.eval() and "
     "torch.no_grad()"
 )
 
 
 class Doubtful(GivenUp):
-    """It cannot be told where a step began."""
+    """It is unknown where a step began."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
-            f"after step {step} the model ran forward in training mode, no gradients were computed of that, and random "
-            "generators, buffers or weights changed afterwards: it cannot be told whether that was an evaluation or "
+            f"after step {step} the model ran forward in training mode, no gradients were computed, and random "
+            "generators, buffers or weights changed afterwards; it cannot be told whether that was an evaluation or "
             f"the beginning of a step: {BEGIN}; or evaluate under model.eval() and torch.no_grad()"
         )
 
 
 class Beginning:
-    """What is known of the beginning of the step at hand. The training thread's.
+    """What is known about the beginning of the current step. Used by the training thread.
 
     Attributes:
         forward: number of the newest forward that may begin a step; 0: none was seen.
         seen: whether the step has begun, as far as can be told.
-        blind: whether forward runs without anybody seeing it, as seen in an earlier step.
+        blind: whether the model runs forward unseen, as noticed in an earlier step.
         has_backward: whether gradients were computed since the last step ended.
-        doubtful: whether forward ran again, after other code had drawn random numbers or changed buffers, or forward
-            itself had, and so far no gradients of the first one were computed. Then it may have been an evaluation. So
-            it may if anything else has changed since.
+        doubtful: whether the forward that the step began with may have been an evaluation: none of its gradients were
+            computed so far, and forward ran again after it or other code had drawn random numbers or changed buffers,
+            or anything else has changed since.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Beginning:
         self.blind = False
         self.has_backward = False
         self.doubtful = False
-        self._began_with = 0  # the forward that the step is taken to begin with
+        self._began_with = 0  # number of the forward that the step is taken to begin with
         self._own = False  # gradients of that forward were computed
 
     def over(self) -> None:
@@ -53,25 +53,25 @@ class Beginning:
         self.seen = self.has_backward = self.doubtful = self._own = False
 
     def with_this_forward(self) -> None:
-        """The step is taken to begin with the newest forward."""
+        """Take the newest forward as the beginning of the step."""
         self._began_with = self.forward
 
     def certain(self) -> None:
-        """The step begins, whatever is computed from now on."""
+        """The step begins here, whatever is computed from now on."""
         self.seen = self._own = True
         self.doubtful = False
 
     def backward(self, number: int) -> bool:
-        """Gradients are computed of that forward; 0: of one that nobody saw. Whether it is certain now that the step
-        began where it is taken to begin."""
+        """Gradients of that forward are computed; 0: of one that was not seen. Returns whether it is certain now that
+        the step began where it is taken to begin."""
         self.has_backward = True
         if number == self._began_with:
             self._own, self.doubtful = True, False
         return self.seen and not self.doubtful
 
     def was_another(self, capture: Capture, copy: CopyJob) -> bool:
-        """Forward runs once more, before any gradients are computed: whether the step begins only now, as the state was
-        changed by more than a forward."""
+        """Forward runs once more before any gradients are computed. Returns whether the step begins only now, because
+        more has changed than a forward changes."""
         if self._own:
             return False
         state, traces = capture.changed(copy)
@@ -82,8 +82,8 @@ class Beginning:
         return state
 
     def is_doubtful(self, capture: Capture, copy: CopyJob) -> bool:
-        """Whether `copy` may be of an evaluation: no gradients of its forward were computed, and other code has run
-        meanwhile."""
+        """Whether `copy` may be of an evaluation: no gradients of its forward were computed, and other code has changed
+        the state meanwhile."""
         if not self._own and not self.doubtful:
             self.doubtful, _ = capture.changed(copy)
         return self.doubtful

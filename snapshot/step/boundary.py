@@ -1,4 +1,4 @@
-"""Finding out where a step ends and the next one begins: hooks on optimizers, modules and gradient scalers."""
+"""Finds where a step ends and the next one begins, by hooks on optimizers, modules and gradient scalers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from holdfast.snapshot.state.optimizers import has_step_hooks
 from holdfast.snapshot.step.graphs import Graphs, capturing
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
-"""What repairs it where a loop cannot be followed by itself."""
+"""Advice for a loop whose steps cannot be recognised."""
 
 log = get_log(__name__)
 
 
 class Listener(Protocol):
-    """Told about the boundary, in the training thread."""
+    """Told about the boundary, in the training thread. On a GPU autograd may call `on_backward` in a thread of its own,
+    while the training thread waits for it."""
 
     def before_step(self) -> None:
         """``optim.step()`` is about to change the state."""
@@ -35,26 +36,26 @@ class Listener(Protocol):
         ...
 
     def on_forward(self, number: int, given: Any) -> None:
-        """A module is about to run forward on what is `given`, in training and with gradients, for the `number`-th
-        time."""
+        """A module is about to run forward on what is `given`, in training mode and with gradients; `number` counts
+        such forwards."""
         ...
 
     def on_backward(self, number: int) -> None:
-        """Gradients of that forward are computed, so it was no evaluation; 0: of one that nobody told of."""
+        """Gradients of that forward are computed, so it was no evaluation; 0: of a forward that was not reported."""
         ...
 
 
 class Boundary:
     """Hooks on optimizers, modules and gradient scalers; `remove` takes them off again.
 
-    With several optimizers, the state may change before the step of each, and a step ends with that of the last. If the
-    loop says itself where its steps begin (`declared`), the listener hears of each optimizer.
-    What is captured into a CUDA graph is told of at each replay, see `snapshot.step.graphs`.
-    A `GradScaler` that finds an overflow skips the step; the boundary is then where the step would have been. One that
-    was not given is told of when it first steps an optimizer.
+    With several optimizers, the state may change before the step of each, and the last one's step ends the training
+    step. If the loop itself says where its steps begin (`declared`), the listener hears of each optimizer.
+    Events during the capture of a CUDA graph are reported at each replay, see `snapshot.step.graphs`.
+    A `GradScaler` that finds an overflow skips the step; the boundary is then where the step would have been. A scaler
+    that was not given is warned about when it first steps an optimizer.
 
     Attributes:
-        declared: the order of optimizers does not matter.
+        declared: whether the loop says where its steps begin, so that the order of optimizers does not matter.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Boundary:
         self._running: list[int] = []
         self._scalers = list(scalers)
         self._episodes = Episodes(log)
-        # torch.compile must call these, not look into them: they talk to other threads and processes.
+        # torch.compile must call these, not trace into them: they talk to other threads and processes.
         before, after, backward = map(torch.compiler.disable, (self._before, self._after, self._backward))
         for module in _running(modules):
             entering = module.register_forward_pre_hook(
@@ -108,7 +109,7 @@ class Boundary:
 
     def _forward(self, module: torch.nn.Module, given: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # it would break the graph
+            return  # anything more would break the compiled graph
         trains = module.training and torch.is_grad_enabled()
         self._running.append(self._forwards + 1 if trains else 0)  # first: `_forwarded` is called even if this raises
         if trains:
@@ -128,13 +129,13 @@ class Boundary:
                     tensor.register_hook(lambda _: self._backward(number))  # type: ignore[no-untyped-call]
 
     def _backward(self, number: int) -> None:
-        captured = capturing()  # of a replay, it is that of the forward that was replayed last
+        captured = capturing()  # at a replay, gradients are of the forward replayed last
         self._graphs.say(lambda: self._listener.on_backward(self._forwards if captured and number else number))
 
     def _before(self, optimizer: Any) -> None:
-        """Of steps within steps, as with ``super().step()``, only the outermost counts."""
+        """Of nested steps, as with ``super().step()``, only the outermost counts."""
         if self._depth[id(optimizer)] and not _is_within_its_step(optimizer):
-            self._depth[id(optimizer)] = 0  # the one before raised
+            self._depth[id(optimizer)] = 0  # the previous step raised
         self._depth[id(optimizer)] += 1
         if self._depth[id(optimizer)] == 1:
             self._graphs.say(lambda: self._steps(optimizer))
@@ -159,7 +160,8 @@ class Boundary:
             self._listener.after_step()
 
     def _check_order(self, optimizer: Any) -> None:
-        """Raises `ConfigError` if an optimizer first steps after the last one has: that one does not end the step."""
+        """Raise `ConfigError` if an optimizer steps for the first time after the last one has: then that one does not
+        end the step."""
         if self.declared or optimizer is self._last or optimizer in self._stepped:
             return
         if self._ended_once:
@@ -172,19 +174,19 @@ class Boundary:
         self._stepped.append(optimizer)
 
     def _check_scaler(self, optimizer: Any) -> None:
-        """Say so if a scaler that is at work was not given."""
+        """Warn if a scaler that is in use was not given."""
         scaler = _scaler_on_stack()
         if scaler is not None and scaler.is_enabled() and not any(scaler is given for given in self._scalers):
             self._episodes.begin(
                 "scaler",
-                "a %s steps %s and was not given: after a restart it begins with its first scale, unless tracked, "
-                'and a step that it skips is not counted. Give it as extra={"scaler": scaler}',
+                "a %s steps %s and was not given to the hook: after a restart it begins with its initial scale, unless "
+                'tracked, and steps that it skips are not counted. Give it as extra={"scaler": scaler}',
                 type(scaler).__qualname__,
                 type(optimizer).__qualname__,
             )
 
     def _wrap_optimizer(self, optimizer: Any) -> Callable[[], None]:
-        """For those without step hooks, such as Megatron's and Accelerate's."""
+        """Wrap ``step`` of optimizers without step hooks, such as Megatron's and Accelerate's."""
         step = optimizer.step
 
         def stepping(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +202,7 @@ class Boundary:
 
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if optimizer is self._last or any(optimizer is other for other in self._others):
-                self._check_order(optimizer)  # of this step, whether it is skipped or not
+                self._check_order(optimizer)  # also for a step that the scaler skips
             self._ended = False
             result = step(optimizer, *args, **kwargs)
             if optimizer is self._last and not self._ended:
@@ -212,7 +214,7 @@ class Boundary:
 
 
 def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """The modules that are called: of those that only hold others, such as a `ModuleDict`, these."""
+    """The modules that are called: a module that only holds others, such as a `ModuleDict`, is replaced by those."""
     for module in modules:
         if type(module).forward is torch.nn.Module.forward and "forward" not in vars(module):
             yield from _running(list(module.children()))
@@ -221,13 +223,13 @@ def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 
 
 def _first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
-    """A parameter of each module that gets gradients: they tell of a backward whose forward nobody saw."""
+    """A parameter of each module that gets gradients: it tells of a backward whose forward was not seen."""
     for module in modules:
         yield from [parameter for parameter in module.parameters() if parameter.requires_grad][:1]
 
 
 def _is_within_its_step(optimizer: Any) -> bool:
-    """Whether torch's wrapper of ``optimizer.step`` is on the stack twice, the one that has just begun included."""
+    """Whether torch's wrapper of ``optimizer.step`` is on the stack twice, counting the call that has just begun."""
     count = 0
     for frame in _stack():
         if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
@@ -236,12 +238,12 @@ def _is_within_its_step(optimizer: Any) -> bool:
 
 
 def _scaler_on_stack() -> GradScaler | None:
-    """The scaler in whose ``step`` this is, if it is in one."""
+    """The scaler whose ``step`` is on the stack, if one is."""
     return next((frame.f_locals["self"] for frame in _stack() if frame.f_code is GradScaler.step.__code__), None)
 
 
 def _stack() -> Iterator[FrameType]:
-    """The frames of this thread, from that of the caller outwards."""
+    """The frames of this thread, from the caller's outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -249,7 +251,7 @@ def _stack() -> Iterator[FrameType]:
 
 
 def _replace_step(owner: Any, stepping: Callable[..., Any]) -> Callable[[], None]:
-    """Stand in for the method on this one object; returns how to undo it."""
+    """Replace the method on this one object; returns a function that undoes it."""
     earlier = vars(owner).get("step")
     owner.step = stepping
 

@@ -1,6 +1,6 @@
-"""From the live state, as a step begins, to a `CopyJob`: what is copied beside the step, and what at once.
+"""Turns the live state, as a step begins, into a `CopyJob`: what to copy beside the step, and what to copy at once.
 
-Everything here runs in the training thread, except `Capture.over`.
+Everything here runs in the training thread, except `Capture.over` and the function that `compare_replicas` returns.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
 from holdfast.snapshot.step.copier import CopyJob
 
 READ, GENERATORS = "read", "rng"
-"""What `began_with` gives."""
+"""Keys of what `began_with` returns."""
 
 FORWARDS = frozenset({"tracked", "get_extra_state"})
 """Parts of an adapter's late values that a forward may change, as it may change buffers."""
 
 
 class Capture:
-    """Takes one rank's state as steps begin.
+    """Captures one rank's state as steps begin.
 
     Attributes:
-        loop: asked with the generators for where the loop is; see `SnapshotHook`.
-        notes: asked for plain values that stand in the record beside the state, if it gives some.
+        loop: returns the place of the loop; called whenever the generators are captured. See `SnapshotHook`.
+        notes: returns plain values to put in the record beside the state, or None.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Capture:
         self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
     def plan(self, snapshot: SnapshotId) -> SlotFormat:
-        """The slot format for the state as it is now; used from now on. Walks the state. A collective call.
+        """Make the slot format for the state as it is now, and use it from now on. Walks the state. A collective call.
 
         Raises:
-            ConfigError, StateMismatch: something in it cannot be captured; the message names it.
+            ConfigError, StateMismatch: a part of the state cannot be captured; the message names it.
         """
         self._sharing = agree_on_shares(self._agreement, self._adapter.replica_set(), self._adapter.tensors())
         manifest = Manifest(self._adapter, self._sharing)
@@ -107,15 +107,14 @@ class Capture:
 
     @property
     def leaf_names(self) -> frozenset[str]:
-        """What this rank's slots hold, by name; parts of what replicas share among them."""
+        """Names of the leaves in this rank's slots; for tensors that replicas share, of this rank's parts."""
         return frozenset(leaf.name for leaf in self._leaves)
 
     def mark(self, *, buffers: bool = False) -> None:
-        """Before data is read for the next step: note what that changes, as it is now. What stands against it is
-        raised by `begin`.
+        """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`.
 
         Args:
-            buffers: note what is copied at once, too: nobody will say when forward begins.
+            buffers: also copy the tensors that are copied at once, as nothing will tell when forward begins.
         """
         try:
             self._early = capture_early(self._adapter, self.loop())
@@ -135,27 +134,30 @@ class Capture:
         declared: bool,
         marked: bool = False,
     ) -> CopyJob:
-        """The state as it is now, to be copied from now on.
+        """Capture the state as it is now, to be copied from now on.
 
         Args:
-            declared: the loop has said that the step begins. Else the record says what reading data led to, too.
-            marked: forward has changed buffers by now, and drawn random numbers; take the buffers that `mark` noted.
+            declared: whether the loop has said that the step begins. If not, the record also holds what `began_with`
+                returns.
+            marked: whether forward has already changed buffers and drawn random numbers: take the buffers that `mark`
+                copied.
 
         Raises:
-            LayoutChanged: call `plan` again; or it cannot be had in this way.
-            StateMismatch: something cannot be represented just now; the message names its path.
+            LayoutChanged: call `plan` again; or the state cannot be captured in this way.
+            GivenUp: a CUDA graph is being captured.
+            StateMismatch: a value cannot be represented just now; the message names its path.
         """
         if isinstance(self._early, HoldfastError):
             raise self._early
         if self._engine.capturing():
-            raise GivenUp("the step begins within the capture of a CUDA graph: begin it before, and capture then")
+            raise GivenUp("the step begins within the capture of a CUDA graph: begin the step before the capture")
         began = None if declared else began_with(self._adapter, forward_ran=marked)
-        # A batch was read since `mark`, and is described there.
+        # A batch was read since `mark`; the loop describes it now.
         early = with_loop(self._early, self.loop())
         settled = capture_late(self._adapter)
         late = with_beginning(settled, began)
         noted: tuple[SlotTensor, ...] = ()
-        if marked:  # before weights that have other memory since are placed anew
+        if marked:  # before `_current`, which drops them if weights have moved
             noted, self._buffers = self._buffers, ()
         placed = self._current()
         self._check_leaves(early)
@@ -163,7 +165,7 @@ class Capture:
         if marked:
             staged = noted
             if [(p.name, p.offset) for p in staged] != [(p.name, p.offset) for p in placed.at_once]:
-                raise LayoutChanged("forward ran before anybody knew, and has changed buffers")
+                raise LayoutChanged("forward ran unseen, and has changed buffers")
         else:
             staged = self._staging.take(placed.at_once)
         self._taken = _Taken(settled, began, Subjects(placed.at_once).versions())
@@ -188,7 +190,7 @@ class Capture:
         )
 
     def entered(self) -> None:
-        """Note the random generators as the loop is entered, for `drawn`."""
+        """Note the states of the random generators as the loop is entered, for `drawn`."""
         self._entered = streams.digests(rng.capture())
 
     def drawn(self) -> list[str]:
@@ -197,8 +199,8 @@ class Capture:
         return [name for name, was in self._entered.items() if now.get(name) != was]
 
     def changed(self, copy: CopyJob) -> tuple[bool, bool]:
-        """Whether what forward leaves alone has changed since `begin` gave `copy`; and whether what it may change has:
-        buffers, generators, what modules and tracked values keep beside tensors."""
+        """Whether state that a forward leaves alone has changed since `begin` returned `copy`; and whether state that a
+        forward may change has: buffers, generators, and plain values that modules and tracked state keep."""
         taken = self._taken
         if taken is None or copy.witness is None or self._placed is None:
             return False, False
@@ -214,9 +216,11 @@ class Capture:
         return began is not None and read_state(self._adapter.early()) != began[READ]
 
     def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
-        """Begin to compare a sample of what replicas share, as it is now. A collective call, that returns at once.
+        """Begin to compare a sample of the state that replicas share, as it is now. A collective call that returns at
+        once.
 
-        Returns what blocks for the outcome, and raises `StateMismatch` unless all hold the same. Any thread's.
+        Returns a function, for any thread, that blocks for the outcome and raises `ReplicasDiffer` unless all hold the
+        same.
         """
         if not self._sharing.sets:
             return lambda: None
@@ -224,12 +228,13 @@ class Capture:
             if self._engine.capturing():
                 raise GivenUp("within the capture of a CUDA graph")
             sample = self._engine.sample(self._current().shared, snapshot.step)
-        except HoldfastError:  # `begin` says so; the others learn that this replica has nothing to compare
+        except HoldfastError:  # `begin` raises it again; the others learn that this replica compares nothing
             sample = None
         return self._sharing.compare(self._agreement, sample)
 
     def copy_at_once(self, names: Sequence[str]) -> int:
-        """These tensors change while steps run: from now on they are copied as a step begins. Their length in bytes.
+        """From now on copy these tensors as a step begins, since they change while it runs. Returns their length in
+        bytes.
 
         That takes as much memory again, and the time of the copy.
         """
@@ -241,13 +246,13 @@ class Capture:
         return length
 
     def let_go(self) -> None:
-        """The copy is done. If the job gives its tensors other memory now and then, what they had is not held."""
+        """The copy is done. If the job sometimes gives its tensors other memory, drop what refers to the old memory."""
         if self._roams:
             self._placed = None
             self._engine.forget()
 
     def over(self, job: CopyJob) -> None:
-        """The job has been sealed, or given up. Called from any thread."""
+        """Release what the job holds, once it is sealed or given up. Any thread may call it."""
         for release in job.release:
             release()
 
@@ -277,7 +282,7 @@ class Capture:
 
 
 def _differing(before: Values, now: Values) -> set[str]:
-    """Parts of late values that have changed, by the first component of their paths."""
+    """Parts of late values that have changed, named by the first component of their paths."""
     kinds = (before.encoded.keys() | now.encoded.keys()) - {GRADIENTS}
     found = {kind for kind in kinds if before.encoded.get(kind) != now.encoded.get(kind)}
     for name, tensor in before.tensors.items():
@@ -287,24 +292,25 @@ def _differing(before: Values, now: Values) -> set[str]:
 
 
 def began_with(adapter: Adapter, *, forward_ran: bool = False) -> Tree:
-    """What reading data has led to by now, as a step begins whose loop does not say so.
+    """The state that reading data has changed, as a step begins that the loop does not declare.
 
     Args:
-        forward_ran: it may have drawn random numbers.
+        forward_ran: whether forward ran before this, and may have drawn random numbers.
 
     Returns:
-        Digests of it (`READ`); and the random generators as forward begins (`GENERATORS`), None if nobody knows.
+        Digests of it (`READ`); and the random generators as forward begins (`GENERATORS`), None if unknown.
     """
-    generators = None if forward_ran else rng.capture()  # first: to ask some iterators where they are draws
+    generators = None if forward_ran else rng.capture()  # first: asking some iterators where they are draws
     return {READ: read_state(adapter.early()), GENERATORS: generators}
 
 
 def read_state(early: Tree) -> Tree:
-    """Digests of what `Adapter.early` gives: what reading data changes, random generators, iterators and the like."""
+    """Digests of what `Adapter.early` gives: state that reading data changes, such as random generators and
+    iterators."""
     found: Tree = {}
     for kind, part in early.items():
         if kind == "streams":
-            continue  # those of ranks that are away, which nobody draws from
+            continue  # streams of absent ranks, from which nobody draws
         if isinstance(part, dict):
             found |= {f"{kind} {name}": streams.digest(value) for name, value in part.items()}
         else:
@@ -322,14 +328,14 @@ class _Taken:
 
 
 class Staging:
-    """Copies of what may change at any moment, in memory that is used again. Thread-safe."""
+    """Copies of tensors that may change at any moment, in memory that is used again. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards `_free`: copies come back from the sealing thread
+        self._lock = threading.Lock()  # guards `_free`: the sealing thread gives copies back
         self._free: list[tuple[SlotTensor, ...]] = []
 
     def take(self, pieces: Sequence[SlotTensor]) -> tuple[SlotTensor, ...]:
-        """Copies of the tensors as they are now; always of the same tensors."""
+        """Copy the tensors as they are now. Every call must give the same tensors."""
         if not pieces:
             return ()
         with self._lock:
@@ -341,7 +347,7 @@ class Staging:
         return staged
 
     def give_back(self, staged: tuple[SlotTensor, ...]) -> None:
-        """What `take` gave is no longer needed."""
+        """Take back what `take` returned, for a later call."""
         if staged:
             with self._lock:
                 self._free.append(staged)

@@ -1,8 +1,8 @@
 """Two threads: one copies snapshots into slots while the step runs, the other has them sealed.
 
 The training thread hands over a `CopyJob` as a step begins, and calls `CopyJob.fence` before ``optim.step()`` changes
-what is being copied. It never talks to the SMP itself, and never waits for it: a copy that has no slot by then is given
-up. A copy never waits for the sealing of the one before it.
+what is being copied. It does not talk to the SMP for that, and waits for it at most `patience_s`: a copy that has no
+slot by then is given up. A copy never waits until the one before it is sealed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.state.inputs import Inputs
 
 FINAL_DEADLINE_S = 3600.0
-"""How long it may take from where a step seems to begin until that is certain."""
+"""How long it may take to become certain that a step began where its snapshot was taken, in seconds."""
 
 FORWARD_S = 5.0
-"""How long a snapshot of a step that has begun waits for what its first forward is given. Then it is sealed without."""
+"""How long a snapshot of a step that has begun waits for its first forward's inputs, in seconds, before it is sealed
+without them."""
 
 log = get_log(__name__)
 
@@ -47,12 +48,12 @@ class CopyJob:
     """One snapshot on its way into a slot.
 
     Attributes:
-        moving, moving_bytes: live tensors, copied while the step runs, and their length; nothing of them after `fence`.
+        moving, moving_bytes: live tensors, copied while the step runs, and their length. `fence` drops the tensors.
         ready: copies that were made when the step began.
-        record: gives the record leaf, with what the first forward was given, if that is known.
-        transfer: of the state of the boundary, into the slot.
-        witness: of `moving`; None: nothing is checked.
-        reshaped: names live tensors that have another shape than the pieces say.
+        record: encodes the record leaf, given the digest of the first forward's inputs, or None if that is unknown.
+        transfer: copies the state of the boundary into the slot.
+        witness: watches `moving` for changes; None: nothing is checked.
+        reshaped: names the live tensors whose shape is no longer that of their pieces.
         alike: blocks until replicas have compared what they share; raises unless they hold the same.
         release: called when `ready` is not needed any more.
         with_parity: those of `keep` whose parity is kept, or is still being made; None: all.
@@ -60,14 +61,14 @@ class CopyJob:
         persist: a snapshot that the SMP is to persist; None: none.
         instead: an earlier job for the same snapshot, which was given up.
         reading: set once the live state is read, or never will be.
-        copied: set once nothing of the live state is read any more, whatever became of the copy.
-        inputs: what the first forward of the step is given; None: unknown.
-        begins: whether the step begins where the snapshot was taken, whatever follows: the loop has said so.
-        sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is there. It is not
-            sealed before that; but `FORWARD_S` later, if it `begins` and no forward comes.
-        slot: where it is, until its record is written.
-        done: set once it is sealed, or has failed with `error`.
-        begun_s, filled_s, sealed_s: `time.monotonic` when it was made, was all in the slot, and was sealed.
+        copied: set once the live state is not read any more, whatever became of the copy.
+        inputs: a sample of the inputs of the step's first forward; None: unknown.
+        begins: whether it was certain from the start that the step begins where the snapshot was taken.
+        sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is set. The snapshot
+            is not sealed before that; but if it `begins` and no forward comes, it is sealed after `FORWARD_S`.
+        slot: the slot's memory, until the record is written.
+        done: set once the snapshot is sealed, or has failed with `error`.
+        begun_s, filled_s, sealed_s: `time.monotonic` when the job was made, the slot was filled, and it was sealed.
     """
 
     snapshot: SnapshotId
@@ -100,7 +101,7 @@ class CopyJob:
     filled_s: float = 0.0
     sealed_s: float = 0.0
     reading: threading.Event = field(init=False)
-    # Held where `reading` or `error` is set: a copy that is given up before it began reads nothing.
+    # Held while `read` sets `reading` or `error` is set, so that a copy given up before it began reads nothing.
     lock: threading.Lock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,19 +111,21 @@ class CopyJob:
         self.begun_s = system.monotonic()
 
     def read(self) -> None:
-        """The copy thread reads live tensors from now on. Raises the error that the snapshot was given up for."""
+        """Copy thread: live tensors are read from now on. Raises the error that the snapshot was given up for."""
         with self.lock:
             self.check()
             self.reading.set()
 
     def free(self) -> None:
-        """The copy thread reads nothing of the live tensors any more, or never will: nobody need wait for that."""
+        """The copy thread no longer reads live tensors, or never will: the training thread need not wait for that."""
         self.reading.set()
         self.copied.set()
 
     def fence(self, patience_s: float, deadline_s: float) -> bool:
-        """Training thread: block until the live tensors may change. Whether the copy had begun; if it has not within
-        `patience_s`, as it has no slot, it is given up. So it is if it takes longer than `deadline_s`.
+        """Training thread: block until the live tensors may change. Returns whether the copy had begun.
+
+        A copy that does not begin within `patience_s`, because it has no slot, is given up; so is one that takes longer
+        than `deadline_s`.
         """
         begun = self.reading.wait(patience_s)
         if not begun:
@@ -136,28 +139,28 @@ class CopyJob:
             self.witness.end()
         if begun:
             self.transfer.fence()
-        # If the tensors get other memory in this step, what they have now is not to be kept until this is sealed.
+        # The step may give the tensors other memory: their current memory is not to be kept until this is sealed.
         self.moving, self.witness, self.reshaped = (), None, list
         return begun
 
     def abort(self, error: HoldfastError) -> None:
-        """Give the snapshot up; what was written of it will not be sealed."""
+        """Give the snapshot up: whatever was written of it will not be sealed."""
         with self.lock:
             self.error = self.error or error
         self.sure.set()
 
     def check(self) -> None:
-        """Raises the error that the snapshot was given up for, if it was."""
+        """Raise the error that the snapshot was given up for, if it was."""
         if self.error is not None:
             raise self.error
 
 
 class Retaken(HoldfastError):
-    """The step had not begun where the snapshot was taken: it is taken anew."""
+    """The step had not begun where the snapshot was taken, so the snapshot is taken again."""
 
 
 class Copier:
-    """The two threads. Jobs are worked off in order."""
+    """The two threads. They process jobs in order."""
 
     def __init__(
         self,
@@ -171,9 +174,9 @@ class Copier:
     ) -> None:
         """
         Args:
-            client, sealing: two connections to the SMP, so that slots are handed out while it seals.
-            reattach: called, in the copy thread, before the first job after the SMP went away.
-            on_done: called with each job that is over, in one of the two threads.
+            client, sealing: a connection to the SMP for each thread, so that slots are handed out while it seals.
+            reattach: called by the copy thread before the first job after the SMP went away.
+            on_done: called with each job that is over, by one of the two threads.
         """
         self._client = client
         self._monotonic = system.monotonic
@@ -182,6 +185,8 @@ class Copier:
         self._pace = pace
         self._reattach = reattach
         self._on_done = on_done
+        # Both threads write `_attached`, and any thread `_saying`. `_stuck`, `_ahead`, `_newest`, `_coord` and
+        # `_stride` belong to the copy thread, and to `close` and `let_go` once it has ended.
         self._attached = True
         self._stuck: HoldfastError | None = None
         self._episodes = Episodes(log)
@@ -200,11 +205,11 @@ class Copier:
             thread.start()
 
     def let_go(self) -> None:
-        """Forget every slot. After `close`."""
+        """Forget every slot. Call it after `close`."""
         self._ahead = None
 
     def say(self, text: str) -> None:
-        """Have the SMP tell operators, with the next snapshot. Returns at once; any thread's."""
+        """Have the SMP show a text to operators, with the next snapshot. Returns at once. Any thread may call it."""
         self._saying = text
 
     def submit(self, job: CopyJob) -> None:
@@ -212,7 +217,7 @@ class Copier:
         self._jobs.put(job)
 
     def close(self, deadline_s: float) -> None:
-        """Finish what was submitted and end the threads. Raises `DeadlineExceeded` if that takes too long."""
+        """Finish what was submitted, and end the threads. Raises `DeadlineExceeded` if that takes too long."""
         self._jobs.put(None)
         for thread in self._threads:
             thread.join(deadline_s)
@@ -222,7 +227,7 @@ class Copier:
             try:
                 self._client.abandon(self._ahead[0], self._coord, unused=True)
             except HoldfastError as error:
-                log.info("a slot was not given back: %s", error)  # it is when the connection ends
+                log.info("a slot was not given back: %s", error)  # the SMP takes it back when the connection ends
 
     def _run_copies(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -246,7 +251,7 @@ class Copier:
         job.done.set()
 
     def _attempt(self, job: CopyJob, work: Callable[[CopyJob], None]) -> bool:
-        """Whether `work` succeeded; if not, the job is given up and knows why."""
+        """Do `work`, and return whether it succeeded; if not, the job is given up with its error."""
         try:
             work(job)
             return True
@@ -260,7 +265,8 @@ class Copier:
                 log.info("%s is given up: %s", job.snapshot, error, extra=about(job.snapshot))
             else:
                 text, extra = "no snapshot of %s: %s", about(job.snapshot, error=type(error).__name__)
-                # An SMP is replaced by one of another version: it was away before, which is the lesser news.
+                # An SMP replaced by another version was away first, and logged as such: the version needs a key of its
+                # own.
                 key = "version" if isinstance(error, VersionMismatch) else "snapshots"
                 self._episodes.begin(key, text, job.snapshot, error, level=logging.ERROR, extra=extra)
             job.abort(error)
@@ -282,7 +288,7 @@ class Copier:
         if job.instead is not None and not job.instead.done.wait(CALL_DEADLINE_S):
             raise DeadlineExceeded(f"the first copy of {job.snapshot} was not given up within {CALL_DEADLINE_S:.0f} s")
         if job.persist is not None:
-            self._client.persist(job.persist)  # before any slot is asked for that may take its
+            self._client.persist(job.persist)  # before asking for a slot, which may be the one that holds it
         slot = self._take_slot(job)
         saying, self._saying = self._saying, None
         if saying is not None:
@@ -296,8 +302,8 @@ class Copier:
         job.slot, job.filled_s = slot, self._monotonic()
 
     def _settle(self, job: CopyJob) -> None:
-        """See that nothing writes to the slot of a copy that has failed. If that cannot be had, the slot is never given
-        back, and no other is asked for: the SMP would then give this one away."""
+        """Make sure that nothing writes to the slot of a copy that has failed. If that fails, too, the slot is never
+        given back, and no other is asked for: the SMP would then give this one away."""
         try:
             job.transfer.settle()
         except HoldfastError as error:
@@ -324,11 +330,11 @@ class Copier:
         offset, capacity = job.form.record
         record = job.record(None if job.inputs is None else job.inputs.digest())
         if len(record) > capacity:
-            raise LayoutChanged(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
+            raise LayoutChanged(f"the plain values of {job.snapshot} take {len(record)} bytes, the slot has {capacity}")
         job.slot[offset : offset + capacity] = record.ljust(capacity)
 
     def _begin_ahead(self, job: CopyJob) -> None:
-        """Have a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""
+        """Ask for a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""
         if self._stride < 1:
             return
         guess = SnapshotId(job.snapshot.epoch, job.snapshot.step + self._stride)
@@ -340,9 +346,9 @@ class Copier:
             keep = (*job.keep, job.snapshot)
             slot = self._client.begin(guess, job.coord, keep, job.protected, with_parity, ahead=True)
         except NoFreeSlot:
-            return  # one will be free by the time it is known that it may be
+            return  # one may be free by the time the next snapshot is taken
         except HoldfastError as error:
-            text = "no slot ahead of time: %s"  # the next copy will say so, if it still matters
+            text = "no slot ahead of time: %s"  # if it still matters then, the next copy reports it
             self._episodes.begin("ahead", text, error, level=logging.INFO, extra=about(guess))
             return
         self._episodes.end("ahead", "slots are prepared ahead of time again", extra=about(guess))
@@ -359,7 +365,7 @@ class Copier:
             if connection is not None and connection == self._client.connection:
                 if guess == job.snapshot:
                     return slot
-                self._client.abandon(guess, job.coord, unused=True)  # the SMP takes it back with a connection that ends
+                self._client.abandon(guess, job.coord, unused=True)  # the SMP takes back slots of older connections
         return self._client.begin(job.snapshot, job.coord, job.keep, job.protected, job.with_parity)
 
     def _fill(self, job: CopyJob, slot: memoryview) -> None:
@@ -373,7 +379,7 @@ class Copier:
             if count:
                 self._pace.wait(count)
 
-        moving, witness, reshaped = job.moving, job.witness, job.reshaped  # `CopyJob.fence` lets go of them
+        moving, witness, reshaped = job.moving, job.witness, job.reshaped  # `CopyJob.fence` drops them
         job.read()
         self._pace.begin(job.moving_bytes)
         job.transfer.copy(moving, slot, pause)

@@ -1,11 +1,11 @@
-"""Where a loop is in its data, and how a restarted one gets there again: ``for batch in snap.data(loader):``.
+"""Where a loop is in its data, and how a restarted loop gets there again: ``for batch in snap.data(loader):``.
 
 A plain `torch.utils.data.DataLoader` cannot say where it is, and making its iterator draws random numbers. So a pass is
-read again up to its place: generators are put back as they were when its iterator was made, as many batches are read
-as were taken, and generators are put back as they were at the boundary. Whether that led to the same place is
-checked: the batch that comes next, and the random numbers that reading it drew, must be those of the run before.
+read again up to its place: generators are put back as they were when its iterator was made, as many batches are read as
+were taken, and generators are put back as they were at the boundary. Then the place is checked: the next batch, and the
+random numbers drawn to read it, must be those of the earlier run.
 
-All of it is called by the training thread only.
+Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from holdfast.snapshot.state import own_generators, rng
 from holdfast.snapshot.state.live import Stateful, Tree
 
 ELSEWHERE = {"elsewhere": True}
-"""What is held of a place in data that was read by another number of ranks."""
+"""The saved place of data that another number of ranks read."""
 
 log = get_log(__name__)
 
 REMEMBERED = 2
-"""The global generators are remembered as they were before so many of the batches that were drawn from them last."""
+"""How many of the last batches that drew from the global generators to remember, each with the generators' states
+before it."""
 
 LOOKED_AT = 1024
-"""Elements of each tensor of a batch are compared."""
+"""About how many elements of each tensor of a batch are compared."""
 
 _DEEPEST = 6
 _QUIET_SAMPLERS = frozenset(
@@ -47,7 +48,7 @@ _QUIET_SAMPLERS = frozenset(
         torch_data.WeightedRandomSampler,
     }
 )
-"""Of the global generators these draw nothing after the first batch."""
+"""Samplers that draw nothing from the global generators after the first batch."""
 
 _QUIET_DATA = frozenset({torch_data.TensorDataset, list, tuple, range})
 _QUIET_COLLATING = (torch_data.default_collate, torch_data.default_convert)
@@ -58,15 +59,15 @@ class _Place:
     """Where a source is.
 
     Attributes:
-        epoch: finished passes.
-        under_way: a pass has begun; `taken`: so many batches of it were given.
-        start, own_start: the global generators, and the source's own, when its iterator was made. There is always some
-            `start`, so that what is kept has about one size.
-        own: the source's own generators now.
-        drawn: numbers of the last few batches that were drawn from global generators, and how those were before it.
-        history: a digest of all batches that were taken, of their indices if those are known.
-        last: what the last batch looked like.
-        loader: the source's own word on where it is, if it has one.
+        epoch: number of finished passes.
+        under_way: whether a pass has begun; `taken`: how many of its batches were given.
+        start, own_start: states of the global generators, and of the source's own, when its iterator was made. There is
+            always some `start`, so that the saved place has about one size.
+        own: current states of the source's own generators.
+        drawn: for each of the last few batches that drew from global generators, its number and their states before it.
+        history: a digest of all batches that were taken, or of their indices if those are known.
+        last: a digest of the last batch.
+        loader: the source's own state_dict, if it has one.
     """
 
     epoch: int = 0
@@ -87,9 +88,9 @@ class _Place:
 class Data:
     """One source of batches, which remembers how far it was read; each loop over it is a pass.
 
-    A pass that is left by ``break`` is finished, too. After a restart the first loop gives the rest of the pass that
-    was under way. A loop's own count of batches does not come back by itself: ``enumerate(data, data.position)``. Only
-    what is trained on is read through it, not what is evaluated.
+    A pass that is left by ``break`` is finished, too. After a restart the first loop gives the rest of the interrupted
+    pass. A loop's own count of batches is not restored: ``enumerate(data, data.position)``. Read only training data
+    through it, not data for evaluation.
 
     Attributes:
         name: tells the sources of a job apart; the same in every run.
@@ -110,17 +111,18 @@ class Data:
         """
         Args:
             source: a `DataLoader`, a sequence of batches, anything else that gives a new iterator each time, or a
-                function without arguments that returns one. What has ``state_dict`` and ``load_state_dict`` is asked
-                for its place and told it, but for loaders with workers; everything else is read again.
-            held: `state` of the run before.
-            mark: called before each batch is read: what `state` gives then belongs to the boundary.
-            begin: called when a batch was read, before it is given: the next step begins. Not at the end of a pass.
-            ahead: a promise about a source that draws from the generators that the step draws from, too: what it draws
-                while it reads a batch serves that batch and the next so many, and nothing else. Without the promise
-                such a source is refused after a restart if its batches, read again, are others than they were. Not
-                needed for a `DataLoader` with workers, nor for one of a data set with indices.
+                function without arguments that returns one. A source with ``state_dict`` and ``load_state_dict`` saves
+                and restores its place with them, except for loaders with workers; every other source is read again.
+            held: `state` of the earlier run.
+            mark: called before each batch is read: what `state` returns then belongs to the boundary.
+            begin: called when a batch was read, before it is given: the next step begins. Not called at the end of a
+                pass.
+            ahead: a promise about a source that draws from the same generators as the step: what it draws while it
+                reads a batch serves only that batch and the next `ahead` ones. Without the promise such a source is
+                refused after a restart if its batches, read again, differ. Not needed for a `DataLoader` with workers,
+                nor for one over a dataset with indices.
             exact: raise if the batch that follows a restart is not the one that followed before; if not, warn.
-            heartbeat: called while batches are read again, which may take long: this process is alive.
+            heartbeat: called while batches are read again, which may take long, to show that this process is alive.
 
         Raises:
             ConfigError: the source cannot be read again.
@@ -143,7 +145,8 @@ class Data:
 
     @property
     def source(self) -> Any:
-        """What is read; another one is read from the next pass on. Setting raises `ConfigError`."""
+        """The source that is read; another one is read from the next pass on. Setting it raises `ConfigError` if it
+        cannot be read again."""
         return self._source
 
     @source.setter
@@ -155,7 +158,7 @@ class Data:
 
     @property
     def position(self) -> int:
-        """How many batches were given of the pass under way: ``enumerate(data, data.position)`` goes on counting."""
+        """How many batches of the current pass were given: ``enumerate(data, data.position)`` goes on counting."""
         return self._place.taken
 
     def epoch(self) -> int:
@@ -163,8 +166,8 @@ class Data:
         return self._place.epoch
 
     def state(self) -> Tree:
-        """The place, as plain values. While a batch is read and its step begins: as at the last mark, and, once it was
-        read, with a description of that batch."""
+        """The place, as plain values. While a batch is read and its step begins: as at the last mark, with a
+        description of that batch once it is read."""
         if self._given is not None:
             self._asked = True
             if self._look:
@@ -173,11 +176,11 @@ class Data:
         return self._now() if self._held is None else self._held
 
     def __len__(self) -> int:
-        """Batches in a pass. Raises `TypeError` if the source does not know."""
+        """Number of batches in a pass. Raises `TypeError` if the source does not know."""
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        """A pass, or the rest of the one under way after a restore.
+        """Begin a pass, or, after a restore, the rest of the interrupted one.
 
         Raises:
             StateMismatch: the place cannot be found again; the message says why.
@@ -221,7 +224,7 @@ class Data:
                 expected = ""
                 self._look = _look(batch)
                 if self._asked:
-                    self.state()  # completes what was asked for at the mark
+                    self.state()  # completes the state that was asked for at the mark
                 self._begin()
             finally:
                 self._given = None
@@ -229,7 +232,7 @@ class Data:
             self._place.last = self._look
             self._place.history = self._told(self._place.history, self._look)
             given = [batch]
-            del batch  # whoever drops it shall have its memory
+            del batch  # the loop alone decides how long it stays in memory
             try:
                 yield given.pop()
             except GeneratorExit:  # the loop was left
@@ -247,7 +250,7 @@ class Data:
         return self._open()
 
     def _finish(self) -> None:
-        """The pass under way, if there is one, is over."""
+        """End the current pass, if there is one."""
         place = self._place
         if place.under_way:
             self._place = _Place(place.epoch + 1, start=place.start, own=place.own, loader=place.loader)
@@ -255,7 +258,7 @@ class Data:
     def _open(self) -> Iterator[Any]:
         source = self._source
         if isinstance(source, torch_data.DataLoader) and source.persistent_workers:
-            source._iterator = None  # nobody could bring back what workers that live on have drawn in earlier passes
+            source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
         iterator: Any = iter(source if _is_iterable(source) else source())
         self._indices = None
         if _is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
@@ -264,7 +267,7 @@ class Data:
         return opened
 
     def _fetch(self, iterator: Iterator[Any]) -> Any:
-        """The next batch. Notes how the global generators were if it is drawn from them. Raises `StopIteration`."""
+        """The next batch. If it draws from the global generators, notes their states before. Raises `StopIteration`."""
         if not self._draws:
             return next(iterator)
         before = _generators()
@@ -276,20 +279,20 @@ class Data:
         return batch
 
     def _told(self, history: str, look: str) -> str:
-        """The history with one more batch. What it was drawn from does not count if its indices are known: a data set
-        gives each sample for itself."""
+        """The history with one more batch. If its indices are known, only they count: a dataset makes each sample
+        independently of the others."""
         if self._indices is not None:
             return self._indices.history
         return _look((history, look))
 
     def _fetched(self) -> str:
-        """What tells the batch just read, and what reading it drew, from others."""
+        """Identifies the batch just read, and the random numbers drawn to read it."""
         return f"{self._look}:{_digest(_generators())}"
 
     def _now(self) -> Tree:
         place = self._place
         place.own = own_generators.capture(self._own)
-        # Asked between passes, torchdata's loader makes an iterator, and that draws.
+        # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
         if _is_stateful(self._source) and (place.under_way or not _is_loader(self._source)):
             place.loader = _without_tensors(copy.deepcopy(self._source.state_dict()))
         return place.to_tree()
@@ -297,8 +300,8 @@ class Data:
     # ------------------------------------------------------------------ after a restore
 
     def _go_on(self, *, checked: bool) -> Iterator[Any] | None:
-        """The iterator of the pass under way, at its place; None: a new one is to begin. Leaves the global generators
-        as they are. `checked`: it is known what comes next."""
+        """The iterator of the interrupted pass, at its place; None: a new pass is to begin. Leaves the global
+        generators as they are. `checked`: whether the next batch is known, and will be compared."""
         place = self._place
         self._own = own_generators.find(self._source)
         stateful = _is_stateful(self._source)
@@ -328,7 +331,7 @@ class Data:
         return iterator
 
     def _read_again(self, iterator: Iterator[Any], checked: bool) -> None:
-        """Take the batches that were taken, and drop them."""
+        """Read again the batches that were taken, and drop them."""
         place = self._place
         if not place.taken:
             return
@@ -348,12 +351,13 @@ class Data:
             self._heartbeat()
             history = self._told(history, "" if self._indices is not None else _look(batch))
         if self._ahead is None and history != place.history:
-            self._complain("its batches are others than they were" + (DRAWN if place.drawn else ""))
+            self._complain("its batches differ from those of the earlier run" + (DRAWN if place.drawn else ""))
         elif not checked and _look(batch) != place.last:
-            self._complain(f"batch {place.taken} of pass {place.epoch} is another than it was")
+            self._complain(f"batch {place.taken} of pass {place.epoch} differs from that of the earlier run")
 
     def _first(self, iterator: Iterator[Any], expected: str) -> tuple[Iterator[Any], Any]:
-        """The first batch after a restore, and the iterator that gave it. Raises `StopIteration`, if that may be."""
+        """The first batch after a restore, and the iterator that gave it. Raises `StopIteration` if there is none and
+        `exact` is off."""
         place, before = self._place, rng.capture()
         own, drawn = own_generators.capture(self._own), place.drawn
         batch, problem = self._compare(iterator, expected)
@@ -370,7 +374,7 @@ class Data:
         return iterator, batch
 
     def _compare(self, iterator: Iterator[Any], expected: str) -> tuple[Any, str]:
-        """The next batch, and what is wrong with it."""
+        """The next batch, and how it differs from that of the earlier run; empty if it does not."""
         where = f"batch {self._place.taken + 1} of pass {self._place.epoch}"
         try:
             batch = self._fetch(iterator)
@@ -381,7 +385,7 @@ class Data:
             return batch, ""
         if self._look == expected.partition(":")[0]:
             return batch, f"reading {where} drew other random numbers than before"
-        return batch, f"{where} is another than it was"
+        return batch, f"{where} differs from that of the earlier run"
 
     def _complain(self, problem: str) -> None:
         text = (
@@ -403,7 +407,7 @@ DRAWN = (
 
 
 class _Indices:
-    """The indices that a loader asks its data set for, on their way.
+    """Passes on the indices that a loader asks its dataset for.
 
     Attributes:
         history: a digest of all so far.
@@ -430,7 +434,7 @@ def _read(held: Tree, name: str) -> _Place:
 
 
 def _check(source: Any, name: str) -> None:
-    """Raises `ConfigError` unless a pass over `source` can be made again."""
+    """Raise `ConfigError` unless a pass over `source` can be made again."""
     give = "give the DataLoader, a list, or a function that returns a new iterator each time"
     if isinstance(source, Iterator) and not _is_stateful(source):
         kind = type(source).__qualname__
@@ -448,9 +452,9 @@ def _is_loader(source: Any) -> bool:
 
 
 def _is_stateful(source: Any) -> bool:
-    """Whether a source can be asked for its place and told it. A loader with workers is read again all the same: what
-    it says of them leaves out their random generators. Accelerate's loaders have a ``state_dict`` that fails unless the
-    loader which they wrap has one."""
+    """Whether a source saves and restores its place by itself. A loader with workers is read again instead: its
+    state_dict leaves out the workers' random generators. Accelerate's loaders have a ``state_dict`` that fails unless
+    the loader they wrap has one."""
     if not (isinstance(source, Stateful) and isinstance(getattr(source, "base_dataloader", source), Stateful)):
         return False
     return not _is_loader(source) or getattr(source, "num_workers", 0) == 0
@@ -461,7 +465,7 @@ def _is_iterable(source: Any) -> bool:
 
 
 def _may_draw(source: Any) -> bool:
-    """Whether reading a batch may draw from this process's generators, the first of a pass aside."""
+    """Whether reading a batch, except the first of a pass, may draw from this process's generators."""
     if type(source) in (list, tuple, range):
         return False
     if not _is_loader(source):
@@ -477,7 +481,7 @@ def _is_of_iterables(loader: Any) -> bool:
 
 
 # ---------------------------------------------------------------------- tensors as plain values
-# Those among what is captured would be leaves of the slot, and its layout another whenever one comes or goes.
+# Tensors in captured values would be leaves of the slot, and change its layout whenever one comes or goes.
 
 
 def _without_tensors(value: Any) -> Any:
@@ -493,7 +497,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _with_tensors(value: Any) -> Any:
-    """What `_without_tensors` was given; a copy."""
+    """A copy of what `_without_tensors` was given."""
     match value:
         case {"tensor of": dtype, "shape": shape, "bytes": octets}:
             made = torch.empty(shape, dtype=dtype)
@@ -507,7 +511,7 @@ def _with_tensors(value: Any) -> Any:
 
 
 def _generators() -> Tree:
-    """The global generators."""
+    """The states of the global generators."""
     packed: Tree = _without_tensors(rng.capture())
     return packed
 
@@ -521,7 +525,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _digest(generators: Tree) -> str:
-    """Of those of the CPU: one on a device may not be there yet."""
+    """A digest of the CPU's generators: one on a device may not be there yet."""
     return _look([generators["python"], generators["numpy"], generators["torch"]["bytes"].tobytes()])
 
 
@@ -529,7 +533,7 @@ def _digest(generators: Tree) -> str:
 
 
 def _look(batch: Any) -> str:
-    """A digest of kinds, shapes and a part of the values: equal for equal batches, whatever process made them."""
+    """A digest of types, shapes and a part of the values: equal for equal batches, whichever process made them."""
     digest = hashlib.blake2b(digest_size=8)
     _look_into(batch, digest.update, 0)
     return digest.hexdigest()
@@ -540,7 +544,7 @@ def _look_into(value: Any, put: Callable[[bytes], Any], depth: int) -> None:
     match value:
         case torch.Tensor():
             put(f"{value.dtype}{tuple(value.shape)}".encode())
-            if value.layout is torch.strided and value.device.type == "cpu":  # others would have to be waited for
+            if value.layout is torch.strided and value.device.type == "cpu":  # reading from a device would wait for it
                 put(_sample(value.detach()).contiguous().view(torch.uint8).numpy().tobytes())
         case np.ndarray():
             put(f"{value.dtype}{value.shape}".encode())
@@ -575,7 +579,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _thin(shape: Iterable[int]) -> tuple[slice, ...]:
-    """Leaves about `LOOKED_AT` elements of a shape."""
+    """Slices that leave about `LOOKED_AT` elements of a shape."""
     sizes = tuple(shape)
     share = LOOKED_AT ** (1 / max(1, len(sizes)))
     return tuple(slice(None, None, max(1, round(size / share))) for size in sizes)

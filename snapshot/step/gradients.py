@@ -1,6 +1,6 @@
-"""What gradients tell of a loop: whether they are kept from one step to the next, and whether steps are left out.
+"""What gradients tell about a loop: whether they are kept from one step to the next, and whether steps are skipped.
 
-Of each module one parameter is watched, just before a gradient is added to what it has.
+One parameter of each module is watched, just before a gradient is added to the one that it has.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import torch
 from holdfast.snapshot.step.boundary import BEGIN
 
 STEPS_ON_DEVICES = 8
-"""On a GPU it is looked at in so many steps only: to read a value there waits for the device."""
+"""On a GPU gradients are looked at only in this many steps: reading a value there waits for the device."""
 
 MOST_WITHOUT_A_STEP = 100
+"""How often gradients may be computed before the first optimizer steps, without a warning."""
 
 KEPT = (
-    "the gradients of %s are not zeroed between two steps; they are not captured, so a job that is restored goes on "
-    "with none, and with other results: zero them in every step"
+    "the gradients of %s are not zeroed between two steps; they are not captured, so a restored job goes on without "
+    "them, and with other results: zero them in every step"
 )
 LEFT_OUT = (
-    "gradients of %s were computed and zeroed again without an optimizer's step; if the loop leaves steps out, "
-    f"`snap.step` is not its number any more: {BEGIN}"
+    "gradients of %s were computed and zeroed again without an optimizer's step; if the loop skips steps, "
+    f"`snap.step` no longer counts its steps: {BEGIN}"
 )
 NO_STEP = (
     "gradients were computed %d times, and no optimizer that the hook was given has stepped: no snapshot is taken. "
@@ -31,7 +32,8 @@ NO_STEP = (
 
 
 class Gradients:
-    """One rank's. The training thread's.
+    """Watches one rank's gradients. Used by the training thread; autograd may run the hooks in a thread of its own
+    while the training thread waits for it.
 
     Args:
         say: logs a warning.
@@ -54,12 +56,12 @@ class Gradients:
         self._seen.clear()
 
     def check(self) -> None:
-        """The loop has ended: were gradients computed, and no step has followed?"""
+        """The loop has ended: warn if gradients were computed and no step has followed."""
         if self._steps == 0 and self._count:
             self._once(NO_STEP, self._count)
 
     def remove(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         while self._undo:
             self._undo.pop()()
 
@@ -69,7 +71,7 @@ class Gradients:
             if self._steps == 0 and self._count == MOST_WITHOUT_A_STEP:
                 self._once(NO_STEP, self._count)
             if hasattr(parameter, "main_grad"):
-                return  # Megatron adds them up elsewhere, and takes them away here
+                return  # Megatron adds them up in `main_grad`, and takes `grad` away here
             first = name not in self._seen
             self._seen.add(name)
             held = self._holds(parameter)
@@ -83,7 +85,7 @@ class Gradients:
         return before_it_is_added
 
     def _holds(self, parameter: torch.Tensor) -> bool | None:
-        """Whether there is a gradient already that is not zero; None: that is not looked at."""
+        """Whether there is already a gradient that is not zero; None: it is not looked at."""
         if parameter.grad is None:
             return False
         if parameter.device.type != "cpu" and self._steps > STEPS_ON_DEVICES:

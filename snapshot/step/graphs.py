@@ -1,8 +1,7 @@
 """CUDA graphs: what a loop does while one is captured happens again at each replay, and calls no hook then.
 
-Nothing is computed during a capture, so nothing is said of it. What would have been said is kept with the graph, and
-said at each of its replays: what comes before an optimizer changes the state, before the replay is queued; the rest,
-after it.
+Nothing is computed during a capture, so nothing is reported then. The reports are kept with the graph, and made at each
+of its replays: those from before an optimizer changes the state, before the replay is queued; the others after it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.cuda_runtime import uses_cuda
 
 UNHEARD = 64
-"""After so many replays of graphs that nobody knows, without any optimizer stepping, it is said that it may be them."""
+"""After this many replays of unknown graphs without any optimizer stepping, a warning says that they may step one."""
 
 log = get_log(__name__)
 
@@ -26,25 +25,25 @@ Say = Callable[[], None]
 
 
 def capturing() -> bool:
-    """Whether what this thread queues is recorded into a graph."""
+    """Whether what this thread queues is being recorded into a graph."""
     return uses_cuda() and torch.cuda.is_current_stream_capturing()
 
 
 def kind_of_graph() -> Any:
-    """The class whose ``capture_begin``, ``capture_end`` and ``replay`` tell of captures and replays."""
+    """The class whose ``capture_begin``, ``capture_end`` and ``replay`` are wrapped."""
     return torch.cuda.CUDAGraph
 
 
 @dataclass(slots=True)
 class _Tape:
-    """What is said before a replay is queued, and after."""
+    """What to report before a replay is queued, and after."""
 
     before: list[Say] = field(default_factory=list)
     after: list[Say] = field(default_factory=list)
 
 
 class Graphs:
-    """Listens to all captures and replays of this process, until `remove`. The training thread's."""
+    """Listens to all captures and replays of this process, until `remove`. Used by the training thread."""
 
     def __init__(self) -> None:
         self._kind = kind_of_graph()
@@ -78,7 +77,7 @@ class Graphs:
             setattr(self._kind, name, method)
 
     def say(self, what: Say, *, after: bool = False) -> None:
-        """Say it now; during a capture, at each replay instead, before it or `after`."""
+        """Call `what` now; during a capture, call it at each replay instead, before it or `after`."""
         if not capturing():
             what()
         elif after:
@@ -91,7 +90,7 @@ class Graphs:
         self._unheard = 0
 
     def remove(self) -> None:
-        """Leave everything as it was."""
+        """Unwrap the methods."""
         for name, method in self._earlier.items():
             if method is None:
                 delattr(self._kind, name)
@@ -103,7 +102,7 @@ class Graphs:
         if self._unheard == UNHEARD:
             log.warning(
                 "CUDA graphs that were captured before the hook was entered have been replayed %d times, and no "
-                "optimizer has stepped. If one of them steps it, nobody hears of it, and no snapshot is taken: capture "
-                "it inside `with InMemorySnapshot(...)`",
+                "optimizer has stepped. A step inside one of them is not noticed, and no snapshot is taken: capture it "
+                "inside `with InMemorySnapshot(...)`",
                 UNHEARD,
             )

@@ -1,8 +1,8 @@
 """Which snapshots exist, and whether another may be taken. Pure; the same on every rank, since all ranks see the
 same states in the same order.
 
-Departs from reporting only "earliest next step" and "newest protected step" across ranks: with those two numbers a
-snapshot that failed on one node looks like one that is slow, and would hold its slot for ever.
+Ranks report more than "earliest next step" and "newest protected step": with those two numbers alone a snapshot that
+failed on one node would look like one that is slow, and would hold its slot for ever.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MIN_SLOTS
 
 ProtectEvery = int | Literal["auto"]
-"""Every so many snapshots one is protected; ``"auto"``: the next one whenever no other is being encoded."""
+"""One of this many snapshots is protected; ``"auto"``: the next one whenever no other is being encoded."""
 
 
 def parity_slots(slots: int, protect_every: ProtectEvery, generations: int = 1) -> int:
-    """Parity slots of a node with so many slots per shard: one for each protected snapshot, one for the next, and,
-    where there are three slots or more, one for what was restored and is not known to be protected. As many as slots if
-    every snapshot is protected."""
+    """Parity slots of a node with `slots` slots per shard: one for each protected snapshot, one for the next, and, with
+    three slots or more, one for what was restored and is not known to be protected. As many as slots if every snapshot
+    is protected."""
     return slots if protect_every == 1 else min(slots, generations + 2)
 
 
@@ -35,7 +35,7 @@ class SnapshotState(IntEnum):
     PENDING = 1
     """It is not sealed yet."""
     SEALED = 2
-    """And will not be protected: nobody wants that, or to encode it has failed."""
+    """It is sealed and will not be protected, either because it need not be or because encoding it failed."""
     ENCODING = 3
     """It is sealed, and not protected yet."""
     PROTECTED = 4
@@ -46,19 +46,20 @@ class Ledger:
     """The snapshots that hold slots.
 
     Attributes:
-        slots: slots per shard, at least `MIN_SLOTS`; `ValueError` if there are fewer.
+        slots: slots per shard, at least `MIN_SLOTS`; fewer raise `ValueError`.
         protect_every: which snapshots are protected.
         protected: the newest snapshot that is known to be protected on every node; never overwritten.
-        restored: what the job went back to, if that is younger and not known to be protected. It may be, and lack
-            parity since: it is kept as `protected` is, until it has all of it again or a younger one is protected.
-        sealed: the newest that is sealed on every node, if that is younger than both.
+        restored: the snapshot that the job went back to, if it is younger and not known to be protected. It may have
+            been protected and lack parity since: it is kept as `protected` is, until its parity is whole again or a
+            younger one is protected.
+        sealed: the newest snapshot that is sealed on every node, if it is younger than both.
         pending: snapshots that may still be sealed or protected, oldest first. `encoded`: those of them that are to be
             protected.
-        until: so many snapshots are only sealed before the next that is to be protected.
-        generations: how many protected snapshots are kept, once there are as many. `earlier`: those before
+        until: how many more snapshots are only sealed before the next that is to be protected.
+        generations: how many protected snapshots are kept, once there are that many. `earlier`: those before
             `protected`, oldest first.
-        abandoned: newer than `protected`, which was chosen in their place. They are kept until a younger one is
-            protected.
+        abandoned: snapshots newer than the one that was restored, which was chosen instead of them. They are kept until
+            a younger one is protected.
     """
 
     slots: int
@@ -83,7 +84,8 @@ class Ledger:
     def keep(self) -> tuple[SnapshotId, ...]:
         """Every snapshot whose bytes must stay when another begins, oldest first.
 
-        Where all slots are taken, and nothing is pending that may free one, what is only sealed gives up its own.
+        If all slots are taken, and nothing is pending that may free one, a snapshot that is only sealed gives up its
+        slot.
         """
         named = (*self.earlier, *self.abandoned, self.protected, self.restored, self.sealed, *self.pending)
         held = {snapshot for snapshot in named if snapshot is not None}
@@ -93,7 +95,7 @@ class Ledger:
 
     @property
     def with_parity(self) -> tuple[SnapshotId, ...]:
-        """Those of `keep` whose parity must stay, or is being made."""
+        """The snapshots of `keep` whose parity must stay, or is being made."""
         if self.protect_every == 1:
             return self.keep
         wanted = {*self.earlier, self.protected, self.restored, *self.encoded}
@@ -106,7 +108,7 @@ class Ledger:
 
     @property
     def protects_next(self) -> bool:
-        """Whether the next snapshot is to be protected. Where some are not, one is encoded at a time."""
+        """Whether the next snapshot is to be protected. Unless all are, one is encoded at a time."""
         return self.protect_every == 1 or (not self.until and not self.encoded)
 
     @classmethod
@@ -122,11 +124,12 @@ class Ledger:
         earlier: Sequence[SnapshotId] = (),
         abandoned: Sequence[SnapshotId] = (),
     ) -> Ledger:
-        """After `snapshot` was restored. Keeps what there is room for: with three slots or more one is free.
+        """The ledger after `snapshot` was restored. Keeps as many snapshots as there is room for: with three slots or
+        more one is free.
 
         Args:
-            protected: the newest that is known to be protected: `snapshot`, or an older one.
-            only_sealed: nobody can have been told that `snapshot` is protected.
+            protected: the newest snapshot known to be protected: `snapshot`, or an older one.
+            only_sealed: whether nobody can have been told that `snapshot` is protected.
             earlier, abandoned: see the attributes; all that are held, oldest first.
         """
         room = slots - 1 - (snapshot is not None)
@@ -151,10 +154,11 @@ class Ledger:
 
     @classmethod
     def together(cls, ledgers: Sequence[Ledger]) -> Ledger:
-        """What ranks go on with that had lost each other: the same on all, from what each has.
+        """The common ledger of ranks that had lost each other, made from all of theirs; the same on every rank.
 
-        Some may have heard of the last states and others not. What one knows to be protected, or sealed, is so on every
-        node, since each has said it. What was open is given up: it may not even have begun everywhere.
+        Some may have heard of the last states and others not. A snapshot that one rank knows to be protected, or
+        sealed, is so on every node, since each has reported it. Pending snapshots are given up: they may not even have
+        begun everywhere.
         """
         newest = max(ledgers, key=lambda ledger: (ledger.protected is not None, ledger.protected or (0, 0)))
         sealed = [each.sealed for each in ledgers if each.sealed is not None]
@@ -164,7 +168,8 @@ class Ledger:
         return replace(newest, restored=restored, sealed=best, pending=(), encoded=(), until=0)
 
     def repaired(self, state: RepairState) -> Ledger:
-        """Take note of how far the parity of `restored` is, on all nodes. What cannot have it again is only sealed."""
+        """Apply how far the parity of `restored` is repaired on all nodes. If it cannot be, the snapshot is only
+        sealed."""
         if self.restored is None or state is RepairState.UNDER_WAY:
             return self
         if state is RepairState.HOPELESS:
@@ -172,7 +177,7 @@ class Ledger:
         return self._protects(self.restored, [self.protected])
 
     def begin(self, snapshot: SnapshotId) -> Ledger:
-        """A snapshot takes a slot. Raises `ValueError` if there is none, or if it is not the newest."""
+        """Give a slot to `snapshot`. Raises `ValueError` if none is free, or if it is not the newest."""
         keep = self.keep
         if len(keep) >= self.slots or (keep and snapshot <= keep[-1]):
             raise ValueError(f"{snapshot} cannot begin: {keep} are held in {self.slots} slots")
@@ -187,10 +192,10 @@ class Ledger:
         )
 
     def settle(self, states: Sequence[SnapshotState]) -> Ledger:
-        """Take note of the job-wide state of each pending snapshot: the least that any rank reports.
+        """Apply the job-wide state of each pending snapshot: the minimum of what the ranks report.
 
-        A newly protected snapshot replaces the one before it and every older one; one that is sealed replaces those
-        before it that nobody encodes. Failed ones are dropped, but for what is sealed of them.
+        A newly protected snapshot replaces the one before it and every older one; a sealed one replaces those before it
+        that are not being encoded. Failed ones are dropped; one whose encoding failed still counts as sealed.
         """
         if len(states) != len(self.pending):
             raise ValueError(f"{len(states)} states for {len(self.pending)} pending snapshots")
@@ -212,7 +217,7 @@ class Ledger:
         return settled._protects(done[-1], [self.protected, self.restored, *done[:-1]]) if done else settled
 
     def _protects(self, snapshot: SnapshotId, before: Sequence[SnapshotId | None]) -> Ledger:
-        """`snapshot` is protected, and takes the place of those before it."""
+        """`snapshot` is protected, and replaces those in `before`."""
         older = {*self.earlier, *(each for each in before if each is not None)}
         earlier = tuple(sorted(older)[1 - self.generations :]) if self.generations > 1 else ()
         return replace(self, protected=snapshot, restored=None, earlier=earlier, abandoned=())

@@ -1,4 +1,4 @@
-"""Where a loop is, in its own count: turns, if it says where they begin, and places in its data."""
+"""Where a loop is by its own count: turns, if it says where they begin, and places in its data."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.data import ELSEWHERE, Data
 
 DATA = "data"
-"""How a source of batches is called if nobody says."""
+"""Name of a source of batches, unless the loop gives one."""
 
 
 class Position:
-    """The training thread's.
+    """The position of one rank's loop. Used by the training thread.
 
     Attributes:
-        declared: the loop says where its steps begin.
-        sources: of batches, by name.
+        declared: whether the loop says where its steps begin.
+        sources: sources of batches, by name.
     """
 
     def __init__(self, step: int, held: Tree) -> None:
         """
         Args:
             step: how many steps the state has behind it.
-            held: `tree` of the run before; empty if there was none.
+            held: `tree` of the earlier run; empty if there was none.
         """
         self.declared = False
         self.sources: dict[str, Data] = {}
         self._turn: int | None = held.get("turn")
         self._next_turn = self.number(step)
-        self._held: dict[str, Any] = dict(held.get("data", {}))  # of sources that the loop has not named yet
+        self._held: dict[str, Any] = dict(held.get("data", {}))  # places of sources that the loop has not named yet
 
     def number(self, step: int) -> int:
-        """How many turns the state has behind it; of a loop that does not declare them, steps."""
+        """How many turns the state has behind it, or steps if the loop does not count turns."""
         return step if self._turn is None else self._turn
 
     @property
@@ -50,23 +50,23 @@ class Position:
         return int(self._held.get(DATA, {}).get("epoch", 0))
 
     def declare(self, step: int) -> None:
-        """The loop says where its steps begin, if it did not before."""
+        """Note that the loop says where its steps begin."""
         if not self.declared:
             self.declared = True
             self._next_turn = max(self._next_turn, step)
 
     def turn_begins(self) -> None:
-        """The next turn of a loop that counts them."""
+        """The next turn of a loop that counts turns begins."""
         self._turn = self._next_turn
         self._next_turn += 1
 
     def turn_ended(self) -> None:
-        """The last turn is over: what is kept goes on with the next one."""
+        """The last turn is over: the snapshot that is kept goes on with the next one."""
         if self._turn is not None:
             self._turn = self._next_turn
 
     def data(self, source: Any, name: str, make: Callable[[Tree | None], Data]) -> Data:
-        """The source of that name; made, by what the run before held of it, if it is new.
+        """The source of that name. A new one is made, from the place that the earlier run saved, if there is one.
 
         Raises:
             ConfigError: see `SnapshotHook.data`.
@@ -85,5 +85,5 @@ class Position:
         return known
 
     def tree(self) -> Tree:
-        """As plain values, for the next run."""
+        """The position as plain values, for the next run."""
         return {"turn": self._turn, "data": self._held | {name: data.state() for name, data in self.sources.items()}}
