@@ -126,7 +126,7 @@ def test_who_leaves_in_a_round_is_noticed_by_all_at_once(size: int) -> None:
         for future in waiting:
             with pytest.raises(AgreementLost, match="gone or too slow"):
                 future.result(DEADLINE_S / 2)  # and not after the deadline of a call
-        with pytest.raises(AgreementLost, match="lost before"):
+        with pytest.raises(AgreementLost, match="lost in an earlier call"):
             meshes[1].minimum(lambda: [0], everyone).result(DEADLINE_S)
 
 

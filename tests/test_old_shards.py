@@ -61,7 +61,7 @@ def is_guessed(name: str, change: Change, *digests: str) -> bool:
     try:
         _check_private([live(name, change)], [manifest(f"dp{i}", digests={name: d}) for i, d in enumerate(digests)])
     except StateMismatch as error:
-        assert "each old rank holds another" in str(error)
+        assert "the old ranks hold different values" in str(error)
         return False
     return True
 

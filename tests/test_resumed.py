@@ -297,7 +297,7 @@ def refused(loop: Loop, make: Callable[[], Job] = Job) -> str:
     life(loop, make(), STOP)
     with pytest.raises(StateMismatch) as raised:
         life(loop, make(), None, seed=99)
-    assert f"The snapshot is kept. {ENV}=accept goes on all the same" in str(raised.value)
+    assert f"The snapshot is kept. {ENV}=accept continues anyway" in str(raised.value)
     with make().hook() as snap:  # it is still there
         assert snap.step == STOP - 1
     return str(raised.value)
@@ -658,7 +658,7 @@ def test_who_seals_before_the_first_forward_is_told_at_the_restart_that_its_batc
     assert "sealed before it was known" not in caplog.text
     start, _, _ = life(draining, Ahead(), None, seed=99)
     assert start == STOP - 1
-    said = [record for record in caplog.records if "was sealed before it was known" in record.getMessage()]
+    said = [record for record in caplog.records if "was sealed before the inputs of" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert said[0].getMessage().startswith("the snapshot of step 3")
 

@@ -1,3 +1,3 @@
-"""What ranks agree upon."""
+"""Collective calls for agreement between ranks."""
 
 __all__ = ["agreement", "mesh", "routes"]

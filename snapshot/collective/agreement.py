@@ -1,4 +1,4 @@
-"""Agreement between ranks over messages of their own, on CPU tensors. No leader, no extra store."""
+"""Collectives among ranks over connections of their own, on CPU tensors. No leader, no extra store."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from holdfast.snapshot.collective.mesh import AgreementLost, Mesh, c10d, close
 from holdfast.snapshot.collective.routes import hops, sockets_needed
 
 COLLECTIVE_DEADLINE_S = 120.0
-"""How long ranks wait for each other at least; if the job's own process group waits longer, so do we. A rank that is
+"""Timeout for waiting on another rank. If the job's own process group has a longer one, that applies. A rank that is
 gone is noticed at once."""
 
 PATIENCE_S = COLLECTIVE_DEADLINE_S / 4
-"""So often ranks hear of each other while one of them works for long."""
+"""How often ranks check in with each other while one of them works for a long time, in seconds."""
 
 SPARE_FILES = 64
-"""So many files a trainer may have to open beside the connections to other ranks."""
+"""Number of files a trainer may have to open besides the connections to other ranks."""
 
 log = get_log(__name__)
 
@@ -43,74 +43,77 @@ class Agreement(Protocol):
     """Collectives that every rank calls in the same order. Not thread-safe.
 
     Attributes:
-        rank: the caller's place in what `gather` gives.
+        rank: the caller's index in the results of `gather`.
     """
 
     rank: int
 
     def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
-        """What every rank gave, in rank order. Blocks; raises `AgreementLost`.
+        """The data of every rank, in rank order. Blocks; raises `AgreementLost`.
 
         Args:
-            among: only these ranks, in this order, of which the caller is one; every other rank gathers among others.
+            among: gather among these ranks only, in this order. The caller must be one of them, and every other rank
+                must gather among others.
         """
         ...
 
     def tell(self, data: bytes, root: int) -> bytes:
-        """What rank `root` gave. Blocks; raises `AgreementLost`."""
+        """The data of rank `root`. Blocks; raises `AgreementLost`."""
         ...
 
     def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
-        """Starts an element-wise minimum over all ranks; calling the result, in any thread, waits for it.
-
-        Values that are not there yet may be given by what waits for them; it is called in another thread.
+        """Start an element-wise minimum over all ranks. Calling the result, in any thread, waits for it.
 
         Args:
+            values: the values, or a function that returns them; it may block, and be called in another thread.
             among: see `gather`.
         """
         ...
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises, once every rank is done with its own, which may take some much longer than a
-        collective call may take: a lost node's state has to come from others. Blocks.
+        """Run `work`, and return its result or raise its error once every rank has finished its own. Blocks.
 
-        `work` makes no collective call; it may run in another thread. Raises `AgreementLost` as soon as a rank is gone.
+        `work` may take some ranks much longer than a collective call may take: a lost node's state has to come from
+        others. It must make no collective call, and may run in another thread. Raises `AgreementLost` as soon as a rank
+        is gone.
         """
         ...
 
     def spread(
         self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
     ) -> None:
-        """Fill every tensor, in place, with what the rank it is paired with has in it; its bytes enter each node once.
+        """Fill every tensor, in place, with its contents on the rank it is paired with. Its bytes enter each node once.
         Blocks.
 
         Args:
-            sets: of ranks that share; the same on every rank.
-            nodes: of every rank.
+            sets: the sets of ranks that share; the same on every rank.
             pieces: (rank, flat tensor), the same on every rank of the caller's set, in the same order.
+            nodes: the node of every rank.
         """
         ...
 
     def leave(self) -> None:
-        """Have nobody wait for this rank: it does not take part in the next collective call, or was interrupted in the
-        last. The others lose it at once when they make theirs, and every call here raises `AgreementLost`, until all
-        have met. No collective call; harmless if it was called before.
+        """Close the connections, so that nobody waits for this rank: it will not take part in the next collective call,
+        or was interrupted in the last one.
+
+        The other ranks' next call fails at once, and every call on this rank raises `AgreementLost`, until all have
+        met. No collective call; may be repeated.
         """
         ...
 
     def meet(self, step: int) -> bool:
-        """To be called by who has left, after every step with its number: whether all ranks are together again.
+        """Whether all ranks are together again. A rank that has left calls this after every step, with the step number.
 
-        Blocks for seconds at most, and only once all have left and have come to the step that they then agree on.
+        Blocks for seconds at most, and only once all ranks have left, have agreed on a step and have reached it.
         """
         ...
 
     def meet_at_end(self, deadline_s: float) -> bool:
-        """As `meet`, but once, by who has ended well, and waits for the others until the deadline."""
+        """Like `meet`, but called once, by a rank that has ended well; waits for the others until the deadline."""
         ...
 
     def close(self) -> None:
-        """Give the process group back. No collective call; nothing may be called after it."""
+        """Release all connections. No collective call; nothing may be called afterwards."""
         ...
 
 
@@ -146,17 +149,20 @@ class Alone:
         return True
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
 
 class Group:
-    """All ranks of an initialised `torch.distributed`, with connections of their own."""
+    """All ranks of an initialised `torch.distributed`, with connections of their own.
+
+    Not thread-safe. A thread of the `Mesh` sends and receives.
+    """
 
     def __init__(self) -> None:
         """A collective call.
 
         Raises:
-            ConfigError: this process may not open as many connections as it needs.
+            ConfigError: this process may not open as many files as its connections need.
         """
         self.rank = dist.get_rank()
         self._size = dist.get_world_size()
@@ -167,10 +173,10 @@ class Group:
         store = c10d().PrefixStore(f"holdfast group {_number()}", job_store)
         self._mesh: Mesh | None = Mesh(store, self.rank, self._size, self._deadline)
         name = self.tell(uuid.uuid4().hex.encode(), 0).decode()
-        self.minimum([0])()  # all connections that this takes are there from now on
+        self.minimum([0])()  # opens all connections that a minimum needs
         self._store: Any = c10d().PrefixStore(f"holdfast {name}", job_store)
         self._meeting: Meeting | None = None
-        self._left: list[Mesh] = []
+        self._left: list[Mesh] = []  # meshes that `close` waits for
 
     def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
         return self._together().gather(data, among or self._all).result()
@@ -213,7 +219,8 @@ class Group:
             return False
 
     def _join(self, name: str | None) -> bool:
-        """Be together with all ranks, who are all here. Raises `RuntimeError` or `AgreementLost` if that fails."""
+        """Connect to all ranks again after the round `name`; None: not all have come. Raises `RuntimeError` or
+        `AgreementLost` if that fails."""
         if name is None:
             return False
         soon = timedelta(seconds=MEETING_DEADLINE_S)
@@ -229,7 +236,8 @@ class Group:
         return True
 
     def _meetings(self) -> Meeting:
-        """Over a connection of its own: the job may wait in a call of its store for long. Raises `RuntimeError`."""
+        """Meetings use a store connection of their own, since the job may wait for long in a call on its store. Raises
+        `RuntimeError`."""
         if self._meeting is None:
             self._store = self._store.clone()
             self._store.set_timeout(timedelta(seconds=MEETING_DEADLINE_S))
@@ -248,7 +256,7 @@ class Group:
 
 
 def _check_files(size: int) -> None:
-    """Raises `ConfigError` if the connections to other ranks are more than this process may open."""
+    """Raises `ConfigError` if this process may not open as many files as its connections to other ranks need."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     have = len(list(Path("/proc/self/fd").iterdir()))
     need = have + sockets_needed(size) + SPARE_FILES
@@ -260,7 +268,7 @@ def _check_files(size: int) -> None:
 
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many groups were made in each default process group: all ranks make them in the same order."""
+"""Number of groups made in each default process group. All ranks make them in the same order."""
 
 
 def _number() -> int:
@@ -270,22 +278,22 @@ def _number() -> int:
 
 
 def job_deadline_s() -> float:
-    """How long the job's own process group waits for a rank; 0 if it does not say."""
+    """Timeout of the job's own process group, in seconds; 0 if unknown."""
     group = c10d()._get_default_group()
     found = 0.0
     for device in group._device_types:
-        with suppress(RuntimeError, AttributeError):  # no backend is there for this device, or one of another kind
+        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without these options
             found = max(found, group._get_backend(device).options._timeout.total_seconds())
     return found
 
 
 def default_agreement() -> Agreement:
-    """Over the job's process group if there are others in it, else alone."""
+    """A `Group` if the job has several ranks, else `Alone`."""
     return Group() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else Alone()
 
 
 def work_in_rounds(agreement: Agreement, work: Callable[[], T]) -> T:
-    """`Agreement.patiently`, by `Agreement.minimum`: while a thread works, the ranks meet until all are done."""
+    """`Agreement.patiently`, built on `Agreement.minimum`: a thread works while the ranks check in with each other."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Ranks that have lost each other meet again: over the job's store, after a step that all know beforehand.
+"""Ranks that have lost each other meet again: through the job's store, after a step that all know in advance.
 
-Whoever has lost the others says so, with a step that lies ahead of it. Once all have, the latest of these steps is
-where they meet: each has time to hear of it, as ranks that wait for each other in every step are never more than one
-apart. Nobody waits before that.
+A rank that has lost the others announces a step that lies ahead of it. Once all ranks have announced one, they meet
+after the latest of these steps. Each rank has time to read it, because ranks that wait for each other in every step are
+never more than one step apart. Nobody waits before that step.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 LEAD_STEPS = 3
-"""So far ahead lies the first meeting. Each that fails doubles it."""
+"""How many steps ahead the first meeting lies. Each meeting that fails doubles it."""
 
 MOST_DOUBLINGS = 8
 MEETING_DEADLINE_S = 15.0
 """How long training waits for the others at a meeting."""
 
 LOOK_EVERY_S = 0.02
+"""How often a rank at a meeting looks into the store, in seconds."""
 
 
 class RendezvousStore(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """The part of `torch.distributed.Store` that meetings use."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Say something for good."""
+        """Store a value under a key, for good."""
         ...
 
     def get(self, key: str, /) -> bytes:
-        """What was said."""
+        """The value stored under a key."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all of these were said. Does not wait for them."""
+        """Whether all of these keys are set. Does not wait for them."""
         ...
 
 
 class Meeting:
-    """One rank's part in all meetings of a group. Raises what the store does. Not thread-safe."""
+    """One rank's part in all meetings of a group. Methods raise what the store raises. Not thread-safe."""
 
     def __init__(
         self,
@@ -60,12 +61,11 @@ class Meeting:
         self._at: int | None = None
 
     def come(self, step: int) -> str | None:
-        """To be called after every step while the others are lost. Blocks at a meeting, for `MEETING_DEADLINE_S` at
-        most.
+        """Called after every step while the others are lost. Blocks at a meeting, for `MEETING_DEADLINE_S` at most.
 
         Returns:
-            The name of the round, if all ranks are here now. None: the meeting lies ahead, or not all have come to it;
-            then there will be another.
+            The name of the round if all ranks are here now. None if the meeting lies ahead, or if not all ranks have
+            come to it; then there will be another.
         """
         kind = f"round {self._round}"
         if not self._said:
@@ -79,16 +79,16 @@ class Meeting:
         if step < self._at:
             return None
         self._round, self._said, self._at = self._round + 1, False, None
-        self._failed += 1  # until it is known to have gone well
+        self._failed += 1  # until `went_well` is called
         return kind if self._all_here(f"{kind} here", MEETING_DEADLINE_S) else None
 
     def went_well(self) -> None:
-        """The ranks that met go on together."""
+        """The ranks that met continue together."""
         self._failed = 0
 
     def come_last(self, deadline_s: float) -> str | None:
-        """The job ends well on this rank: wait until it has on all, at most `deadline_s`. To be called once; returns as
-        `come`."""
+        """The job has ended well on this rank: wait until it has on all ranks, for `deadline_s` at most. Called once;
+        returns the same as `come`."""
         return "end" if self._all_here("end", deadline_s) else None
 
     def _keys(self, kind: str) -> list[str]:
@@ -103,7 +103,7 @@ class Meeting:
         keys: Sequence[str] = self._keys(kind)
         while not self._store.check(list(keys)):
             if self._now() > limit or self._store.check([over]):
-                self._store.set(over, "")  # who comes later must not wait for those that have gone
+                self._store.set(over, "")  # ranks that come later must not wait for those that have gone
                 return False
             self._sleep(LOOK_EVERY_S)
         return True

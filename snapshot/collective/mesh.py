@@ -1,7 +1,7 @@
-"""Messages between ranks: gloo connections of our own, made when they are first used, and the calls made of them.
+"""Messages between ranks: gloo connections of our own, opened on first use, and the collective calls built on them.
 
-Gloo's own collectives are rings of 2 (P - 1) hops, and its groups connect every rank with every other as they are made.
-These calls take O(log P) messages, over `routes.sockets_needed` connections.
+Gloo's own collectives are rings of 2 (P - 1) hops, and its groups connect every pair of ranks on creation. The calls
+here take O(log P) messages, over `routes.sockets_needed` connections.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from holdfast.snapshot.collective.routes import Hop, branch, distances
 T = TypeVar("T")
 
 _AGREE, _UP, _DOWN, _SPREAD = range(4)
-"""Tags. Two ranks' messages with one tag arrive in the order in which they were sent."""
+"""Tags. Messages between two ranks with the same tag arrive in the order in which they were sent."""
 
 CLOSING_S = 2.0
-"""How long the end of this rank waits for connections to close, which a rank that does not answer may hold up."""
+"""Timeout for closing connections when this rank ends. A rank that does not answer may hold that up."""
 
 _live: weakref.WeakSet[Mesh] = weakref.WeakSet()
-"""Those whose thread may still run, for the end of the process."""
+"""Meshes whose thread may still run; they are closed when the process ends."""
 
 
 class AgreementLost(HoldfastError):
@@ -40,14 +40,14 @@ class AgreementLost(HoldfastError):
 
 
 class Mesh:
-    """Ranks of a job, each with connections to the few that it has to do with.
+    """One rank's connections to the few ranks that it exchanges messages with.
 
-    One thread makes all calls, in the order in which they were asked for: so all ranks make theirs in one order, and
-    messages go round while the training thread computes. That thread alone uses the connections. They end when it does,
-    or as soon as a call has failed, so that whoever waits for this rank learns of it at once.
+    One thread makes all calls, in the order in which they were submitted. So all ranks make them in the same order, and
+    messages travel while the training thread computes. Only that thread uses the connections. They close when the
+    thread ends, or as soon as a call fails, so that ranks that wait for this one notice at once.
 
     Args:
-        store: knows no name of another mesh.
+        store: contains no keys of another mesh.
         deadline: how long a call waits for another rank.
     """
 
@@ -61,39 +61,39 @@ class Mesh:
         options._devices = [_device(gloo, name) for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
         self._connections: Any = gloo(store, rank, size, options)
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # It may wait for a rank that never comes, which must not hold up the end of the process.
+        # A daemon: it may wait for a rank that never comes, which must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="holdfast-agree", daemon=True)
         self._thread.start()
         _live.add(self)
 
     def end(self) -> None:
-        """Take no more calls. Those that were asked for are made. Does not block."""
+        """Accept no more calls; calls that were submitted are still made. Does not block."""
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
-        """After `end`: block until the connections are closed, at most so long. A thread that closes them while the
-        interpreter goes down takes the process with it."""
+        """After `end`: block until the connections are closed, for `seconds` at most. If the thread closed them while
+        the interpreter shuts down, the process would crash."""
         self._thread.join(seconds)
 
-    # ------------------------------------------------------------------ calls, that ranks make in one order
+    # ------------------------------------------------------------------ calls, which all ranks make in the same order
 
     def minimum(self, values: Callable[[], Sequence[int]], among: Sequence[int]) -> Future[list[int]]:
         """The element-wise minimum over ranks. `values` is called in the thread of the mesh, and may block there."""
         return self._submit(lambda: self._minimum(torch.tensor(values(), dtype=torch.int64), among))
 
     def gather(self, data: bytes, among: Sequence[int]) -> Future[list[bytes]]:
-        """What each of some ranks gave, in their order. Each receives it once, whatever the lengths."""
+        """The data of the ranks `among`, in their order. Each rank receives it once, whatever the lengths."""
         return self._submit(lambda: self._gather(data, among))
 
     def tell(self, data: bytes, root: int, among: Sequence[int]) -> Future[bytes]:
-        """What `root`, one of some ranks, gave."""
+        """The data of `root`, one of the ranks `among`."""
         return self._submit(lambda: self._tell(data, root, among))
 
     def spread(self, pieces: Iterable[tuple[torch.Tensor, Sequence[Hop]]]) -> Future[None]:
-        """Fill each flat tensor by these broadcasts. All ranks in them give the same hops in the same order."""
+        """Fill each flat tensor through its broadcasts. All ranks in them pass the same hops in the same order."""
         return self._submit(lambda: self._spread(pieces))
 
-    # ------------------------------------------------------------------ its thread
+    # ------------------------------------------------------------------ the thread of the mesh; only it runs the calls
 
     def _submit(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -107,7 +107,7 @@ class Mesh:
                 future.set_result(call())
             except RuntimeError as error:
                 self._connections = None
-                # Of `error` only the text: what it refers to keeps connections open.
+                # Only the text of `error`: the error itself refers to the connections and would keep them open.
                 future.set_exception(AgreementLost(f"another rank is gone or too slow: {error}"))
             except BaseException as error:
                 future.set_exception(error)
@@ -116,7 +116,7 @@ class Mesh:
 
     def _start(self, name: str, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         if self._connections is None:
-            raise RuntimeError("it was lost before")
+            raise RuntimeError("the connections were lost in an earlier call")
         return getattr(self._connections, name)([tensor], rank, tag)
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
@@ -175,7 +175,7 @@ class Mesh:
                 tensor.view(torch.uint8).copy_(content)
 
     def _give(self, content: torch.Tensor, rank: int, tag: int) -> None:
-        """Bytes, after how many they are."""
+        """Send the number of bytes, then the bytes."""
         self._send(torch.tensor([content.numel()]), rank, tag)
         if content.numel():
             self._send(content, rank, tag)
@@ -190,7 +190,7 @@ class Mesh:
 
 
 def close(meshes: Sequence[Mesh]) -> None:
-    """End them, and wait until their connections are closed, for `CLOSING_S` at most: see `Mesh.join`."""
+    """End the meshes, and wait until their connections are closed, for `CLOSING_S` at most; see `Mesh.join`."""
     limit = time.monotonic() + CLOSING_S
     for mesh in meshes:
         mesh.end()
@@ -204,13 +204,13 @@ def _close_what_is_left() -> None:
 
 
 def _pack(parts: Sequence[bytes]) -> torch.Tensor:
-    """One after the other, after how many there are and how long each is."""
+    """The number of parts, the length of each, and then the parts."""
     lengths = np.array([len(parts), *map(len, parts)], dtype=np.int64)
     return torch.frombuffer(bytearray(lengths.tobytes() + b"".join(parts)), dtype=torch.uint8)
 
 
 def _unpack(packed: torch.Tensor) -> list[bytes]:
-    """What `_pack` was given."""
+    """The parts that `_pack` was given."""
     data = packed.numpy().data
     count = int.from_bytes(data[:8], "little")
     lengths = np.frombuffer(data, dtype=np.int64, count=count, offset=8)
@@ -219,14 +219,14 @@ def _unpack(packed: torch.Tensor) -> list[bytes]:
 
 
 def _device(gloo: Any, interface: str) -> Any:
-    """Where connections begin and end: a network interface; empty: that of this host's name."""
+    """The network interface that connections use; if empty, the one that this host's name resolves to."""
     if interface:
         return gloo.create_device(interface=interface, lazy_init=True)
     return gloo.create_default_device(lazy_init=True)
 
 
 def c10d() -> Any:
-    """What torch has below its collectives, where it has any."""
+    """The layer below torch's collectives. Imported on use, as torch may be built without it."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d

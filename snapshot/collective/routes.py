@@ -1,7 +1,7 @@
-"""Who sends to whom: pure.
+"""Which rank sends to which. Pure.
 
-Every route here goes by distances that are powers of two, so a rank has to do with the same few others in all of them,
-and opens 2 log2(P) connections at most, whatever it takes part in.
+Every route here uses distances that are powers of two. So a rank exchanges messages with the same few ranks in all of
+them, and opens 2 log2(P) connections at most, whatever it takes part in.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import NamedTuple
 
 
 def distances(size: int) -> list[int]:
-    """How far each rank of `size` sends in each round of a dissemination, after which all have heard of all.
+    """How far each rank of `size` sends in each round of a dissemination, after which all ranks have heard from all.
 
-    In a round with distance d, rank r sends what it knows to r + d, and hears from r - d (modulo `size`). What is
-    gathered so must be idempotent: unless `size` is a power of two, some is heard of twice. (Hensgen, Finkel, Manber,
+    In a round with distance d, rank r sends what it knows to r + d, and receives from r - d (modulo `size`). The
+    operation must be idempotent: unless `size` is a power of two, some values arrive twice. (Hensgen, Finkel, Manber,
     "Two algorithms for barrier synchronization", IJPP 17(1), 1988.)
     """
     return [1 << i for i in range((size - 1).bit_length())]
 
 
 class Branch(NamedTuple):
-    """A place in a binomial tree, as ranks.
+    """A rank's neighbours in a binomial tree.
 
     Attributes:
         parent: None at the root.
-        children: the nearest first. The subtree of each has as many ranks as it is far from here, or as there are left;
-            with those of the nearer ones they follow each other without a gap.
+        children: the nearest first. The subtree of a child has as many ranks as the child is away from here, or as many
+            as are left. So the subtrees, in this order, cover consecutive ranks.
     """
 
     parent: int | None
@@ -34,7 +34,7 @@ class Branch(NamedTuple):
 
 
 def branch(rank: int, root: int, size: int) -> Branch:
-    """Where `rank` stands in the tree of `size` ranks that starts from `root`."""
+    """The neighbours of `rank` in the tree of `size` ranks whose root is `root`."""
     place = (rank - root) % size
     reach = place & -place or size
     away = [distance for distance in distances(size) if distance < reach and place + distance < size]
@@ -43,30 +43,30 @@ def branch(rank: int, root: int, size: int) -> Branch:
 
 
 def sockets_needed(size: int) -> int:
-    """Connections that a rank of `size` may come to have for all of the above."""
+    """Maximum number of connections that a rank of `size` opens for all of the above."""
     return min(size - 1, 2 * len(distances(size)))
 
 
 # ---------------------------------------------------------------------- routes of a spread
 #
-# A broadcast among ranks of several nodes may bring the same bytes into a node as often as it has ranks there. So where
-# a set of replicas has several on a node and is on several nodes, bytes go from their owner to the others on its node,
-# from the first rank of that node to the first of every other, and from each of these to the rest of its node.
+# A broadcast among ranks of several nodes may bring the same bytes into a node once for each rank there. So if a set of
+# replicas spans several nodes and has several ranks on one of them, bytes go from their owner to the other ranks on its
+# node, from the first rank of that node to the first rank of every other node, and from there to the rest of that node.
 
 
 class Hop(NamedTuple):
-    """One broadcast: from a rank to all of some ranks, itself among them. These ascend."""
+    """One broadcast, from `root` to `ranks`, which ascend and include the root."""
 
     root: int
     ranks: tuple[int, ...]
 
 
 def hops(owner: int, members: Sequence[int], nodes: Sequence[str]) -> list[Hop]:
-    """Which broadcasts bring what `owner` has to all `members`, in this order.
+    """The broadcasts, in order, that bring the data of `owner` to all `members`.
 
     Args:
         members: the ranks of a set of replicas.
-        nodes: of every rank.
+        nodes: the node of every rank.
     """
     by_node: dict[str, list[int]] = {}
     for rank in sorted(members):

@@ -1,4 +1,4 @@
-"""How often a snapshot is taken, and what that is decided by."""
+"""How often a snapshot is taken, and how that is decided."""
 
 __all__ = [
     "checks",

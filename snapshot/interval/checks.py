@@ -1,4 +1,4 @@
-"""One way to refuse a number, with its name, its value and what is accepted."""
+"""Range checks with errors that give a number's name, its value and what is accepted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How often what fails: by class, from a published profile, an MTBF, or a job's own incidents. Pure.
+"""Failure rates by class, from a published profile, an MTBF, or a job's own incidents. Pure.
 
-Classes are those of `snapshot.interval.profiles`, and *beyond*: the memory of the whole job at once, such as a power
-cut or the end of an allocation; no code helps against it.
+Classes are those of `snapshot.interval.profiles`, and *beyond*: the memory of the whole job is lost at once, as in a
+power cut or at the end of an allocation. No code helps against that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DAY_S = 86400.0
 CLASSES = ("process", "memory", "shock", "beyond")
 
 BEYOND_S = 90 * DAY_S
-"""Assumed time between losses of the whole job's memory. No study says; Llama 3's 54 days had three interruptions that
-people had to repair."""
+"""Assumed time between losses of the whole job's memory. No study reports it; Llama 3's 54 days had three interruptions
+that needed manual repair."""
 
 PRIOR_EVENTS = 4.0
-"""What the prior weighs: as much as a log of the time in which it expects so many failures. The shape of the Gamma
-distribution that has the mean and the variance of the rates of the five `PROFILES`."""
+"""Weight of the prior: that of a log of the time in which the prior expects this many failures. It is the shape of the
+Gamma distribution with the mean and the variance of the rates of the five `PROFILES`."""
 
 DRAINED = 0.37
 """Share of failures after which the node is taken out (Unicron, arXiv 2401.00134)."""
@@ -44,10 +44,10 @@ class FailureModel:
     """Rates per second.
 
     Attributes:
-        process, memory: of one node.
-        shock: shocks for each node of the job: a job of N nodes has N times as many.
-        beyond: of the whole job, whatever its size.
-        source: where this comes from.
+        process, memory: per node.
+        shock: shocks per node of the job: a job of N nodes has N times as many.
+        beyond: for the whole job, whatever its size.
+        source: where the rates come from.
 
     Raises:
         ConfigError: a rate is negative.
@@ -64,8 +64,8 @@ class FailureModel:
             not_negative(f"the rate of {name} failures", getattr(self, name), " per second")
 
     def job(self, nodes: int) -> dict[str, float]:
-        """Rates of a job of so many nodes, by class. Linear in the nodes, which is too good for 10,000s of them: 18
-        minutes were seen at 100,000 GPUs where a line through 32,768 says 50 (FT-HSDP)."""
+        """Rates of a job of `nodes` nodes, by class. Linear in the nodes, which is too optimistic for 10,000s of them:
+        at 100,000 GPUs an MTBF of 18 minutes was seen, where a line through 32,768 gives 50 (FT-HSDP)."""
         return {
             "process": self.process * nodes,
             "memory": self.memory * nodes,
@@ -75,7 +75,7 @@ class FailureModel:
 
 
 def from_profile(profile: FailureProfile, mtbf_s: float | None = None, beyond_s: float = BEYOND_S) -> FailureModel:
-    """Rates and shares of a profile; with `mtbf_s`, of one node, only its shares.
+    """Rates from a profile; with `mtbf_s`, the MTBF of one node, only the shares of the classes are the profile's.
 
     Raises:
         ConfigError: a time is not positive.
@@ -92,7 +92,7 @@ def from_profile(profile: FailureProfile, mtbf_s: float | None = None, beyond_s:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One interruption: when, in seconds from any origin; its class."""
+    """One interruption: its time, in seconds from any origin, and its class."""
 
     time_s: float
     kind: str
@@ -113,14 +113,14 @@ class Estimate:
 
 
 def parse_log(text: str) -> tuple[Incident, ...]:
-    """Incidents from CSV with a header.
+    """Parse incidents from CSV with a header.
 
     Columns: ``time`` (ISO 8601), or one of ``time_s``, ``time_h``, ``time_d`` (numbers); ``class`` (process,
-    memory, shock, beyond), or ``cause`` (a cause that `PROFILES` name, in any case); optionally ``nodes``: of a
-    memory loss, how many nodes it hit at once; more than one make it a shock. Other columns are ignored.
+    memory, shock, beyond), or ``cause`` (a cause that `PROFILES` name, in any case); optionally ``nodes``: how many
+    nodes a memory loss hit at once; more than one make it a shock. Other columns are ignored.
 
     Raises:
-        ConfigError: the log is empty, or a line cannot be read; it says which, and why.
+        ConfigError: the log is empty, or a line cannot be read; the message says which, and why.
     """
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     columns = [name.strip() for name in reader.fieldnames or ()]
@@ -138,8 +138,11 @@ def parse_log(text: str) -> tuple[Incident, ...]:
 
 
 def span(incidents: Sequence[Incident]) -> float:
-    """Seconds from the first incident to the last, times ``(n + 1) / (n - 1)``: what a log of n incidents covers, if it
-    begins and ends as far from them as they are apart. Raises `ConfigError` if that is nothing."""
+    """The time that a log of n incidents covers: the seconds from the first to the last, times ``(n + 1) / (n - 1)``.
+
+    This assumes that the log begins and ends one mean distance away from them. Raises `ConfigError` if all incidents
+    have the same time.
+    """
     first, last = min(i.time_s for i in incidents), max(i.time_s for i in incidents)
     if last <= first:
         raise ConfigError(
@@ -152,13 +155,13 @@ def span(incidents: Sequence[Incident]) -> float:
 def learn(incidents: Sequence[Incident], nodes: int, span_s: float, prior: FailureModel) -> Estimate:
     """Rates by class from a log of a job of `nodes` over `span_s`, shrunk towards the prior (Gamma-Poisson).
 
-    The prior of a rate is Gamma with shape ``a = rate b``; ``b`` node-seconds, common to the classes of single
-    nodes, is the exposure in which the prior expects `PRIOR_EVENTS` of them. After n events in an exposure e it is
-    Gamma with shape ``a + n`` and rate ``b + e``, of mean ``(a + n) / (b + e)``: a short log moves it little, a
-    long one is believed.
+    The prior of a rate is Gamma with shape ``a = rate b``. ``b`` node-seconds, common to the classes of single nodes,
+    is the exposure in which the prior expects `PRIOR_EVENTS` of them in total; for *beyond*, one. After n events in an
+    exposure e the posterior is Gamma with shape ``a + n`` and rate ``b + e``, of mean ``(a + n) / (b + e)``: a short
+    log moves it little, a long one dominates.
 
     Raises:
-        ConfigError: no nodes, or no time.
+        ConfigError: `nodes` is below 1, or `span_s` not positive.
     """
     if nodes < 1:
         raise ConfigError(f"failure log: of {nodes} nodes: give 1 or more")
@@ -199,9 +202,9 @@ def gamma_quantile(shape: float, probability: float) -> float:
 def spare_nodes(model: FailureModel, nodes: int, repair_s: float, confidence: float = 0.99) -> int:
     """Fewest spares so that, with probability `confidence`, no more nodes are away at once than there are spares.
 
-    Nodes are taken out after memory losses and after `DRAINED` of all failures, whichever is more, and come back after
-    `repair_s`; how many are away is Poisson. ByteRobust (SOSP 2025) sizes its standbys by the same quantile: 4 per
-    1,024.
+    Nodes are taken out after memory losses and shocks, or after `DRAINED` of all failures, whichever is more, and come
+    back after `repair_s`; the number of nodes away is Poisson. ByteRobust (SOSP 2025) sizes its standbys by the same
+    quantile: 4 per 1,024.
     """
     away = nodes * repair_s * max(DRAINED * (model.process + model.memory + model.shock), model.memory + model.shock)
     if away > 500.0:  # the normal quantile; exp(-away) would be 0
@@ -293,7 +296,7 @@ def _gamma_cdf(shape: float, x: float) -> float:
 
 
 def _normal_quantile(probability: float) -> float:
-    """By bisection of ``erf``."""
+    """Quantile of the standard normal distribution, by bisection of ``erfc``."""
     low, high = -40.0, 40.0
     while high - low > 1e-12:
         middle = (low + high) / 2.0

@@ -1,13 +1,13 @@
 """How often snapshots may be taken so that training loses no more than a budget of its time to them. Pure: no clock.
 
-As CheckFreq does (Mohan et al., FAST 2021), the interval between snapshots is tuned to a bound on measured overhead.
+As in CheckFreq (Mohan et al., FAST 2021), the interval between snapshots is tuned to a bound on measured overhead.
 
-The typical baseline step gives `base`, the time a step takes by itself, and what a snapshot's overlapped steps take
-beyond that its cost; see `snapshot.interval.overlap`. So ``overhead = cost / (interval * base)``, and the shortest
-interval within the budget is ``cost / (budget * base)``. Where snapshots follow each other so closely that there is no
+The typical baseline step gives `base`, the time of a step without a snapshot. The extra time of a snapshot's overlapped
+steps is its cost; see `snapshot.interval.overlap`. So ``overhead = cost / (interval * base)``, and the shortest
+interval within the budget is ``cost / (budget * base)``. If snapshots follow each other so closely that there is no
 baseline step, the governor asks for a longer interval for a while: a *probe*.
 
-Each rank has one `Governor`. All take the maximum of what each `wanted`, and `agree` on it.
+Each rank has one `Governor`. All ranks `agree` on the maximum of what each `wanted`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from holdfast.snapshot.interval.overlap import STALE_STEPS, OverlapLog, Overlapp
 from holdfast.snapshot.interval.samples import EVIDENCE, typical
 
 WINDOW = 64
-"""How many of the newest snapshots and baseline steps count."""
+"""Number of newest snapshots, and of newest baseline steps, that count."""
 
 PROBE_FACTOR = 16
-"""A probe that finds no baseline step at so many times the interval is given up; the next is `STALE_STEPS` later."""
+"""How far a probe may stretch the interval. If it still finds no baseline step it is given up, and the next begins
+`STALE_STEPS` steps later."""
 
 _ERRORS = 2.0
-"""How many standard errors a difference must have to count before the windows are full."""
+"""Number of standard errors that a difference must exceed to count before the windows are full."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """How many steps it overlapped; what they took beyond `base`, and the stall, as multiples of `base`."""
+    """One snapshot: how many steps it overlapped; their time beyond `base`, and the stall, as multiples of `base`."""
 
     steps: float
     excess: float
@@ -55,10 +56,10 @@ class Governor:
     Not thread-safe; nothing blocks.
 
     Args:
-        budget: largest fraction of training time that snapshots may take, such as 0.01; None: `every` always holds.
-        every: the interval the user wants; never less.
-        longest: never more than this, unless `every` is.
-        protect_every: of so many snapshots one is encoded.
+        budget: largest fraction of training time that snapshots may take, such as 0.01; None: always use `every`.
+        every: the interval the user wants, and the shortest.
+        longest: the longest interval, unless `every` is longer.
+        protect_every: one of this many snapshots is encoded.
 
     Raises:
         ConfigError: the budget is not between 0 and 1, or an interval is below 1.
@@ -74,11 +75,11 @@ class Governor:
         self._home: int | None = None  # during a probe: the interval before it
         self._next_probe = 0
         self._steps = 0
-        self._log = OverlapLog(protect_every)  # counts the baseline steps since what was known was forgotten
+        self._log = OverlapLog(protect_every)  # counts baseline steps since `_forget`
         self._baseline: deque[float] = deque(maxlen=WINDOW)
         self._snapshots: deque[_Snapshot] = deque(maxlen=WINDOW)
         self._measured: _Measurement | None = None  # at this interval
-        self._newest: _Measurement | None = None  # at any
+        self._newest: _Measurement | None = None  # at any interval
 
     @property
     def interval(self) -> int:
@@ -89,7 +90,7 @@ class Governor:
     def overhead(self) -> float | None:
         """Fraction of training time that snapshots take at this interval; None as long as it is unknown.
 
-        Where there is no baseline step it is what the last probe measured, for this interval.
+        If there is no baseline step, it follows from the cost that the last probe measured.
         """
         return self._newest.cost / self._interval if self._newest else None
 
@@ -109,7 +110,7 @@ class Governor:
             self._forget()
 
     def wanted(self) -> int:
-        """The interval this rank asks for, at least `every`. Follows from what was observed, and changes nothing."""
+        """The interval this rank asks for, at least `every`. Depends only on what was observed, and changes nothing."""
         verdict = self._verdict()
         if verdict is not None:
             return verdict
@@ -124,8 +125,8 @@ class Governor:
     def agree(self, interval: int) -> None:
         """All ranks use `interval` from now on: the maximum of what they `wanted`.
 
-        To be called whenever they have agreed, also on the same interval again, and before the next wish is asked for:
-        a wish from before a change would undo it.
+        Called after every agreement, even on the same interval, and before the next `wanted`: a wish from before a
+        change would undo the change.
 
         Raises:
             ValueError: the interval is below 1.
@@ -144,7 +145,7 @@ class Governor:
             self._forget()
 
     def _verdict(self) -> int | None:
-        """The interval that the evidence calls for; None while there is too little."""
+        """The interval that the measurements call for; None while they do not suffice."""
         if self._budget is None:
             return self._every
         if self._measured is None:
@@ -162,7 +163,7 @@ class Governor:
         return None
 
     def _compare(self, snapshot: Overlapped) -> None:
-        """With the baseline steps just before it, so that steps may become slower or faster over time."""
+        """Compare a snapshot with the baseline steps just before it, as steps may become slower or faster over time."""
         base, _ = typical(list(self._baseline)[-EVIDENCE:]) if self._baseline else (0.0, 0.0)
         if base > 0:
             steps, excess_s = snapshot.steps, snapshot.took_s - snapshot.steps * base
@@ -180,7 +181,7 @@ class Governor:
         self._measured = self._newest = _Measurement(max(excess, stall), error, full)
 
     def _forget(self) -> None:
-        """What was observed so far says nothing about what comes."""
+        """Discard the observations so far: they do not apply to what comes."""
         self._snapshots.clear()
         self._log.baseline = 0
         self._log.restart()

@@ -1,4 +1,4 @@
-"""What a run measured of its own snapshots: the input of the tuner, as the hook records it."""
+"""Measurements of a run's own snapshots: the input of the tuner, as the hook records it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.snapshot.interval.checks import not_negative, positive, within
 
 FORMAT = 1
-"""Version of the JSON; another one is refused."""
+"""Version of the JSON; other versions are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Means over the steps of one run, in seconds and bytes. None: not measured, an assumption takes its place.
+    """Means over the steps of one run, in seconds and bytes. None: not measured, an assumption is used instead.
 
     Attributes:
-        step_s: a *baseline* step: no snapshot was worked on.
-        snapshot_step_s: an *overlapped* step: one was copied, sealed or encoded meanwhile.
-        stall_s: of one snapshot, the time the training loop stood still.
-        copy_s, seal_s, encode_s: of one snapshot, on the slowest node, one after the other.
-        persist_s: until a snapshot is in storage.
-        restart_s: from the death of processes to the next step, state from the node's own memory.
+        step_s: time of a *baseline* step: no snapshot was worked on.
+        snapshot_step_s: time of an *overlapped* step: a snapshot was copied, sealed or encoded meanwhile.
+        stall_s: how long one snapshot held up the training loop.
+        copy_s, seal_s, encode_s: times of one snapshot's phases on the slowest node, one after the other.
+        persist_s: time until a snapshot is in storage.
+        restart_s: from the death of processes to the next step, with state from the node's own memory.
         rebuild_s: from the loss of a node to the next step, its replacement included.
-        state_bytes: of one node's state; of several nodes the largest.
+        state_bytes: size of one node's state; of several nodes, the largest.
+        slots: slots per shard.
         data, parity: k and m with which `encode_s` was measured; 0 parity: nothing was encoded.
-        interval_steps: between snapshots, while this was measured.
+        interval_steps: steps between snapshots during the measurement.
         quiet_steps, busy_steps, snapshots, persists, restarts, rebuilds: how many baseline steps, overlapped steps
-            and so on the means are of.
+            and so on the means cover.
         step_sd_s, snapshot_step_sd_s: standard deviations of single steps.
-        nodes: of the job.
+        nodes: number of nodes in the job.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -77,13 +78,13 @@ class Measured:
             raise ConfigError(f"profile: parity is {self.parity} and data 0: a code has at least 1 data unit")
 
     def visible_s(self) -> float:
-        """Training time that one snapshot takes: what its overlapped steps took beyond baseline ones, and no less
-        than it stalled the loop (the difference of two noisy means may even be negative; the stall is lost for sure).
+        """Training time that one snapshot takes: the extra time of its overlapped steps over baseline steps, and at
+        least the stall. (The difference of two noisy means may even be negative; the stall is lost for sure.)
         """
         return max(self.stall_s, (self.snapshot_step_s - self.step_s) * self.busy_steps / self.snapshots)
 
     def visible_error_s(self) -> float | None:
-        """Standard error of that; None if the spread was not measured."""
+        """Standard error of `visible_s`; None if the spread was not measured."""
         if self.step_sd_s is None or self.snapshot_step_sd_s is None:
             return None
         variance = self.step_sd_s**2 / self.quiet_steps + self.snapshot_step_sd_s**2 / self.busy_steps
@@ -95,7 +96,7 @@ class Measured:
 
     @classmethod
     def from_json(cls, data: Any) -> Measured:
-        """What `to_json` made. Raises `ConfigError` if it is anything else, and names the key."""
+        """The profile that `to_json` wrote. Raises `ConfigError`, which names the key, if `data` is anything else."""
         if not isinstance(data, dict):
             raise ConfigError(f"profile: {type(data).__name__} is no measured profile: it must be a JSON object")
         if data.get("format") != FORMAT:

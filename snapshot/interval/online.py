@@ -1,12 +1,12 @@
-"""How often to take snapshots while a job runs: `choose_interval`, fed by what the job measures. Pure: no clock.
+"""How often to take snapshots while a job runs: `choose_interval`, fed with the job's measurements. Pure: no clock.
 
-It begins with a snapshot every few steps, so that there are steps with and without one to compare. From then on it
-plans anew whenever a snapshot is over: from the time of a baseline step, what a snapshot costs, how long it takes to be
-protected and how often the job fails, all of them from the newest samples alone where they have changed. Where
-snapshots follow each other so closely that there is no baseline step, it asks for a longer interval for a while: a
-*probe*. Baseline and overlapped steps: see `snapshot.interval.overlap`.
+It begins with a snapshot every few steps, so that steps with and without a snapshot can be compared. From then on it
+plans anew whenever a snapshot is complete, from four quantities: the time of a baseline step, the cost of a snapshot,
+the time until it is protected, and the job's failure rate. If one of them has changed, only its newest samples count.
+If snapshots follow each other so closely that there is no baseline step, it asks for a longer interval for a while: a
+*probe*. For baseline and overlapped steps see `snapshot.interval.overlap`.
 
-Each rank has one `Online`. All use the longest interval that any of them wants.
+Each rank has one `Online`. All ranks use the longest interval that any of them wants.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from holdfast.snapshot.interval.rates import FailureRate
 from holdfast.snapshot.interval.samples import EVIDENCE, Recent, Timing
 
 FIRST = 4
-"""Steps between snapshots until something is known."""
+"""Steps between snapshots until there are measurements."""
 
 LONGEST = 1000
-"""Steps between snapshots at most: so much may be lost, and at least so often something new is learnt."""
+"""Maximum steps between snapshots. It limits how much may be lost, and how long changes go unnoticed."""
 
 SAME = 0.2
-"""A plan that differs by less is not worth a change: it gains about half of the square of this."""
+"""A plan that differs from the interval by a smaller share is not worth a change: it gains about half the square of
+that share."""
 
 STEPS, SNAPSHOTS = 256, 128
-"""How many of the newest samples count, if nothing changes."""
+"""Number of newest samples that count, as long as nothing changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a plan is made of, in seconds.
+    """The measurements that a plan is made from, in seconds.
 
     Attributes:
-        step_s: a baseline step.
+        step_s: duration of a baseline step.
         cost_s: training time that a snapshot takes.
-        commit_s, encode_s: until it is sealed, and from there until it is protected.
+        commit_s, encode_s: time until it is sealed, and from there until it is protected.
     """
 
     step_s: float
@@ -58,9 +59,10 @@ class Online:
     Args:
         budget: largest fraction of training time that snapshots may take; None: any.
         rate: how often the job fails.
-        slots: for each shard.
-        longest: steps between snapshots, at most.
-        protect_every: of so many snapshots one is protected. `lost`: share of the failures that need such a one.
+        slots: slots per shard.
+        longest: maximum steps between snapshots.
+        protect_every: one of this many snapshots is protected.
+        lost: share of the failures that need a protected snapshot.
 
     Raises:
         ConfigError: the budget is not between 0 and 1, or `longest` below `FIRST`.
@@ -85,13 +87,13 @@ class Online:
         self._interval = FIRST
         self._protect_every = protect_every
         self._lost = lost
-        self._log = OverlapLog(protect_every)  # counts the baseline steps since what is known went stale
+        self._log = OverlapLog(protect_every)  # counts baseline steps since the measurements went stale
         self._baseline, self._overlapped = Recent(STEPS), Recent(STEPS)
         self._costs, self._stalls = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
         self._commits, self._encodes = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
         self._seen: Seen | None = None
         self._stale = False
-        self._probed = False  # this interval was asked for to find baseline steps
+        self._probed = False  # this interval is a probe for baseline steps
         self._plan: Interval | None = None
         self._why = "measures first"
 
@@ -107,7 +109,7 @@ class Online:
 
     @property
     def why(self) -> str:
-        """What the interval follows from, in words."""
+        """The reason for the interval, in words."""
         return self._why
 
     def takes(self, step: int) -> bool:
@@ -133,7 +135,7 @@ class Online:
         self._encodes.add(timing.encode_s)
 
     def wanted(self) -> int:
-        """The interval this rank asks for. Follows from what was observed, and changes nothing."""
+        """The interval this rank asks for. Depends only on what was observed, and changes nothing."""
         if self._starved:
             return min(2 * self._interval, self._longest)
         if self._plan is None or (self._stale and self._probed):
@@ -166,10 +168,10 @@ class Online:
         return {"interval": self._interval, "seen": measured, "failures": self.rate.notes()}
 
     def resume(self, notes: Mapping[str, Any]) -> None:
-        """Go on from the `notes` of a snapshot that was restored: since then the job has failed once more.
+        """Continue from the `notes` of the restored snapshot. Counts a failure: the job has failed since.
 
         Raises:
-            ConfigError: they are no notes.
+            ConfigError: the notes are malformed.
         """
         try:
             interval, measured = int(notes["interval"]), [float(value) for value in notes["seen"]]
@@ -188,7 +190,7 @@ class Online:
 
     @property
     def _starved(self) -> bool:
-        """Whether something must be measured, and no baseline step will come by itself."""
+        """Whether something must be measured, and no baseline step will come without a probe."""
         return (self._plan is None or self._stale) and self._log.starved(self._interval)
 
     def _over_budget(self, interval: int) -> bool:
@@ -210,7 +212,7 @@ class Online:
         self._replan()
 
     def _go_stale(self) -> None:
-        """What a snapshot costs must be measured again, beside baseline steps that are still to come."""
+        """The cost of a snapshot must be measured again, against baseline steps that are still to come."""
         self._stale = True
         self._log.baseline = 0
         self._costs.clear()
@@ -220,7 +222,7 @@ class Online:
         seen = self._seen
         if seen is None or seen.step_s <= 0:
             return
-        # A failure that needs a protected snapshot costs half of as many intervals as lie between two of these.
+        # A failure loses half an interval on average; one that needs a protected snapshot, `protect_every` times that.
         weight = 1 + self._lost * (self._protect_every - 1)
         self._plan = choose_interval(
             step_s=seen.step_s,
@@ -236,7 +238,7 @@ class Online:
     def _reason(self, interval: int) -> str:
         seen, plan = self._seen, self._plan
         if self._probed or seen is None or plan is None:
-            return "every step overlapped a snapshot: looks for some that do not, to compare with"
+            return "every step overlapped a snapshot, so steps without one are measured first"
         bounds = {
             "optimum": "cost and loss balance",
             "step": "less than a step would be best",

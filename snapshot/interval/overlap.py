@@ -1,7 +1,7 @@
 """Which steps of a running job were slowed by which snapshot. Pure: no clock.
 
-Steps beside which no snapshot was worked on are *baseline* steps; all others are *overlapped*. A snapshot costs what
-its overlapped steps take beyond as many baseline steps, and no less than it held up the loop.
+Steps during which no snapshot was worked on are *baseline* steps; all others are *overlapped*. A snapshot costs the
+extra time of its overlapped steps over as many baseline steps, and at least the time it held up the loop.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.samples import EVIDENCE
 
 STALE_STEPS = 1000
-"""What a snapshot costs is measured again after so many steps without a baseline one."""
+"""Number of steps without a baseline step after which the cost of a snapshot is measured again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """The steps that a snapshot overlapped: how many, how long they took, and how long it held up the loop. Of several
-    snapshots the mean, where not all of them are encoded."""
+    """The steps that a snapshot overlapped: how many, how long they took, and how long it held up the loop. If not all
+    snapshots are encoded, the mean over several snapshots."""
 
     steps: float
     took_s: float
@@ -26,34 +26,34 @@ class Overlapped:
 
 
 class OverlapLog:
-    """Puts overlapped steps together by snapshot, and counts. Not thread-safe; nothing blocks.
+    """Groups overlapped steps by snapshot, and counts steps. Not thread-safe; nothing blocks.
 
     Attributes:
-        in_a_row: overlapped steps since the last baseline step.
-        baseline: how many baseline steps there were; whoever reads it sets it back.
+        in_a_row: number of overlapped steps since the last baseline step.
+        baseline: number of baseline steps since the owner last set this to 0.
     """
 
     def __init__(self, protect_every: int = 1) -> None:
-        """`protect_every`: of so many snapshots one is encoded, and costs more than the others. They are told of
-        together, or most of what it costs would be taken for an outlier."""
+        """`protect_every`: one of this many snapshots is encoded, and costs more than the others. They are reported
+        together, or most of its cost would be taken for an outlier."""
         self._together = protect_every
         self._closed: list[tuple[int, float, float]] = []
         self.in_a_row = 0
         self.baseline = 0
-        self._open: list[tuple[float, float]] | None = None  # of a snapshot; None: not known where one begins
+        self._open: list[tuple[float, float]] | None = None  # a snapshot's steps; None: its start is unknown
 
     def observe(self, step_s: float, stall_s: float, overlapped: bool, interval: int) -> Overlapped | None:
         """Take note of a finished step.
 
         Args:
             step_s: from boundary to boundary, stall included.
-            stall_s: how long of it the loop was held up.
+            stall_s: how long the loop was held up during the step.
             overlapped: a snapshot was taken at its start, or was copied, sealed or encoded at some time during it.
             interval: steps from one snapshot to the next.
 
         Returns:
-            A snapshot, or as many as are told of together, whose steps are complete now: the next one begins, or a
-            baseline step has come.
+            The steps of a snapshot, or the mean of several reported together, if they are complete now: the next
+            snapshot begins, or a baseline step has come.
         """
         if not overlapped:
             self.in_a_row = 0
@@ -66,8 +66,8 @@ class OverlapLog:
         return self._complete() if len(self._open) == interval else None
 
     def starved(self, interval: int) -> bool:
-        """Whether there was no baseline step for so long that none will come by itself: time for a *probe*, a longer
-        interval for a while."""
+        """Whether there was no baseline step for so long that none will come at this interval: time for a *probe*, a
+        longer interval for a while."""
         return self.in_a_row >= max(EVIDENCE, 2 * interval)
 
     def restart(self) -> None:

@@ -1,6 +1,7 @@
-"""The best time between snapshots: one level exactly, several to first order. Pure; cheap enough for every few minutes.
+"""The best time between snapshots of one level, computed exactly. Pure; cheap enough to run every few minutes.
 
-All rates are failures per second of the whole job, all intervals useful work, in seconds or in steps.
+All rates are failures per second of the whole job; all intervals are useful work, in seconds or in steps. For several
+levels see `snapshot.interval.waste`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from holdfast.snapshot.interval.checks import not_negative, positive
 
 LONGEST_STEPS = 1_000_000
-"""Where failures are so rare that hardly any interval is too long."""
+"""Maximum interval, for jobs that fail so rarely that hardly any interval is too long."""
 
 
 def young(cost_s: float, mtbf_s: float) -> float:
@@ -31,8 +32,8 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 def _one_plus_w(x: float, root: float) -> float:
     """``1 + W0(x)`` for ``-1/e <= x <= 0``, to 1e-10 of itself; W0 is the principal branch of Lambert's W.
 
-    `root` is ``sqrt(2 (e x + 1))``, given so that nothing cancels near the branch point x = -1/e. There it is the
-    series in `root`, elsewhere Halley's method (both in Corless et al., "On the Lambert W function", Adv. Comput.
+    `root` is ``sqrt(2 (e x + 1))``, passed in so that nothing cancels near the branch point x = -1/e. There the series
+    in `root` is used, elsewhere Halley's method (both in Corless et al., "On the Lambert W function", Adv. Comput.
     Math. 5, 1996).
     """
     if root < 1e-3:
@@ -62,9 +63,9 @@ def expected_time(work_s: float, cost_s: float, mtbf_s: float, restart_s: float 
 def optimal(cost_s: float, mtbf_s: float) -> float:
     """Useful work between two snapshots, in seconds, that minimises expected wall time. Exact for exponential failures.
 
-    The minimum of `expected_time` over work: ``M (1 + W0(-exp(-c/M - 1)))``, whatever a restart takes. With
-    ``u = c/M`` the argument is just above the branch point ``-1/e``, by ``1 - exp(-u)`` of it; that is what is computed
-    here, so that nothing cancels where costs are tiny.
+    The minimum of `expected_time` per work: ``M (1 + W0(-exp(-c/M - 1)))``, whatever a restart takes. With ``u = c/M``
+    the argument is just above the branch point ``-1/e``, by the fraction ``1 - exp(-u)`` of it. The code computes that
+    fraction, so that nothing cancels if costs are tiny.
 
     Raises:
         ConfigError: the cost is negative or the MTBF not positive.
@@ -78,12 +79,13 @@ def optimal(cost_s: float, mtbf_s: float) -> float:
 def slots_needed(
     interval_s: float, commit_s: float, encode_s: float, *, encode_every: int = 1, persist_s: float = 0.0
 ) -> int:
-    """How many slots a shard needs so that no snapshot is skipped for want of a free one.
+    """How many slots a shard needs so that no snapshot is skipped for lack of a free one.
 
-    A slot is freed when the next younger snapshot of its kind is protected. Where each one is encoded it is therefore
-    held for one interval and what protecting takes: ``1 + ceil(protect / interval)`` slots. Where only some are, three:
-    the protected one, the newest sealed one and the one being written; and a fourth where encoding takes so long that
-    the one being encoded is none of these. A persist that takes longer than an interval holds one more.
+    A slot is freed when the next younger snapshot of its kind is protected. If every snapshot is encoded, a slot is
+    held for one interval plus the time to protect, so ``1 + ceil(protect / interval)`` slots are needed. If only some
+    are encoded, three are: for the protected snapshot, the newest sealed one and the one being written; and a fourth if
+    encoding takes so long that the one being encoded is none of these. A persist that takes longer than an interval
+    holds one more.
     """
     protect_s = commit_s + encode_s
     if encode_every == 1:
@@ -98,10 +100,10 @@ class Interval:
     """An interval, and what keeps it from being shorter.
 
     Attributes:
-        steps: between snapshots.
-        ideal_s: the exact optimum if nothing limited it, in seconds of work; inf if nothing fails.
-        bound: ``"optimum"``; ``"step"``: each step, the optimum is shorter than one; ``"slots"``: a slot must be free
-            and encoding keep up; ``"budget"``: of overhead; ``"longest"``: as long as was allowed.
+        steps: steps between snapshots.
+        ideal_s: the exact optimum without any limits, in seconds of work; inf if nothing fails.
+        bound: ``"optimum"``; ``"step"``: the optimum is shorter than the shortest interval allowed; ``"slots"``: a slot
+            must be free and encoding keep up; ``"budget"``: the overhead budget; ``"longest"``: the longest allowed.
     """
 
     steps: int
@@ -121,24 +123,24 @@ def choose_interval(
     shortest: int = 1,
     longest: int = LONGEST_STEPS,
 ) -> Interval:
-    """The best interval between snapshots when every snapshot is encoded. Takes microseconds; no state.
+    """The best interval between snapshots if every snapshot is encoded. Takes microseconds; no state.
 
-    The whole number of steps next to the exact optimum (`optimal`) at which expected wall time is least, moved up, if
-    need be, until it is feasible: a slot is free and encoding keeps up, and the visible cost stays within `budget`.
-    A longer step, a higher cost or a lower rate never give a smaller number of seconds. The same arguments give the
-    same answer on every rank; so agree on the arguments, or on the answer, before you use it.
+    The result is the whole number of steps next to the exact optimum (`optimal`) with the least expected wall time,
+    raised if need be until it is feasible: a slot is free, encoding keeps up, and the visible cost stays within
+    `budget`. A longer step, a higher cost or a lower rate never makes the interval shorter in seconds. The same
+    arguments give the same answer on every rank, so agree on the arguments, or on the answer, before using it.
 
     Args:
-        step_s: a step without any snapshot, in seconds; more than 0.
-        cost_s: training time that one snapshot takes, copy and encoding together; what is measured may be below 0,
-            which counts as 0. Then the interval is as short as slots allow: nothing is gained by waiting.
+        step_s: duration of a step without any snapshot, in seconds; more than 0.
+        cost_s: training time that one snapshot takes, copy and encoding together. A measured cost may be below 0, which
+            counts as 0; then the interval is as short as slots allow, since nothing is gained by waiting.
         failure_rate: failures per second of the whole job that are restored from memory, of all classes. 0: none are
             expected, and snapshots that cost something are taken every `longest` steps.
         commit_s: from the boundary until the snapshot is sealed.
         encode_s: from there until it is protected; 0 if nothing is encoded.
-        slots: for each shard, 2 or more.
+        slots: slots per shard, 2 or more.
         budget: largest fraction of training time that snapshots may take; None or 0: any.
-        shortest, longest: never less, never more. `longest` wins over everything else, even over `shortest`.
+        shortest, longest: bounds in steps. `longest` wins over everything else, even over `shortest`.
 
     Raises:
         ConfigError: `step_s` is not positive, or the rate negative.
@@ -167,7 +169,7 @@ def _protect(commit_s: float, encode_s: float, slots: int) -> float:
 
 
 def _round(ideal_s: float, step_s: float, cost_s: float, rate: float) -> int:
-    """The neighbour of the optimum at which time per work is less; it has a single minimum."""
+    """The neighbour of the optimum, in whole steps, with less time per work, which has a single minimum."""
     low = max(1, int(min(ideal_s / step_s, LONGEST_STEPS)))
     return min((low, low + 1), key=lambda k: expected_time(k * step_s, cost_s, 1.0 / rate) / (k * step_s))
 

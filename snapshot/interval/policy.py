@@ -1,6 +1,6 @@
-"""After which steps a rank takes snapshots: picks who decides, tells them what steps and snapshots take, keeps notes.
+"""After which steps a rank takes snapshots: picks the policy, reports times of steps and snapshots to it, keeps notes.
 
-With a number of steps the `Governor` decides, with ``"auto"`` `Online` does, and while a profile is recorded
+With a number of steps the policy is `Governor`, with ``"auto"`` `Online`, and while a profile is recorded
 `Alternation`. The last two need to know how long protecting takes, so a `Watch` runs beside them.
 """
 
@@ -34,10 +34,10 @@ log = get_log(__name__)
 
 
 class IntervalPolicy(Protocol):
-    """One rank's wish for an interval, from what it observes; all ranks use the longest that any of them wants.
+    """One rank's wish for an interval, from what it observes. All ranks use the longest one that any of them wants.
 
-    Whether a snapshot is taken follows from the step's number and what the ranks agreed on, so all take the same ones.
-    Not thread-safe; nothing blocks.
+    Whether a snapshot is taken depends only on the step's number and what the ranks agreed on, so all ranks take the
+    same snapshots. Not thread-safe; nothing blocks.
     """
 
     @property
@@ -55,8 +55,8 @@ class IntervalPolicy(Protocol):
         ...
 
     def observe(self, step_s: float, stall_s: float, overlapped: bool) -> None:
-        """Take note of a finished step: seconds from boundary to boundary, what of it the loop was held up, and whether
-        a snapshot was worked on at some time during it."""
+        """Take note of a finished step: seconds from boundary to boundary, how long of that the loop was held up, and
+        whether a snapshot was worked on at some time during it."""
         ...
 
     def wanted(self) -> int:
@@ -69,7 +69,7 @@ class IntervalPolicy(Protocol):
 
 
 class IntervalController:
-    """One rank's. Called by the hook, in the training thread, but for `sealed`."""
+    """Runs one rank's interval policy. Called by the hook, in the training thread, except `sealed`."""
 
     def __init__(
         self,
@@ -83,17 +83,17 @@ class IntervalController:
         notes: Mapping[str, Any],
         system: System = MACHINE,
     ) -> None:
-        """Snapshots can be taken from now on. A collective call with ``"auto"``.
+        """A collective call with ``"auto"``.
 
         Args:
             budget: largest fraction of training time that snapshots may take; None: any.
             protect_every: which snapshots are protected.
-            recording: of a profile, if one is to be made; then `every` and `budget` do not matter.
-            connect: a further connection to this node's SMP.
-            notes: those of the snapshot that was restored, if it has some.
+            recording: the recording of a profile, if there is one; then `every` and `budget` do not matter.
+            connect: opens another connection to this node's SMP.
+            notes: the notes of the restored snapshot; may be empty.
 
         Raises:
-            ConfigError: ``HOLDFAST_MTBF``, or the notes, cannot be.
+            ConfigError: ``HOLDFAST_MTBF`` or the notes are malformed.
         """
         self._recording = recording
         self._budget = budget
@@ -104,7 +104,7 @@ class IntervalController:
         self._mtbf_s = mtbf_from_environment() if every == "auto" else None
         self._online: Online | None = None
         self.policy: IntervalPolicy
-        # With "auto" one is encoded at almost any time, and all cost alike.
+        # With protect_every="auto" some snapshot is being encoded at almost any time, so all cost alike.
         together = protect_every if isinstance(protect_every, int) else 1
         if recording is not None:
             self.policy = recording.policy
@@ -126,11 +126,11 @@ class IntervalController:
 
     @property
     def why(self) -> str:
-        """With ``"auto"``, what the interval follows from, in words."""
+        """With ``"auto"``, the reason for the interval, in words."""
         return self._online.why if self._online else ""
 
     def placed(self, layout: Layout) -> None:
-        """The job has this layout now."""
+        """The job has this layout now. With ``"auto"``, its number of nodes sets the failure rate."""
         if self._online is not None:
             self._online.rate.prior = sum(self._rates_of(len(layout.nodes)).values())
 
@@ -138,9 +138,9 @@ class IntervalController:
         """A step is done.
 
         Args:
-            now_s: the boundary after it.
-            stalled_s: how long the loop was held up since the hook was entered.
-            overlapped: a snapshot was worked on at some time during it.
+            now_s: the time of the boundary after it.
+            stalled_s: how long the loop was held up in total since the hook was entered.
+            overlapped: a snapshot was worked on at some time during the step.
         """
         for timing in self._watch.take() if self._watch else ():
             if self._recording is not None:
@@ -153,14 +153,14 @@ class IntervalController:
         self._stalled_s = stalled_s
 
     def agree(self, interval: int) -> str | None:
-        """All ranks use `interval` from now on. If that is another one, what to tell operators, once for the job."""
+        """All ranks use `interval` from now on. Returns, on rank 0, what to tell operators of a change; else None."""
         before = self.policy.interval
         self.policy.agree(interval)
         if interval == before or not self._leads:
             return None
         if self._online is not None:
             self._say()
-        # A probe doubles the interval for a moment: only what lasts, or is new, is worth a warning.
+        # Warn only if the interval is at least twice, or at most half, the one last warned of (at first `every`).
         level = logging.WARNING if not 1 / 2 < interval / self._told < 2 else logging.INFO
         if level == logging.WARNING:
             self._told = interval
@@ -168,7 +168,7 @@ class IntervalController:
         return f"a snapshot every {interval} steps: {self.reason}"
 
     def plan_in_words(self) -> str:
-        """How often snapshots are taken, as is said, and logged, when a job begins."""
+        """How often snapshots are taken, as shown and logged when a job begins."""
         every = "every step" if self.policy.interval == 1 else f"every {self.policy.interval} steps"
         if self._protect_every != 1:
             some = "one at a time" if self._protect_every == "auto" else f"one of {self._protect_every}"
@@ -182,16 +182,15 @@ class IntervalController:
 
     @property
     def reason(self) -> str:
-        """What the interval follows from, in words."""
+        """The reason for the interval, in words."""
         if self._online is not None:
             return self._online.why
         if self._budget is None:
             return "as asked for"
         if self.policy.overhead is None:
-            return "to see what steps take without one"
+            return "to measure steps without a snapshot"
         return (
-            f"that takes {self.policy.overhead:.1%} of the training time, of which overhead_budget allows "
-            f"{self._budget:.1%}"
+            f"that takes {self.policy.overhead:.1%} of the training time, and overhead_budget allows {self._budget:.1%}"
         )
 
     def sealed(self, job: CopyJob) -> None:
@@ -200,11 +199,11 @@ class IntervalController:
             self._watch.sealed(job)
 
     def notes(self) -> dict[str, Any] | None:
-        """What the next start of the job must know; stands in every snapshot."""
+        """What the next start of the job must know; stored in every snapshot."""
         return self._online.notes() if self._online else None
 
     def close(self, deadline_s: float) -> None:
-        """End; for a profile not before what is sealed is timed. Raises `DeadlineExceeded` if that takes too long."""
+        """End. For a profile, sealed snapshots are timed first. Raises `DeadlineExceeded` if that takes too long."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close(deadline_s, wait=self._recording is not None)
@@ -212,18 +211,18 @@ class IntervalController:
                 self._recording.timings += watch.take()
 
     def _say(self) -> None:
-        """Show operators what is done, and why."""
+        """Show operators the interval and the reason for it."""
         if self._online is not None and self._watch is not None and self._leads:
             self._watch.say(f"a snapshot every {self._online.interval} steps: {self._online.why}")
 
     def _rates_of(self, nodes: int) -> dict[str, float]:
-        """Failures per second of so many nodes that are restored from memory, by kind."""
+        """Failures per second, by kind, of `nodes` nodes; only failures that are restored from memory."""
         rates = from_profile(profile(PUBLISHED), self._mtbf_s).job(nodes)
         return {kind: rate for kind, rate in rates.items() if kind != "beyond"}
 
 
 def mtbf_from_environment() -> float | None:
-    """``HOLDFAST_MTBF``, of one node, in seconds; None if it is not set. Raises `ConfigError`."""
+    """``HOLDFAST_MTBF``, the MTBF of one node, in seconds; None if it is not set. Raises `ConfigError`."""
     text = os.environ.get(MTBF_ENV)
     if not text:
         return None
@@ -234,7 +233,7 @@ def mtbf_from_environment() -> float | None:
 
 
 def budget_from_environment() -> float:
-    """``HOLDFAST_OVERHEAD_BUDGET``, or 1 %; 0 means that there is none. Raises `ConfigError`."""
+    """``HOLDFAST_OVERHEAD_BUDGET``, by default 1 %; 0 means no budget. Raises `ConfigError`."""
     text = os.environ.get("HOLDFAST_OVERHEAD_BUDGET", str(DEFAULT_BUDGET))
     try:
         return float(text)

@@ -1,6 +1,6 @@
-"""The training process's part in ``holdfast profile``: records what snapshots cost, and ends the job well.
+"""The training process's part in ``holdfast profile``: records what snapshots cost, and ends the job with status 0.
 
-It is asked for through the environment; see `holdfast.cli.profile` for the other part.
+It is requested through the environment; see `holdfast.cli.profile` for the other part.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class RecordingOrders:
 
     Attributes:
         file: where rank 0 writes the profile.
-        steps: how many steps to record, after those that warm up.
+        steps: how many steps to record, after the warm-up steps.
     """
 
     file: str
     steps: int
 
     def to_environment(self) -> dict[str, str]:
-        """What makes a hook follow these orders."""
+        """The environment variables that make a hook follow these orders."""
         return {PROFILE_ENV: json.dumps(asdict(self))}
 
 
 def recording_from_environment(slots: int) -> Recording | None:
-    """None where nothing is to be recorded. Raises `ConfigError`."""
+    """The recording that was requested, if any. Raises `ConfigError` if the orders are malformed."""
     text = os.environ.get(PROFILE_ENV)
     if not text:
         return None
@@ -54,7 +54,7 @@ def recording_from_environment(slots: int) -> Recording | None:
 
 
 class Recording:
-    """Follows orders in one rank. Called by the hook, in the training thread."""
+    """Follows the orders on one rank. Called by the hook, in the training thread."""
 
     def __init__(self, orders: RecordingOrders, slots: int) -> None:
         self._orders = orders
@@ -67,7 +67,7 @@ class Recording:
         return self.policy.recorded() >= self._orders.steps
 
     def write(self, layout: Layout, node: str, coord: str, agreement: Agreement) -> None:
-        """Gather what all ranks saw, and have rank 0 write the profile. A collective call; blocks.
+        """Gather what all ranks recorded, and have rank 0 write the profile. A collective call; blocks.
 
         Raises:
             ConfigError: too little was recorded, or the file cannot be written.
@@ -89,7 +89,7 @@ class Recording:
 
 
 def leave() -> None:
-    """End this process with status 0; what the script would do after its training loop is not done."""
+    """End this process with status 0. Nothing after the script's training loop runs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,10 +1,10 @@
-"""How large jobs fail, by published studies: rates, and what each failure takes with it.
+"""How large jobs fail, from published studies: rates, and what each failure takes with it.
 
-Three classes, by what is left of a node's memory:
+There are three classes, by what is left of a node's memory:
 
 * *process*: processes die and the host lives, or is drained with its memory still readable;
-* *memory*: one host's memory is gone at once: power, chassis, kernel, memory modules;
-* *shock*: several hosts at once: a rack's power, a switch, a parallel group that is evicted whole.
+* *memory*: one host's memory is lost at once: power, chassis, kernel, memory modules;
+* *shock*: several hosts are lost at once: a rack's power, a switch, a parallel group that is evicted whole.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 SHOCK = 0.01
-"""Share of failures that hit several hosts at once where a study does not say: 1 to 2 % (3-5 % of Meta RSC's hardware
-failures come with another one)."""
+"""Share of failures that hit several hosts at once, if a study does not report it: 1 to 2 % (3-5 % of Meta RSC's
+hardware failures come with another one)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureProfile:
-    """Failures of one study.
+    """Failures as reported by one study.
 
     Attributes:
-        source: where its numbers stand.
+        source: where its numbers were published.
         rate: unexpected interruptions per 1,000 node-days.
-        memory, shock: shares of the classes; all the rest is *process*.
-        causes: counts by cause, as published; empty where only a rate is.
+        memory, shock: shares of these classes; the rest is *process*.
+        causes: counts by cause, as published; empty if only a rate was published.
     """
 
     name: str
@@ -38,7 +38,7 @@ class FailureProfile:
 
     @property
     def process(self) -> float:
-        """Share of failures that leave the memory."""
+        """Share of failures that leave the node's memory readable."""
         return 1.0 - self.memory - self.shock
 
     def node_mtbf_s(self) -> float:
@@ -104,11 +104,11 @@ PROFILES = {
         FailureProfile("unicron", "Unicron: 73 % of errors are transient, 37 % need a drain", 6.5, 0.12, 0.02),
     )
 }
-"""By name. The shares of rsc-1, rsc-2 and unicron are estimates: these studies give rates, and what is transient."""
+"""By name. The shares of rsc-1, rsc-2 and unicron are estimates: these studies report rates and transient failures."""
 
 
 PUBLISHED = "ft-hsdp"
-"""How often nodes fail, and how, as long as nothing else is known."""
+"""The profile that is assumed as long as nothing else is known."""
 
 
 def profile(name: str) -> FailureProfile:

@@ -1,4 +1,4 @@
-"""How often a running job fails, from a published rate and its own failures, as far as they are recent. Pure."""
+"""How often a running job fails, from a published rate and its own recent failures. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from holdfast.snapshot.interval.checks import not_negative, positive
 from holdfast.snapshot.interval.failures import PRIOR_EVENTS
 
 REMEMBERED = 16
-"""Of so many failures the newest are known: so few that a rate that changes is followed, so many that it is known to a
-quarter of itself, which costs 1 % of the wasted time."""
+"""Number of failures that are remembered, the newest. Few enough to follow a changing rate, and enough to know it to
+within a quarter, which costs 1 % of the wasted time."""
 
 
 class FailureRate:
-    """Gamma-Poisson: prior shape `PRIOR_EVENTS` and mean `prior`, and the failures in the time that is remembered.
+    """Gamma-Poisson estimate, from a prior of shape `PRIOR_EVENTS` and mean `prior`, and the remembered failures.
 
     Not thread-safe.
 
     Attributes:
-        prior: failures per second of the whole job that are expected where none was seen.
+        prior: expected failures per second of the whole job, before any were seen.
     """
 
     def __init__(self, prior: float) -> None:
@@ -30,7 +30,7 @@ class FailureRate:
         self._since_s = 0.0
 
     def trained(self, seconds: float) -> None:
-        """The job has run for so long."""
+        """The job has run for `seconds` more."""
         self._trained_s += seconds
 
     def failed(self) -> None:
@@ -41,17 +41,17 @@ class FailureRate:
 
     @property
     def per_second(self) -> float:
-        """Mean of the posterior, ``(a + n) / (a / prior + t)``, for n failures in the time t since the oldest that is
-        forgotten."""
+        """Mean of the posterior, ``(a + n) / (a / prior + t)``, for n failures in the time t since the newest failure
+        that is forgotten."""
         exposure_s = self._trained_s - self._since_s
         return (PRIOR_EVENTS + len(self._failures)) / (PRIOR_EVENTS / self.prior + exposure_s)
 
     def notes(self) -> list[float]:
-        """What the next start of the job must know: how long it ran, since when failures are known, and when it
-        failed."""
+        """What the next start of the job must know: how long the job ran, since when its failures are known, and when
+        it failed."""
         return [self._trained_s, self._since_s, *self._failures]
 
     def resume(self, notes: Sequence[float]) -> None:
-        """Go on from the `notes` of an earlier start. Raises `ConfigError` if they are none."""
+        """Continue from the `notes` of an earlier start. Raises `ConfigError` or `ValueError` if they are malformed."""
         self._trained_s, self._since_s, *failures = (not_negative("a time of the failure rate", at) for at in notes)
         self._failures = deque(failures, maxlen=REMEMBERED)

@@ -1,7 +1,7 @@
-"""From what every rank saw of its steps and snapshots to a `Measured` profile. Pure.
+"""Makes a `Measured` profile from every rank's recording of its steps and snapshots. Pure.
 
-Snapshots alternate with steps in which nothing is worked on: one is taken after every baseline step. So both kinds of
-steps are of the same minutes, and what slows the machine slows both.
+Snapshots alternate with steps in which none is worked on: one is taken after every baseline step. So both kinds of
+steps come from the same minutes, and anything that slows the machine slows both.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from holdfast.snapshot.interval.measured import Measured
 from holdfast.snapshot.interval.samples import Timing
 
 WARM_STEPS = 4
-"""The first steps of a run are longer than those to come."""
+"""Number of first steps that are not recorded: they take longer than later ones."""
 
 LEAST = 4
-"""Of baseline steps, and so of snapshots: where each overlaps many steps, more are recorded than was asked for."""
+"""Minimum number of baseline steps, and so of snapshots. If each snapshot overlaps many steps, more steps are recorded
+than were requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Location:
     """Where a rank's snapshots are kept.
 
     Attributes:
-        shard_bytes: of this rank's shard.
+        shard_bytes: size of this rank's shard.
         data, parity: k and m of the node's group; 0 parity: nothing is encoded.
     """
 
@@ -40,12 +41,12 @@ class Location:
 
 @dataclass(slots=True)
 class RankRecording:
-    """What one rank saw.
+    """One rank's recording.
 
     Attributes:
-        baseline, overlapped: seconds of steps, in order; the same steps on every rank.
+        baseline, overlapped: durations of steps in seconds, in order; the same steps on every rank.
         stalls: by the step of a snapshot, how long it held up the loop.
-        timings: of the snapshots that were protected.
+        timings: timings of the snapshots that became protected.
     """
 
     place: Location
@@ -56,9 +57,9 @@ class RankRecording:
 
 
 class Alternation:
-    """Takes a snapshot after each baseline step, and keeps what steps took. Not thread-safe; nothing blocks.
+    """Takes a snapshot after each baseline step, and records the times of steps. Not thread-safe; nothing blocks.
 
-    Every slot is written once before anything counts, as memory that was never touched is slow.
+    Every slot is written once before anything is recorded, as memory that was never touched is slow.
     """
 
     def __init__(self, slots: int) -> None:
@@ -94,19 +95,19 @@ class Alternation:
             self.baseline.append(step_s)
 
     def wanted(self) -> int:
-        """The interval is not for the ranks to choose."""
+        """The interval is fixed."""
         return self.interval
 
     def agree(self, interval: int) -> None:
-        """It is as it was."""
+        """Does nothing: the interval is fixed."""
 
     def recorded(self) -> int:
-        """How many steps count so far, if nothing is on its way and `LEAST` of them were baseline steps; else 0."""
+        """Number of recorded steps; 0 while a snapshot is in progress, or fewer than `LEAST` were baseline steps."""
         return len(self.baseline) + len(self.overlapped) if self._was_baseline and len(self.baseline) >= LEAST else 0
 
 
 def merge(parts: Sequence[RankRecording]) -> Measured:
-    """The profile of a job. A step takes its mean over the ranks, a part of a snapshot what the slowest rank needs.
+    """The profile of a job: step times are means over the ranks, a snapshot's phases are those of the slowest rank.
 
     Raises:
         ConfigError: too little was recorded: too few steps, or no snapshot became protected on all ranks.

@@ -1,4 +1,4 @@
-"""Samples of times that are noisy, and that may change while a job runs. Pure."""
+"""Samples of durations that are noisy and may change while a job runs. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from statistics import fmean
 
 EVIDENCE = 8
-"""No fewer samples say anything."""
+"""Minimum number of samples for a conclusion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long the parts of one snapshot took, one after the other, in seconds.
+    """How long the phases of one snapshot took, one after the other, in seconds.
 
     Attributes:
-        step: of the snapshot.
-        copy_s: from the boundary until all of it is in the slot; what the pace held it back is part of it.
-        seal_s: until it is sealed.
-        encode_s: until this node knows that it is protected.
+        step: the snapshot's step.
+        copy_s: from the boundary until the whole snapshot is in the slot, including delays by the pace.
+        seal_s: from there until it is sealed.
+        encode_s: from there until this node knows that it is protected.
     """
 
     step: int
@@ -32,7 +32,7 @@ class Timing:
 def typical(samples: Collection[float]) -> tuple[float, float]:
     """The mean of the middle half of `samples`, which a quarter of outliers does not move, and its standard error.
 
-    The error of a trimmed mean is that of Tukey and McLaughlin (Sankhya A 25, 1963).
+    The standard error of a trimmed mean follows Tukey and McLaughlin (Sankhya A 25, 1963).
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -45,13 +45,13 @@ def typical(samples: Collection[float]) -> tuple[float, float]:
 
 
 class Recent:
-    """The newest samples of something that is the same for a while, and then, maybe, something else.
+    """The newest samples of a quantity that stays the same for a while, and may then change.
 
-    Where the newest `EVIDENCE` differ from those before by more than noise, these are forgotten.
+    If the newest `EVIDENCE` samples differ from the older ones by more than noise, the older ones are forgotten.
 
     Args:
-        most: how many are kept.
-        errors, least: how many standard errors, and what share of itself, a change must have.
+        most: maximum number of samples kept.
+        errors, least: a change must exceed this many standard errors, and this share of the older value.
     """
 
     def __init__(self, most: int, errors: float = 4.0, least: float = 0.1) -> None:
@@ -64,7 +64,7 @@ class Recent:
         return len(self._samples)
 
     def add(self, sample: float) -> bool:
-        """Take note of a sample; whether what was known before it is seen to be over."""
+        """Add a sample. Returns whether the older samples turned out to be outdated, and were forgotten."""
         self._samples.append(sample)
         self._unchecked += 1
         if self._unchecked < EVIDENCE or len(self._samples) < 2 * EVIDENCE:
@@ -85,5 +85,5 @@ class Recent:
 
     @property
     def value(self) -> float:
-        """The typical one; 0 if there is none."""
+        """The typical sample; 0 if there is none."""
         return typical(self._samples)[0] if self._samples else 0.0

@@ -1,9 +1,8 @@
-"""Share of wall time that snapshots and failures take, to first order, and the best plan of several levels.
+"""The share of wall time lost to snapshots and failures, to first order, and the best plan of several levels.
 
 A *level* is a kind of snapshot that serves one class of failures: sealed (processes), protected (memory lost),
 persisted (beyond parity). It serves all classes below it, too. Level i is taken every P_i steps, each P_i a
-multiple of the one before, **counted by step numbers**: if counting began anew with each recovery, the rare levels
-would starve.
+multiple of the one before, **counted by step numbers**: if each recovery reset the count, the rare levels would starve.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.periods import LONGEST_STEPS, slots_needed
 
 ENCODE_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""In how many snapshots one may be encoded; between these waste hardly changes."""
+"""Candidates for n where one of n snapshots is encoded. Between these, waste hardly changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +23,10 @@ class Level:
     """One kind of snapshot, and the failures that need it.
 
     Attributes:
-        cost_s: training time that one takes: the loop is stopped or slowed. For itself, without the levels below.
+        cost_s: training time that one snapshot takes by stopping or slowing the loop, without the levels below.
         latency_s: from the boundary until it counts; costs no training time, but ages what a failure falls back to.
         restart_s: from a failure of this class to the next step.
-        rate: failures of this class per second, of the whole job.
+        rate: failures of this class per second, in the whole job.
     """
 
     name: str
@@ -38,12 +37,12 @@ class Level:
 
 
 def overhead(levels: Sequence[Level], periods_s: Sequence[float]) -> float:
-    """Visible cost of all snapshots per second of useful work: ``sum c / T``. What a run without failures shows."""
+    """Visible cost of all snapshots per second of useful work: ``sum c / T``, as a run without failures shows it."""
     return sum(level.cost_s / period for level, period in zip(levels, periods_s, strict=True))
 
 
 def lost(levels: Sequence[Level], periods_s: Sequence[float]) -> tuple[float, ...]:
-    """For each class the share of time lost to its failures: ``rate (T/2 + latency + R)``."""
+    """For each class, the share of time lost to its failures: ``rate (T/2 + latency + R)``."""
     return tuple(
         level.rate * (period / 2.0 + level.latency_s + level.restart_s)
         for level, period in zip(levels, periods_s, strict=True)
@@ -51,23 +50,23 @@ def lost(levels: Sequence[Level], periods_s: Sequence[float]) -> tuple[float, ..
 
 
 def first_order(levels: Sequence[Level], periods_s: Sequence[float]) -> float:
-    """Wasted share of wall time, ``sum c/T + sum rate (T/2 + l + R)``; a failure strikes half a period after the last
-    snapshot, on average, and that one counts only since its latency. May exceed 1, where it means nothing any more."""
+    """Wasted share of wall time, ``sum c/T + sum rate (T/2 + l + R)``: on average a failure strikes half a period after
+    the last snapshot, which counts only after its latency. Values above 1 have no meaning."""
     return overhead(levels, periods_s) + sum(lost(levels, periods_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan must keep to.
+    """Constraints on a plan.
 
     Attributes:
-        step_s: a step without snapshots.
+        step_s: duration of a step without snapshots.
         commit_s, encode_s, persist_s: how long each takes; they run beside training, one after the other. None:
             there is no such level.
-        slots: for each shard.
+        slots: slots per shard.
         budget: largest `overhead`; None: any.
-        longest: steps between the rarest snapshots, at most.
-        encode_every: in how many snapshots one may be encoded.
+        longest: maximum number of steps between the rarest snapshots.
+        encode_every: the n that are allowed where one of n snapshots is encoded.
     """
 
     step_s: float
@@ -80,8 +79,8 @@ class Limits:
     encode_every: tuple[int, ...] = ENCODE_EVERY
 
     def feasible(self, periods: Sequence[int], *, persisted: bool = True) -> bool:
-        """Whether there is a free slot for each snapshot, and encoding and persisting keep up. `periods` are steps
-        between snapshots of each level that there is; without the last of it if not `persisted`."""
+        """Whether each snapshot finds a free slot, and encoding and persisting keep up. `periods`: steps between
+        snapshots of each level in use; without the persisted level if not `persisted`."""
         interval_s = periods[0] * self.step_s
         encode_s, persist_s = self.encode_s or 0.0, self.persist_s or 0.0
         every = periods[1] // periods[0] if self.encode_s is not None else 1
@@ -92,15 +91,15 @@ class Limits:
 
 
 def best_periods(levels: Sequence[Level], limits: Limits) -> tuple[int, ...]:
-    """The feasible plan of least first-order waste: steps between snapshots of each level, as far as there is one.
+    """The feasible plan of least first-order waste: steps between snapshots of each level in use.
 
-    Waste is a sum over levels, and only limits and whole numbers tie them. So: for each ratio of P2 to P1 that
-    `Limits.encode_every` allows, P1 from the shortest that is feasible to beyond its own optimum, at steps of 5 % or of
-    one; with each the best multiple for the persisted level, which follows from its own optimum and what is left of the
-    budget.
+    Waste is a sum over levels, which only limits and whole numbers tie together. So the search takes each ratio of P2
+    to P1 that `Limits.encode_every` allows, and tries P1 from the shortest feasible one to beyond its own optimum, in
+    steps of 5 % or of one. For each P1 it takes the best multiple for the persisted level, which follows from that
+    level's own optimum and what is left of the budget.
 
     Raises:
-        ConfigError: none is feasible.
+        ConfigError: no plan is feasible.
     """
     best: tuple[float, tuple[int, ...]] | None = None
     for ratios in _ratios(limits):
@@ -119,12 +118,12 @@ def best_periods(levels: Sequence[Level], limits: Limits) -> tuple[int, ...]:
 
 
 def _ratios(limits: Limits) -> list[tuple[int, ...]]:
-    """Multiples of P1, of each level but the persisted one."""
+    """The possible multiples of P1, for each level but the persisted one."""
     return [(1,)] if limits.encode_s is None else [(1, n) for n in limits.encode_every]
 
 
 def _firsts(levels: Sequence[Level], limits: Limits, ratios: Sequence[int]) -> Iterable[int]:
-    """Values of P1 that are worth a try: around the optimum without limits, or from the shortest feasible one on."""
+    """Values of P1 worth trying: around the optimum without limits, or from the shortest feasible one on."""
     step = limits.step_s
     spent = sum(level.cost_s / n for level, n in zip(levels, ratios, strict=False)) / step
     hurt = 0.5 * step * sum(level.rate * n for level, n in zip(levels, ratios, strict=False))
@@ -143,8 +142,8 @@ def _firsts(levels: Sequence[Level], limits: Limits, ratios: Sequence[int]) -> I
 
 
 def _with_persisted(levels: Sequence[Level], limits: Limits, periods: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    """These periods, and if there is a persisted level the two multiples next to its optimum, or the least that the
-    budget and the time of a persist allow."""
+    """`periods`, followed, if there is a persisted level, by each of the two multiples next to its optimum, or by the
+    least multiple that the budget and the time of a persist allow."""
     if limits.persist_s is None:
         yield tuple(periods)
         return

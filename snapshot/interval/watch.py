@@ -1,7 +1,7 @@
-"""A thread that learns when snapshots are protected, so that it is known how long copying, sealing and encoding take,
-and tells the SMP what operators should know.
+"""A thread that times how long copying, sealing and encoding snapshots takes, and tells the SMP what operators should
+know.
 
-It has a connection of its own to the SMP, in which it waits; neither the training loop nor the copy threads do.
+It waits on its own connection to the SMP, so that neither the training loop nor the copy threads have to wait.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ from holdfast.snapshot.interval.samples import Timing
 from holdfast.snapshot.step.copier import CopyJob
 
 AWAIT_DEADLINE_S = 60.0
-"""A snapshot that is not protected by then says nothing of how long encoding takes."""
+"""How long the thread waits for a snapshot to become protected. A snapshot that takes longer is not timed."""
 
 SLICE_S = 0.5
-"""How long it waits without looking whether it shall end."""
+"""How long the thread waits before it checks whether it should end."""
 
 log = get_log(__name__)
 
 
 class Watch:
-    """Times snapshots. `sealed` and `say` may be called from any thread; all else is the training thread's."""
+    """Times snapshots. `sealed` and `say` may be called from any thread, all else by the training thread only."""
 
     def __init__(self, connect: Callable[[], SmpClient], system: System = MACHINE) -> None:
-        """`connect`: a connection to this node's SMP; called in the watching thread, again if the SMP went away."""
+        """`connect`: opens a connection to this node's SMP; called in the watching thread, again if the SMP goes
+        away."""
         self._connect = connect
         self._monotonic = system.monotonic
-        self._client: SmpClient | None = None
+        self._client: SmpClient | None = None  # used by the watching thread only
         self._hurry = system.Event()
         self._jobs: queue.SimpleQueue[CopyJob | str | None] = system.SimpleQueue()
-        self._timings: deque[Timing] = deque()  # the watching thread adds, the training thread takes; it needs no lock
+        self._timings: deque[Timing] = deque()  # the watching thread adds, the training thread takes; no lock needed
         self._thread = system.Thread(target=self._run, name="holdfast-watch", daemon=True)
         self._thread.start()
 
     def sealed(self, job: CopyJob) -> None:
-        """A snapshot is sealed, or was given up. Returns at once. How long one takes, those tell that are protected."""
+        """A snapshot is sealed, or was given up. Returns at once. Only sealed snapshots that are encoded are timed."""
         if job.error is None and job.encode:
             self._jobs.put(job)
 
     def say(self, text: str) -> None:
-        """Have the SMP show this to whoever looks. Returns at once."""
+        """Have the SMP show this text to operators. Returns at once."""
         self._jobs.put(text)
 
     def take(self) -> list[Timing]:
-        """What became known since the last call. Never blocks."""
+        """The timings since the last call. Never blocks."""
         return [self._timings.popleft() for _ in range(len(self._timings))]
 
     def close(self, deadline_s: float, *, wait: bool) -> None:
-        """End; blocks. With `wait` not before what is open is timed, too. Raises `DeadlineExceeded`."""
+        """End the thread; blocks. With `wait`, snapshots still to be timed are timed first. Raises
+        `DeadlineExceeded`."""
         if not wait:
             self._hurry.set()
         self._jobs.put(None)

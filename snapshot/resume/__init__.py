@@ -1,3 +1,3 @@
-"""Back from a snapshot: planning, loading, resharding, and comparing what the first steps do with what they did."""
+"""Resuming from a snapshot: planning, loading, resharding, and comparing the first step with the original one."""
 
 __all__ = ["arrange", "choice", "comparison", "elastic", "entering", "loading", "reserve", "restore"]

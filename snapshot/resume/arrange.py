@@ -1,4 +1,4 @@
-"""From what every rank says of itself to the layout of the job. Pure; every rank computes the same."""
+"""Computes the job's layout from the descriptions of all ranks. Pure; every rank computes the same."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Protection:
     """How nodes protect each other: `parity` parity units for every `data` units; plain copies where `data` is 1.
 
     Attributes:
-        data: k; 0 means: as many as groups of at most `LARGEST_AUTO_GROUP` nodes allow.
-        parity: m; 0 means that they do not.
+        data: k; 0: as many as groups of at most `LARGEST_AUTO_GROUP` nodes allow.
+        parity: m; 0: nodes do not protect each other.
     """
 
     data: int
     parity: int
 
     def for_nodes(self, nodes: int) -> Protection:
-        """The same, with `data` chosen for a job of so many nodes."""
+        """The same, with `data` chosen for a job of `nodes` nodes."""
         if self.data:
             return self
         groups = -(-nodes // LARGEST_AUTO_GROUP)
@@ -39,11 +39,11 @@ class Protection:
 
 
 def parse_protect(text: str) -> Protection:
-    """``"4+2"`` (k data and m parity units a stripe), ``"copies:2"``, ``"auto"`` (one parity, groups of at most 8),
-    ``"none"``.
+    """Parse ``"4+2"`` (k data and m parity units a stripe), ``"copies:2"``, ``"auto"`` (one parity unit, groups of at
+    most 8 nodes) or ``"none"``.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the text is anything else.
     """
     if text == "none":
         return Protection(data=0, parity=0)
@@ -60,8 +60,8 @@ def parse_protect(text: str) -> Protection:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one rank says of itself: its coordinate, its node's SMP, the length of its slot file, its domains, and which
-    snapshots it takes for those that are protected."""
+    """One rank's description of itself: its coordinate, its node's SMP, the length of its slot file, its domains, and
+    which snapshots it expects to be protected."""
 
     coord: str
     node: str
@@ -82,14 +82,14 @@ class RankInfo:
         domains: tuple[str, ...] = (),
         protect_every: ProtectEvery = 1,
     ) -> RankInfo:
-        """Of a rank on the node whose SMP said `inventory`."""
+        """The description of a rank on the node whose SMP gave `inventory`."""
         ports = inventory.control_port, inventory.bulk_port
         more = inventory.more_bulk
         return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains, more, protect_every)
 
 
 def coordinate_key(coord: str) -> list[int | str]:
-    """Sorts coordinates as a reader would: dp2 before dp10."""
+    """Sort key that orders coordinates as a reader would: dp2 before dp10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", coord))]
 
 
@@ -101,10 +101,11 @@ def arrange(
     slots: int,
     parity_slots: int | None = None,
 ) -> Layout:
-    """The layout of `job` in `epoch`. Nodes are ordered by their first coordinate, whatever they are called.
+    """The layout of `job` in `epoch`. Nodes are ordered by their first coordinate, not by name.
 
     Raises:
-        ConfigError: two ranks have one coordinate, or two SMPs one node name; or not all protect the same snapshots.
+        ConfigError: two ranks have the same coordinate, or two SMPs the same node name; or ranks disagree on which
+            snapshots are protected.
     """
     if len({rank.protect_every for rank in ranks}) > 1:
         other = next(rank for rank in ranks if rank.protect_every != ranks[0].protect_every)
@@ -150,7 +151,7 @@ def arrange(
 
 
 def shortfalls(layout: Layout) -> list[str]:
-    """What an operator should know: where the nodes that there are protect less than was asked for."""
+    """What an operator should know: where the nodes protect less than was requested."""
     if not layout.parity:
         return ["protect='none': snapshots survive the death of processes, not the loss of a node"]
     found = []
@@ -169,13 +170,13 @@ def shortfalls(layout: Layout) -> list[str]:
 
 
 def parse_domains(text: str, coord: str) -> tuple[str, ...]:
-    """The failure domains that a rank's node is in, from ``"rack=r7,switch=s3,@dp"``.
+    """The failure domains of a rank's node, from a text like ``"rack=r7,switch=s3,@dp"``.
 
     ``@dp`` stands for the rank's own place in that dimension of its coordinate, ``dp=3``: for operators who take a
     whole replica away at once.
 
     Raises:
-        ConfigError: anything else, or a dimension that `coord` does not have.
+        ConfigError: the text has another form, or names a dimension that `coord` does not have.
     """
     own = dict(re.findall(r"([a-z]+)(\d+)", coord))
     labels = []

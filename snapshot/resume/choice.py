@@ -1,10 +1,10 @@
-"""Which snapshot a start goes back to: what was asked for, how the starts before it ended, what each tier holds.
-Decisions are pure, and the same on every rank.
+"""Chooses the snapshot that a start goes back to, from what was requested, how earlier starts ended and what each tier
+holds. Decisions are pure, and the same on every rank.
 
-The tiers, best first: ``local``, what every node still holds; ``group``, what others hold or parity gives;
-``previous``, an older snapshot in memory, never older than one that was protected; ``persisted``, if that tier is on.
-The first two cost no step. The last is taken only if memory has nothing that may be taken, for then steps are lost
-that were protected: what was asked for by switching it on.
+The tiers, best first: ``local``: every node still holds its own shards; ``group``: other nodes hold them, or parity
+yields them; ``previous``: an older snapshot in memory, never older than one that was protected; ``persisted``: storage,
+if that tier is on. The first two lose no step. The last is used only if memory holds nothing that may be restored, for
+then steps are lost that were protected; switching the tier on accepts that.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ GENERATIONS_ENV = "HOLDFAST_GENERATIONS"
 MAX_GENERATIONS = 8
 
 ATTEMPTS = 4
-"""So often is memory tried, and so often are persisted snapshots."""
+"""Number of failures after which memory is given up, and likewise all persisted snapshots."""
 
 ENOUGH_FAILURES = 2
-"""So often is a snapshot tried that was never promised, if it cannot be had after all; or a persisted one, unless it
-is seen to be damaged: then it is not tried again."""
+"""Number of failures after which a snapshot is not tried again if it is persisted, or if it is in memory and was never
+promised. A persisted snapshot that is seen to be damaged is not tried again at all."""
 
 PERSISTED = "persisted"
 
@@ -42,11 +42,12 @@ N = TypeVar("N", int, None)
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """What the person who starts the job wants done with what earlier starts left; the same on every rank.
+    """How the person who starts the job wants snapshots of earlier starts to be used; the same on every rank.
 
     Attributes:
-        max_repeats: so many starts in a row may end at the same step in the same way; the next is refused. 0: any.
-        generations: how many protected snapshots are kept, beside those that are under way.
+        max_repeats: how many starts in a row may end at the same step in the same way before the next is refused;
+            0: no limit.
+        generations: how many protected snapshots are kept, besides those in progress.
         restore_step: the step to go back to; None: the newest.
     """
 
@@ -64,7 +65,7 @@ class StartOptions:
 
 
 def whole_number(variable: str, default: N) -> int | N:
-    """A variable of the environment. Raises `ConfigError` if it is no whole number from 0 on."""
+    """An environment variable; `default` if empty. Raises `ConfigError` if it is not a whole number, 0 or more."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
@@ -74,7 +75,7 @@ def whole_number(variable: str, default: N) -> int | N:
 
 
 def agree(everyones: Sequence[StartOptions]) -> StartOptions:
-    """The start options of all ranks. Raises `ConfigError`, on every rank, if they are not alike."""
+    """The start options that all ranks share. Raises `ConfigError`, on every rank, if they differ."""
     if len(set(everyones)) > 1:
         others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
         raise ConfigError(
@@ -85,8 +86,10 @@ def agree(everyones: Sequence[StartOptions]) -> StartOptions:
 
 
 def choose(inventories: Sequence[Inventory], options: StartOptions) -> Choice | None:
-    """What to go back to, if not to the newest. Once a start has made a choice, and the same is asked for again, it
-    goes on from what was taken since: a launcher that starts it once more says the same.
+    """The snapshot to go back to; None: the newest.
+
+    If the newest start made the same choice already, that choice stays in force, and the job continues from snapshots
+    taken since: a launcher that restarts a job passes the same options again.
 
     Raises:
         ConfigError: there is no whole snapshot of that step.
@@ -107,7 +110,7 @@ def choose(inventories: Sequence[Inventory], options: StartOptions) -> Choice | 
 
 
 def steps_in_words(snapshots: Sequence[SnapshotId]) -> str:
-    """``steps 12, 10 and 8``, as they come."""
+    """``steps 12, 10 and 8``, in the given order."""
     steps = [str(step) for step in dict.fromkeys(snapshot.step for snapshot in snapshots)]
     if len(steps) < 2:
         return f"step {steps[0]}" if steps else "none"
@@ -115,11 +118,11 @@ def steps_in_words(snapshots: Sequence[SnapshotId]) -> str:
 
 
 def check_repeats(inventories: Sequence[Inventory], options: StartOptions) -> CrashLoop | None:
-    """How the starts before this one ended; None if there is nothing to tell, or if this one goes back to another step
-    than they by choice.
+    """How the starts before this one ended; None if there is nothing to report, or if this start was told to go back to
+    another step than they did.
 
     Raises:
-        Repeated: too many of them, at the same step, in the same way.
+        Repeated: too many of them ended at the same step, in the same way.
     """
     streak, start = crash_loop_of(inventories), newest_start(inventories)
     before = start.choice.snapshot.step if start is not None and start.choice is not None else None
@@ -127,8 +130,8 @@ def check_repeats(inventories: Sequence[Inventory], options: StartOptions) -> Cr
         return None
     if streak is not None and 0 < options.max_repeats <= streak.times:
         raise Repeated(
-            f"the job is not started again: {streak}. It would go back to where it was and end there once more. See "
-            f"to what fails; then start once with {MAX_REPEATS_ENV}=0, or with a number above {streak.times}. "
+            f"the job is not started again: {streak}. It would restore the same step and end there once more. Fix the "
+            f"cause; then start once with {MAX_REPEATS_ENV}=0, or with a number above {streak.times}. "
             + _way_back(whole_snapshots(inventories))
         )
     return streak
@@ -145,11 +148,12 @@ def _way_back(held: Sequence[SnapshotId]) -> str:
 
 @dataclass(slots=True)
 class Course:
-    """What was tried so far.
+    """What a restore has tried so far.
 
     Attributes:
-        passed_over: why each snapshot and each tier that was tried was not taken, in order.
-        given_up: why memory is not tried any more; empty if it is.
+        failures, persisted_failures: failed attempts by snapshot, in memory and in storage.
+        passed_over: why each snapshot and each tier that was tried was not used, in order.
+        given_up: why memory is not tried any more; empty while it is.
     """
 
     failures: Counter[SnapshotId] = field(default_factory=Counter)
@@ -158,11 +162,11 @@ class Course:
     given_up: str = ""
 
     def hopeless(self, unacknowledged: Collection[SnapshotId]) -> set[SnapshotId]:
-        """What of memory is not tried again, of what was never promised."""
+        """The snapshots in memory that are not tried again: they failed too often, and were never promised."""
         return {snapshot for snapshot, count in self.failures.items() if count >= ENOUGH_FAILURES} & set(unacknowledged)
 
     def failed(self, plan: RestorePlan, reason: str, *, damaged: bool) -> None:
-        """An attempt failed. `damaged`: a rank has seen that its bytes are not what was written."""
+        """Note a failed attempt. `damaged`: a rank has seen that the bytes are not those that were written."""
         if plan.sources.persisted:
             self.persisted_failures[plan.snapshot] += ENOUGH_FAILURES if damaged else 1
         else:
@@ -173,22 +177,22 @@ class Course:
         self.note(f"{plan.snapshot}, {where}: {reason}")
 
     def passed(self, snapshot: SnapshotId, reason: str) -> None:
-        """A persisted snapshot cannot be looked into."""
+        """Note that a persisted snapshot cannot be read."""
         self.persisted_failures[snapshot] += 1
         self.note(f"{snapshot}, {PERSISTED}: {reason}")
 
     def note(self, reason: str) -> None:
-        """A reason why something was passed over; once."""
+        """Note why something was passed over. Each reason is noted once."""
         if reason not in self.passed_over:
             self.passed_over.append(reason)
 
     def choose_persisted(self, answers: Sequence[Persisted]) -> SnapshotId | None:
-        """The newest persisted snapshot that every rank's SMP sees, whole, and that has not failed; None if there is
-        none, or the tier is off.
+        """The newest persisted snapshot that every rank's SMP sees whole and that has not failed too often; None if
+        there is none, or the tier is off.
 
         Raises:
-            ConfigError: the tier is on for some of them only, or not at the same place.
-            PlaceError: one of them cannot see what is there. To start from nothing then might undo all that is.
+            ConfigError: the tier is on for only some of the SMPs, or at different places.
+            PlaceError: an SMP cannot see what is persisted. A start from nothing might then discard all of it.
         """
         if self.persisted_failures.total() >= ATTEMPTS:
             return None
@@ -211,7 +215,7 @@ class Course:
 
 
 def tier_of(plan: RestorePlan, inventories: Sequence[Inventory], coords: Mapping[str, str]) -> str:
-    """Which tier a plan is of, for the job as a whole. `coords`: the node of every coordinate, as it is now."""
+    """The tier of a plan, for the job as a whole. `coords`: the current node of every coordinate."""
     if plan.sources.persisted:
         return PERSISTED
     held = {

@@ -1,8 +1,8 @@
-"""After a restore: whether the first step begins with what was restored.
+"""Checks, after a restore, that the first step begins with what was restored.
 
-Between entering and that step a script may change what was restored, without anybody noticing: a schedule that is
-stepped at the top of the loop is stepped once more, an iterator that is made draws from a generator, weights are
-initialised anew. Whoever trains on then trains something else.
+Between entering and that step a script may change restored state without anybody noticing: a schedule that is stepped
+at the top of the loop is stepped once more, making an iterator draws from a generator, weights are initialised anew.
+Training would then go on from another state.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ log = get_log(__name__)
 
 
 class Resumed:
-    """What was restored. Made at the end of a restore, and asked once, in the training thread.
+    """The state right after a restore. Made at the end of a restore, and checked once, in the training thread.
 
-    Of a loop that does not say where its steps begin, the generators were restored as ``optim.step()`` left them, since
-    what reads data draws once more. What code after ``optim.step()`` drew is not drawn again: if nothing has been
-    drawn by the time forward begins, they are put to where they were as it began then.
+    If the loop does not say where its steps begin, the generators were restored as ``optim.step()`` left them, since
+    reading data will draw from them again. What code after ``optim.step()`` drew is not drawn again. So generators that
+    nothing has drawn from by the time forward begins are set to their state when forward began originally.
 
     Attributes:
-        has_put: generators were put there.
+        has_put: whether generators were set that way.
     """
 
     def __init__(self, adapter: Adapter, engine: CopyEngine, began: Tree | None, step: int) -> None:
         """
         Args:
-            began: what `began_with` gave as that step began when the snapshot was taken; None: the loop says where
-                its steps begin, and the generators are put back there.
+            began: what `began_with` returned when the snapshot was taken, as that step began; None: the loop says
+                where its steps begin, and the generators are put back there.
         """
         self._adapter = adapter
         self._began = began
@@ -59,13 +59,14 @@ class Resumed:
         self._buffers = {item.name for item in items if item.change is Change.ANY}
         self._pieces = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
         self._witness = Witness(engine, Subjects(self._pieces), step)
-        self._late = _flat(adapter)  # after the walk, which finds what of an optimizer's state is no tensor
+        self._late = _flat(adapter)  # after the walk, which finds optimizer state that is not a tensor
 
     def check(self, *, declared: bool, forward_ran: bool = False) -> None:
-        """The first step begins.
+        """Called when the first step begins.
 
         Args:
-            forward_ran: without anybody seeing it; it may have changed buffers.
+            declared: whether the loop says where its steps begin; then generators and data are not compared.
+            forward_ran: whether a forward has run unseen; it may have changed buffers.
 
         Raises:
             StateMismatch: something is not what was restored; the message names it.
@@ -78,8 +79,8 @@ class Resumed:
         changed = drifted + sorted(tensors) + changed
         if written := sorted(set(self._witness.written()) - tensors - exempt):
             log.warning(
-                "%s: written to between entering and the first step. As far as a sample of their bytes tells, they are "
-                "what was restored of step %d; if they are not, results will be others: write to them before entering",
+                "%s: written to between entering and the first step. A sample of their bytes is as restored of step "
+                "%d, but if other bytes differ, so will the results: write to them before entering",
                 _some(written),
                 self._step,
             )
@@ -93,8 +94,8 @@ class Resumed:
         _refuse(text)
 
     def _drifted(self, forward_ran: bool) -> list[str]:
-        """What of the generators, data iterators and the like is not as that step began then. Generators that nothing
-        has drawn from since entering are put to where they were as forward began."""
+        """The generators, data iterators and the like that differ from when that step began originally. Generators that
+        nothing has drawn from since entering are first set to their state when forward began."""
         if self._began is None:
             return []
         read, generators = self._began[READ], {} if forward_ran else self._began[GENERATORS] or {}
@@ -113,8 +114,8 @@ class Resumed:
         return [_called(name) for name in sorted(drifted)]
 
     def _replaced(self) -> list[str]:
-        """The names of tensors that have come or gone, or have other memory with other bytes in it. What they had is
-        still as it was, as it is held here."""
+        """The names of tensors that have come or gone, or have other memory with other bytes in it. `_pieces` keeps
+        their old memory, and so its contents."""
         now = {item.name: item.tensor.detach() for item in self._adapter.tensors()}
         gone = [piece.name for piece in self._pieces if not _is_same(piece.tensor, now.pop(piece.name, None))]
         return [*gone, *now]
@@ -124,16 +125,19 @@ def _is_same(before: torch.Tensor, now: torch.Tensor | None) -> bool:
     if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
         return False
     if now.data_ptr() == before.data_ptr() and now.stride() == before.stride():
-        return True  # a sample of its bytes is compared
+        return True  # the witness compares a sample of its bytes
     mine, other = (flat(t.resolve_conj().resolve_neg().contiguous()).view(torch.uint8) for t in (before, now))
     return torch.equal(mine, other)
 
 
 def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
-    """The first optimizer is about to step, after a forward on what was `given`.
+    """Called when the first optimizer is about to step, after a forward on `given`.
+
+    Args:
+        expected: the digest of that forward's inputs when the snapshot was taken.
 
     Raises:
-        StateMismatch: when the snapshot was taken that was restored, it was given something else.
+        StateMismatch: the inputs are others now.
     """
     if given is None or given.digest() != expected:
         _refuse(
@@ -144,34 +148,34 @@ def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
 
 
 def warn_of_unknown_inputs(step: int) -> None:
-    """The first forward after a restore runs, and the snapshot does not say what it was given."""
+    """Warn, as the first forward after a restore runs, that the snapshot does not say what its inputs were."""
     log.warning(
-        "the snapshot of step %d was sealed before it was known what the first forward of that step is given, as by "
-        "`drain`, or at the end of a loop, or as it came late: nobody can tell whether it is another batch now. If "
-        "batches are read ahead, go through data by `snap.data`",
+        "the snapshot of step %d was sealed before the inputs of that step's first forward were known (by `drain`, at "
+        "the end of a loop, or because that forward came late): nobody will notice if it is given another batch now. "
+        "If batches are read ahead, go through data by `snap.data`",
         step,
     )
 
 
 def refuse_unseen(step: int) -> None:
-    """Raises `StateMismatch`: generators were put to where forward began, and an optimizer has stepped without any
-    forward being seen."""
+    """Raises `StateMismatch`: generators were set to their state when forward began, and an optimizer has stepped
+    without any forward being seen."""
     _refuse(
         "no forward of the model was seen in the first step after the restore of step "
-        f"{step}, so that nobody can tell whether it was given the right batch and random numbers: {BEGIN}"
+        f"{step}, so its batch and random numbers cannot be checked: {BEGIN}"
     )
 
 
 def _refuse(text: str) -> None:
     if os.environ.get(ENV) != "accept":
-        raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept goes on all the same, with other results")
+        raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept continues anyway, with other results")
     log.warning("%s", text)
 
 
 def check_environment() -> None:
     """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
     if os.environ.get(ENV, "") not in ("", "accept"):
-        raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to go on with what is no longer what was restored")
+        raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to continue even if the state is not as restored")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,10 +1,10 @@
-"""Going on with another number of data-parallel ranks: a snapshot of an older world, cut anew for this one.
+"""Resuming with another number of data-parallel ranks: a snapshot of an older world is resharded for the new one.
 
 A coordinate without its data-parallel place names a *data-parallel group*: ranks that train the same part of the model.
-A world may change in how many ranks each group has, and in nothing else.
+Only the number of ranks in each group may change from one world to the next.
 
-Nothing is written anywhere but into live tensors, so whatever goes wrong on the way leaves the snapshot as it is; it is
-kept until one of the new world is protected.
+Only live tensors are written, so the snapshot stays intact whatever goes wrong. It is kept until a snapshot of the new
+world is protected.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from holdfast.snapshot.step.data import ELSEWHERE
 ENV = "HOLDFAST_ELASTIC"
 
 UNITS_KEPT = 16
-"""So many units are remembered: neighbours of a shard are asked for one after another, of a few shards in turn."""
+"""Number of units that are cached. Reads go through neighbouring units of a shard, and take a few shards in turn."""
 
 _PLACE = re.compile(r"(?:^|-)dp(0|[1-9]\d*)$")
 _UNCHANGING = re.compile(r"(?:^|-)(?:cp|ep)[1-9]")
@@ -77,7 +77,7 @@ log = get_log(__name__)
 
 
 def elastic_from_environment() -> bool:
-    """Whether ``HOLDFAST_ELASTIC`` is 1. Raises `ConfigError` if it is neither that nor 0 nor empty."""
+    """Whether ``HOLDFAST_ELASTIC`` is 1. Raises `ConfigError` if it is not 1, 0 or empty."""
     text = os.environ.get(ENV, "")
     if text not in ("", "0", "1"):
         raise ConfigError(f"{ENV}={text!r}: say 1 to let the number of data-parallel ranks change, or 0")
@@ -85,8 +85,7 @@ def elastic_from_environment() -> bool:
 
 
 def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inventory]) -> list[Inventory]:
-    """What the SMPs of nodes hold that have no rank any more, but are still there. A collective call: the first rank
-    asks for all."""
+    """The inventories of SMPs that still answer on nodes without ranks. A collective call: rank 0 asks for all."""
     known = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
     at = {node.name: node.control for _, layout in sorted(known.items()) for node in layout.nodes}
     missing = {at[name] for name in at.keys() - {inventory.node for inventory in inventories}}
@@ -97,19 +96,19 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
     return [Inventory.read(each) for each in decode_json(list[Any], text, "inventories")]
 
 
-# ------------------------------------------------------------------ who goes on for whom: pure, the same on every rank
+# ------------------------------------------------------------------ which rank continues which: pure, the same on all
 
 
 def group_of(coord: str) -> str:
-    """The data-parallel group of a coordinate; empty if it has only a data-parallel place."""
+    """The data-parallel group of a coordinate; empty if the coordinate is only a data-parallel place."""
     return _PLACE.sub("", coord)
 
 
 def check_change(old: Collection[str], new: Collection[str]) -> None:
-    """Raises `StateMismatch` unless the worlds differ in the number of data-parallel ranks only."""
+    """Raises `StateMismatch` unless the worlds differ only in the number of data-parallel ranks."""
     for coord in (*old, *new):
         if _PLACE.search(coord) is None:
-            raise StateMismatch(f"{coord!r} has no data-parallel place: its world cannot change")
+            raise StateMismatch(f"{coord!r} has no data-parallel place (dp...): the number of ranks cannot change")
         if _UNCHANGING.search(coord):
             raise StateMismatch(
                 f"{coord!r}: with context or expert parallelism the number of data-parallel ranks cannot change: "
@@ -124,31 +123,31 @@ def check_change(old: Collection[str], new: Collection[str]) -> None:
 
 
 def members(coords: Collection[str], of: str) -> list[str]:
-    """Those of the data-parallel group of `of`, in order."""
+    """The coordinates in the data-parallel group of `of`, in order."""
     return sorted((coord for coord in coords if group_of(coord) == group_of(of)), key=coordinate_key)
 
 
 def source_rank(coord: str, old: Collection[str]) -> str:
-    """Whose place a new rank takes: its own if there was such a rank, else that of the first of its group."""
+    """The old rank that `coord` continues: the one at `coord` if it existed, else the first of its group."""
     return coord if coord in old else members(old, coord)[0]
 
 
 def preference(coord: str, old: Collection[str]) -> list[str]:
-    """From whom `coord` takes what several hold: from whose place it takes, then from the others of its group."""
+    """The old ranks to take state from that several hold: the one that `coord` continues, then others of its group."""
     source = source_rank(coord, old)
     return [source, *(other for other in members(old, coord) if other != source)]
 
 
 def readers(old: Sequence[str], ranks: int, index: int) -> list[str]:
-    """Whose manifests rank `index` of `ranks` reads for all."""
+    """The old ranks whose manifests rank `index` of `ranks` reads for all."""
     return sorted(old, key=coordinate_key)[index::ranks]
 
 
 def stream_owners(old: Collection[str], new: Collection[str], carried: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Which random streams each new rank carries for ranks that are not there: by coordinate, in whose record they are.
+    """Which random streams each new rank carries for absent ranks: by absent rank, the old rank whose record has them.
 
     Args:
-        carried: by coordinate, in whose record of the snapshot there is a stream that was carried then.
+        carried: streams that were carried already when the snapshot was taken, in the same form.
     """
     found = {coord: holder for coord, holder in carried.items() if coord not in old}
     homeless = {**found, **{coord: coord for coord in old}}
@@ -160,14 +159,14 @@ def stream_owners(old: Collection[str], new: Collection[str], carried: Mapping[s
     return result
 
 
-# ------------------------------------------------------------------ what stands in the old shards
+# ------------------------------------------------------------------ contents of the old shards
 
 
 class Units:
-    """Bytes of any shard of one snapshot. Blocks while they travel or are computed; not thread-safe.
+    """Reads bytes of any shard of one snapshot. Blocks while they are fetched or computed; not thread-safe.
 
     Attributes:
-        bytes_fetched: what came to this node's SMP over the network for it.
+        bytes_fetched: bytes that this node's SMP fetched over the network for these reads.
     """
 
     def __init__(self, client: SmpClient, sources: Sources) -> None:
@@ -178,11 +177,11 @@ class Units:
         self.bytes_fetched = 0
 
     def length(self, coord: str) -> int:
-        """Of the slot file of `coord`, in bytes."""
+        """The length of the slot file of `coord`, in bytes."""
         return self._layout.shard_bytes(coord)
 
     def read(self, coord: str, offset: int, length: int) -> memoryview:
-        """A copy of some bytes of a shard, checked against the digests that they were sealed with."""
+        """A copy of some bytes of a shard, checked against the digests from when they were sealed."""
         out = memoryview(bytearray(length))
         self.read_into(coord, offset, out)
         return out
@@ -192,7 +191,7 @@ class Units:
 
         Raises:
             ProtocolError: the shard has no such bytes.
-            HoldfastError: they cannot be had.
+            HoldfastError: they can be neither fetched nor computed.
         """
         if not 0 <= offset <= offset + out.nbytes <= self.length(coord):
             raise ProtocolError(f"{out.nbytes} bytes at {offset} are not within the shard of {coord}")
@@ -219,11 +218,11 @@ class Units:
 
 
 class OldShard:
-    """One shard: its format, and its record, read and checked.
+    """One old shard: its format and its record, read and checked.
 
-    Raises (on making one):
+    Raises (from the constructor):
         ProtocolError: it is not what a trainer wrote.
-        HoldfastError: it cannot be had.
+        HoldfastError: it can be neither fetched nor computed.
     """
 
     def __init__(self, units: Units, sources: Sources, coord: str) -> None:
@@ -242,7 +241,7 @@ class OldShard:
         return decode_values(self.record, self._tensor)
 
     def digest(self, name: str) -> str:
-        """Of a leaf's bytes."""
+        """The digest of a leaf's bytes."""
         offset, leaf = self.form.offsets[name]
         found = xxhash.xxh3_64()
         for begin in range(0, leaf.bytes, 1 << 20):
@@ -256,18 +255,18 @@ class OldShard:
 
 @dataclass(frozen=True, slots=True)
 class OldManifest:
-    """What all ranks must know of one old shard. Plain data.
+    """What all ranks must know about one old shard. Plain data.
 
     Attributes:
-        leaves: name, dtype, shape, offset of every tensor but those of the record.
-        shared: what its replicas share, whole: dtype and shape by name.
+        leaves: name, dtype, shape and offset of every tensor except those of the record.
+        shared: the leaves that its replicas share, whole: dtype and shape by name.
         blocks: which part of a whole each divided leaf is, by name.
-        optimizers: of each its ``prefix``, ``groups`` and ``order`` as `OptimizerState.fixed` gives them, and
-            ``state``, what of its parameters' state is no tensor, still encoded.
-        digests: of the leaves that are neither shared nor divided.
+        optimizers: for each, ``prefix``, ``groups`` and ``order`` from `OptimizerState.fixed`, and ``state``: the state
+            of its parameters that is not tensors, still encoded.
+        digests: digests of the leaves that are neither shared nor divided.
         streams: digests of its random generators.
-        carried: whose streams it carries.
-        values: digests of what users keep: schedules, extras, tracked values.
+        carried: the absent ranks whose streams it carries.
+        values: digests of the user's values: schedules, extras, tracked values.
     """
 
     coord: str
@@ -282,15 +281,15 @@ class OldManifest:
 
     @classmethod
     def of(cls, shard: OldShard) -> OldManifest:
-        """Reads the leaves that only this rank holds.
+        """The manifest of `shard`. Reads and digests the leaves that only this rank holds.
 
         Raises:
-            StateMismatch: it was written by a version that did not say which parts of a whole tensors are.
+            StateMismatch: the shard was written by a version that did not note which parts of a whole tensors are.
         """
         early, late, fixed = shard.values()
         if "blocks" not in shard.record[FIXED]:
             raise StateMismatch(
-                f"the snapshot of {shard.coord} was taken by an older holdfast and cannot be cut anew: "
+                f"the snapshot of {shard.coord} was taken by an older holdfast and cannot be resharded: "
                 "start with the same parallel sizes"
             )
         shared, blocks = shared_leaves(shard.record), shard.record[FIXED]["blocks"]
@@ -322,7 +321,7 @@ class OldManifest:
         )
 
     def whole_leaves(self) -> dict[str, Leaf]:
-        """Every leaf as this rank had it: divided ones in part, shared ones whole."""
+        """Every leaf as this rank had it: its own part of divided leaves, shared leaves whole."""
         shared = shared_leaves_of(self.shared)
         own = {
             name: Leaf(name, dtype, tuple(shape))
@@ -332,10 +331,10 @@ class OldManifest:
         return own | shared
 
     def held(self) -> Iterator[Held]:
-        """What stands where in its slot.
+        """The regions in its slot, with their offsets.
 
         Raises:
-            StateMismatch: a leaf is divided in a way that is not known.
+            StateMismatch: a leaf is divided in an unknown way.
         """
         shared = shared_leaves_of(self.shared)
         for name, dtype, shape, offset in self.leaves:
@@ -343,7 +342,7 @@ class OldManifest:
             yield Held(self.coord, offset, Region(base, dtype, whole, runs))
 
     def states(self) -> Iterator[tuple[str, Leaf]]:
-        """Every tensor of an optimizer's state: the stem that it has from its parameter, and its leaf, whole."""
+        """Every tensor of optimizer state: the stem that its name has from its parameter, and its leaf, whole."""
         leaves = self.whole_leaves()
         for told in self.optimizers:
             for place, entries in told["order"].items():
@@ -365,10 +364,10 @@ class OldManifest:
 
 
 def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[tuple[int, ...], tuple[Run, ...]]:
-    """The shape of the whole, and the runs of a rank's part of it.
+    """The shape of the whole tensor, and the runs of a rank's part of it.
 
     Raises:
-        StateMismatch: it is no block.
+        StateMismatch: the part is not a block of the whole.
     """
     if block is None:
         return shape, block_runs(shape, (0,) * len(shape), shape)
@@ -382,7 +381,7 @@ def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[t
 
 
 def decode_plain(encoded: Any) -> Any:
-    """Plain values of an optimizer's state. Raises `ProtocolError` if there is a tensor among them."""
+    """Decode the plain values of an optimizer's state. Raises `ProtocolError` if there is a tensor among them."""
 
     def none(name: str) -> torch.Tensor:
         raise ProtocolError(f"{name}: a tensor within a plain value of an optimizer's state cannot be resharded")
@@ -390,24 +389,25 @@ def decode_plain(encoded: Any) -> Any:
     return decode(encoded, none)
 
 
-# ------------------------------------------------------------------ cutting it anew
+# ------------------------------------------------------------------ resharding
 
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """A live tensor, and what it is made of."""
+    """A live tensor, and the reads that fill it."""
 
     item: LiveTensor
     reads: list[Read]
 
 
 class Resharding:
-    """One rank's part in bringing back a snapshot of another world; stands in for an attempt at one of the same.
+    """One rank's part in restoring a snapshot of another world; `restore` uses it in place of an `_Attempt`.
 
     Attributes:
         how: ``resharded``.
-        notes: what the snapshot's record says beside the state: nothing that holds for another world.
-        loop: where the loop was, as far as that holds for another world. began, inputs, rewind: see `Restored`.
+        notes: always empty: the notes in the record do not apply to another world.
+        loop: the position of the loop, as far as it applies to another world.
+        began, inputs, rewind: see `Restored`.
     """
 
     how = "resharded"
@@ -430,21 +430,21 @@ class Resharding:
 
     @property
     def bytes_fetched(self) -> int:
-        """What came over the network for this rank."""
+        """Bytes fetched over the network for this rank."""
         return self._units.bytes_fetched
 
     def recover(self) -> None:
-        """Read what this rank tells the others. Raises what stands against it."""
+        """Read the manifests that this rank tells the others. Raises `HoldfastError` if that fails."""
         self._units = Units(self._client, self._sources)
         self._told = [OldManifest.of(self._shard(coord)) for coord in readers(self._old, len(self._new), self._rank)]
 
     def load(self, agreement: Agreement, adapter: Adapter, engine: CopyEngine) -> HoldfastError | None:
-        """Fill the live job. Nothing is written unless it fits on every rank. A collective call; blocks.
+        """Fill the live job. Nothing is written unless the snapshot fits on every rank. A collective call; blocks.
 
-        Returns why it failed on this rank: something cannot be had just now.
+        Returns None, or why it failed on this rank: something can be neither fetched nor computed at the moment.
 
         Raises:
-            StateMismatch: the snapshot does not fit the job; on every rank.
+            StateMismatch: the snapshot does not fit the job; raised on every rank.
         """
         texts = agreement.gather(encode_json(self._told))
         everyone = [told for text in texts for told in decode_json(list[OldManifest], text, "what stands in shards")]
@@ -452,7 +452,7 @@ class Resharding:
         problem: HoldfastError | None = None
         try:
             manifests = {told.coord: told for told in everyone}
-            # Those of this rank's data-parallel group: what several hold is taken from the first of them.
+            # The manifests of this rank's data-parallel group: state that several hold is taken from the first.
             preferred = [manifests[coord] for coord in preference(self._coord, self._old)]
             index = Index((held for manifest in preferred for held in manifest.held()), [m.coord for m in preferred])
             values = self._values(manifests, preferred, adapter)
@@ -480,7 +480,7 @@ class Resharding:
             self.loop = early.get(LOOP, {}) | {"data": dict.fromkeys(early.get(LOOP, {}).get("data", {}), ELSEWHERE)}
             self.began = late.get(BEGAN) if self._coord in self._old else None
             self.rewind = adapter.rewinding(early)
-            text = "%s, of %d ranks, was cut anew for %d"
+            text = "%s, of %d ranks, was resharded for %d"
             log.info(text, self._sources.snapshot, len(self._old), len(self._new), extra=about(self._sources.snapshot))
         return failure
 
@@ -492,7 +492,7 @@ class Resharding:
     def _values(
         self, manifests: Mapping[str, OldManifest], preferred: Sequence[OldManifest], adapter: Adapter
     ) -> tuple[Tree, Tree, Tree]:
-        """The plain values that this rank takes over."""
+        """The plain values that this rank loads."""
         early, late, fixed = self._shard(source_rank(self._coord, self._old)).values()
         _warn_of_differences("values", [manifest.values for manifest in preferred])
         where = {coord: manifest.coord for manifest in manifests.values() for coord in manifest.carried}
@@ -508,7 +508,7 @@ class Resharding:
             early["rng"] = streams.for_new_rank(early["rng"], common, known, self._coord, self._step)
             self._borrow_extras(preferred, early, late, set(adapter.extras()))
         mine = stream_owners(self._old, self._new, where)[self._coord]
-        # What is alike on all goes on without the rank that is gone: where that stopped is nothing to come back to.
+        # Generators that all ranks hold alike continue on the ranks that are left, so they are not carried.
         early["streams"] = {
             coord: {name: state for name, state in self._stream(coord, holder).items() if name not in (common or ())}
             for coord, holder in mine.items()
@@ -517,7 +517,7 @@ class Resharding:
         return early, late, fixed
 
     def _borrow_extras(self, preferred: Sequence[OldManifest], early: Tree, late: Tree, wanted: set[str]) -> None:
-        """Of a new rank the extras that it has, each of the first old rank that had it: some have fewer than others."""
+        """Give a new rank its extras, each from the first old rank that had it: some ranks have fewer than others."""
         mine = (early, late)
         for part in mine:
             part["extra"] = {name: value for name, value in part["extra"].items() if name in wanted}
@@ -530,7 +530,7 @@ class Resharding:
                 part["extra"] |= {name: value for name, value in other["extra"].items() if name in missing}
 
     def _stream(self, coord: str, holder: str) -> Tree:
-        """The random streams of a rank, as they stand in the record of `holder`."""
+        """The random streams of a rank, from the record of `holder`."""
         early, _, _ = self._shard(holder).values()
         found: Tree = early["rng"] if coord == holder else early["streams"][coord]
         return found
@@ -556,7 +556,7 @@ class Resharding:
         _check_private(live, preferred)
 
     def _fill(self) -> None:
-        """Copy, shard by shard as far as can be, into the live tensors."""
+        """Copy into the live tensors, shard by shard as far as possible."""
         fills = sorted(self._fills, key=lambda fill: [(read.coord, read.source) for read in fill.reads[:1]])
         for number, fill in enumerate(fills):
             if number == len(fills) // 2:
@@ -576,10 +576,10 @@ class Resharding:
 
 
 def _regroup(preferred: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:
-    """What optimizers say of the parameters that this rank has now, whoever had them.
+    """Rewrite the optimizers' plain values for the parameters that this rank has now, whichever rank had them before.
 
     Raises:
-        StateMismatch: the old ranks did not have the same optimizers.
+        StateMismatch: the old ranks had different optimizers.
     """
     updated = adapter.updated()
     for i, (plain, kept) in enumerate(zip(late["optim"], fixed["optim"], strict=True)):
@@ -601,15 +601,15 @@ def _regroup(preferred: Sequence[OldManifest], late: Tree, fixed: Tree, adapter:
             for group, names in zip(groups, told["groups"], strict=True):
                 group |= {name: None for name in names if name in places}
         kept["order"], plain["state"] = order, state
-        kept["groups"] = [  # where ranks divide the parameters, there is no order of all of them
+        kept["groups"] = [  # if ranks divide the parameters, no order covers all of them
             before if list(group) == before else sorted(group, key=places.__getitem__)
             for group, before in zip(groups, own, strict=True)
         ]
 
 
 def _leaves_to_make(preferred: Sequence[OldManifest], adapter: Adapter) -> dict[str, Leaf]:
-    """The leaves that this rank's job has once it has all that the snapshot has: state of optimizers above all, which
-    is as long as the part of its parameter that this rank has, or else whole."""
+    """The leaves that this rank's job has once it has all that the snapshot holds. Optimizer state of the shape of a
+    whole parameter gets the shape of this rank's part; other state stays whole."""
     states = [held for manifest in preferred for held in manifest.states()]
     leaves = preferred[0].whole_leaves()
     for _, leaf in states:
@@ -623,9 +623,9 @@ def _leaves_to_make(preferred: Sequence[OldManifest], adapter: Adapter) -> dict[
 
 
 def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest]) -> None:
-    """What several ranks held whole must be alike, or nobody could say which of them is right.
+    """Check that leaves that several ranks held whole are alike, since nothing says which of them would be right.
 
-    What forward changes, and what users track, may be a rank's own.
+    Leaves that forward changes or that users track may differ by rank.
 
     Raises:
         StateMismatch: a parameter, or an optimizer's state, differs.
@@ -638,11 +638,11 @@ def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest])
     private = {item.name for item in live if item.change is Change.ANY or item.name.startswith("tracked.")}
     if bad := sorted(differing - private):
         raise StateMismatch(
-            f"{some(bad)}: each old rank holds another, and nothing says how they make up a whole. "
+            f"{some(bad)}: the old ranks hold different values, and nothing says how to combine them. "
             "Start with the same parallel sizes"
         )
     if own := sorted(differing & private):
-        text = "%s: each old rank had its own; who stays keeps it, a new rank takes the first's, others' are dropped"
+        text = "%s differ between old ranks: ranks that stay keep their own, new ones take the first's, others are lost"
         log.warning(text, some(own))
 
 
@@ -650,5 +650,5 @@ def _warn_of_differences(what: str, found: Sequence[Mapping[str, str]]) -> None:
     names = sorted({name for digests in found for name in digests})
     own = [name for name in names if len({digests.get(name) for digests in found}) > 1]
     if own:
-        text = "%s of %s differ between the old ranks: who stays keeps its own, a new rank takes the first's"
+        text = "%s of %s differ between the old ranks: ranks that stay keep their own, new ones take the first rank's"
         log.warning(text, what, some(own))

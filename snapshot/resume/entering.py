@@ -1,7 +1,7 @@
-"""What ranks tell each other as they begin: where each is, what its node holds, and each layout once.
+"""What ranks tell each other on entering: the node of each rank, what each node holds, and each layout once.
 
-A layout is as long as the job is large, and every node has the same ones, as a rule. So the first rank of each node
-speaks for it, and names layouts by their digests; only one that some rank does not have from its own SMP is sent.
+A layout grows with the job, and as a rule every node has the same ones. So the first rank of each node speaks for it
+and names layouts by their digests. A layout is sent only if some rank does not have it from its own SMP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.snapshot.resume.choice import StartOptions
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """What a rank says of itself. `smp`: where that of its node answers."""
+    """A rank's description of itself. `smp`: the address of its node's SMP."""
 
     coord: str
     node: str
@@ -38,8 +38,8 @@ def exchange(
     """Every SMP's inventory, the node of every coordinate, and every rank's start options. A collective call.
 
     Raises:
-        StateMismatch: two ranks have one coordinate; on every rank.
-        ConfigError: two SMPs have one node's name; on every rank.
+        StateMismatch: two ranks have the same coordinate; raised on every rank.
+        ConfigError: two SMPs have the same node name; raised on every rank.
     """
     with _uncollected():
         own = client.inventory()
@@ -65,8 +65,8 @@ def exchange(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of garbage, which would look at all of the process, again and again, as a hundred thousand
-    objects are made that stay: with 16,384 ranks for twice as long as it takes to make them."""
+    """Disable the garbage collector. While a hundred thousand lasting objects are made it would scan the whole process
+    again and again: with 16,384 ranks, for twice as long as it takes to make them."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -77,7 +77,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def first_ranks(everyone: Sequence[Entering]) -> dict[str, int]:
-    """By node, the rank that speaks for it. Raises `ConfigError` if two SMPs call their node alike."""
+    """By node, the rank that speaks for it. Raises `ConfigError` if two SMPs use the same node name."""
     speaker: dict[str, int] = {}
     for rank, told in enumerate(everyone):
         first = everyone[speaker.setdefault(told.node, rank)]
@@ -95,10 +95,10 @@ def _digests(plain: Mapping[str, object]) -> list[str]:
 
 
 def _sent(agreement: Agreement, known: Mapping[str, Layout], named: Mapping[int, Sequence[str]]) -> dict[str, Layout]:
-    """Those layouts that not all ranks know, by digest, from the first rank that named each. A collective call.
+    """The layouts that not all ranks know, by digest, from the first rank that named each. A collective call.
 
     Args:
-        named: by rank, digests of layouts that it can send.
+        named: by rank, digests of the layouts that it can send.
     """
     senders: dict[str, int] = {}
     for rank, digests in sorted(named.items()):

@@ -1,7 +1,7 @@
-"""Loading a slot that nobody has checked yet: digests and copies in one pass over memory, on several threads.
+"""Loads a slot that has not been checked yet: digests and copies in one pass over memory, on several threads.
 
-A unit is digested and then copied by one thread, so that the copy, to a live tensor or to a buffer for a device, reads
-from the cache of that core. Both release the GIL. A damaged unit is never copied.
+One thread digests a unit and then copies it, so that the copy, to a live tensor or to a buffer for a device, reads from
+that core's cache. Both release the GIL. A damaged unit is never copied.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.engines import CopyEngine, Filling, SlotTensor, load_threads
 
 GROUP_BYTES = 32 << 20
-"""How much of a slot, in contiguous units, a thread takes at a time: cores need not be equally fast."""
+"""How much of a slot, in contiguous units, a thread takes at a time. Not a fixed share: cores may differ in speed."""
 
 Repair = Callable[[list[int]], object]
-"""Has the units with these indices, which ascend, repaired in place; blocks. See `SmpClient.recover`."""
+"""Repairs the units with these indices, which ascend, in place; blocks. See `SmpClient.recover`."""
 
 
 def load_checked(
@@ -32,17 +32,17 @@ def load_checked(
     midway: Callable[[], None] = lambda: None,
     system: System = MACHINE,
 ) -> None:
-    """Filling live tensors from a shard, in place, and check every unit of it, those that hold no piece too. Blocks.
+    """Fill live tensors from a shard, in place, and check every unit of it, including units that hold no piece. Blocks.
 
-    Plain bytes are filled in unit by unit, each right after its digest. A piece that is not plain cannot be cut at
-    units: it is left to ``engine.load`` once every unit is whole.
+    Plain pieces are filled unit by unit, each right after its digest. A piece that is not plain cannot be cut at units:
+    ``engine.load`` fills it once every unit is whole.
 
     Args:
-        repair: called once, after all other units are done, if there are units that do not match.
+        repair: called once, after all other units are done, if some units do not match.
         midway: called once, when the first half of the units is done.
 
     Raises:
-        DamagedSnapshot: a unit does not match, and neither does it after `repair`. The tensors are filled in part.
+        DamagedSnapshot: a unit still does not match after `repair`. The tensors are filled in part.
         ProtocolError: a piece does not lie within the shard; nothing was written.
     """
     for piece in pieces:
@@ -69,13 +69,13 @@ def load_checked(
 def check_ranges(
     shard: RecoveredShard, ranges: Iterable[tuple[int, int]], repair: Repair, system: System = MACHINE
 ) -> None:
-    """Check the units that (offset, bytes) ranges of a shard lie in, as a header that is read before the rest. Blocks.
+    """Check the units that contain (offset, bytes) ranges of a shard, such as a header that is read first. Blocks.
 
     Args:
         repair: as for `load_checked`.
 
     Raises:
-        DamagedSnapshot: a unit does not match, and neither does it after `repair`.
+        DamagedSnapshot: a unit still does not match after `repair`.
         ProtocolError: a range does not lie within the shard.
     """
     checking = _Loading(shard, (), system)
@@ -83,7 +83,7 @@ def check_ranges(
 
 
 def units_of(shard: RecoveredShard, ranges: Iterable[tuple[int, int]]) -> set[int]:
-    """The units that (offset, bytes) ranges of a shard lie in. Raises `ProtocolError` if one is not within it."""
+    """The units that contain (offset, bytes) ranges of a shard. Raises `ProtocolError` if one is not within it."""
     units: set[int] = set()
     for offset, length in ranges:
         if not 0 <= offset <= offset + length <= shard.view.nbytes:
@@ -93,12 +93,12 @@ def units_of(shard: RecoveredShard, ranges: Iterable[tuple[int, int]]) -> set[in
 
 
 class _Loading:
-    """One shard, and what is to be filled out of each of its units."""
+    """One shard, and the pieces to fill from each of its units."""
 
     def __init__(
         self, shard: RecoveredShard, filled: Sequence[tuple[Filling, Sequence[SlotTensor]]], system: System
     ) -> None:
-        """`filled`: plain pieces, and who fills them."""
+        """`filled`: plain pieces, and the `Filling` for them."""
         self._shard = shard
         self._system = system
         base = np.array([np.frombuffer(shard.view, np.uint8).ctypes.data, 0, 0], dtype=np.uint64)
@@ -111,7 +111,7 @@ class _Loading:
             self._filled.append((fill, parts + base, np.searchsorted(parts[:, 0], borders).tolist()))
 
     def take(self, units: Sequence[int]) -> list[int]:
-        """Check units, which ascend, and copy out of those that match; the others."""
+        """Check units, which ascend, and copy those that match. Returns the others."""
         threads = load_threads()
         with self._system.Pool(threads, "load") as pool:
             return [bad for some in pool.map(self._work, self._groups(units, threads)) for bad in some]
@@ -134,12 +134,12 @@ class _Loading:
 
 
 def _make_whole(loading: _Loading, bad: list[int], repair: Repair) -> None:
-    """Have units that did not match repaired, and take them again. Raises `DamagedSnapshot` if that was in vain."""
+    """Repair units that did not match, and take them again. Raises `DamagedSnapshot` if some still do not match."""
     if not bad:
         return
     repair(list(bad))
     if still := loading.take(bad):
         raise DamagedSnapshot(
             f"{len(still)} unit{'s' * (len(still) != 1)} of the slot, the first of them unit {still[0]}, cannot be "
-            "repaired: start again, so that another copy or an earlier snapshot is planned for"
+            "repaired: start again to restore another copy or an earlier snapshot"
         )

@@ -1,4 +1,4 @@
-"""Memory for snapshots, laid out by all ranks together."""
+"""Reserves memory for snapshots, laid out by all ranks together."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shor
 from holdfast.snapshot.step.ledger import ProtectEvery
 
 TURN_DEADLINE_S = 10.0
-"""Each of what takes turns takes a tenth of a second."""
+"""Timeout of `node_turn`, in seconds. A turn takes about a tenth of a second."""
 
 TURN_POLL_S = 2e-3
 
 REFUSED, AWAY = -2, -1
-"""What a rank says instead of how many slots it may use."""
+"""Reported by a rank instead of the number of slots that it may use."""
 
 log = get_log(__name__)
 
@@ -40,7 +40,8 @@ def raise_together(worst: int, problem: HoldfastError | None) -> None:
     """Raise on every rank, with the same meaning, if something failed on any.
 
     Args:
-        worst: the least `standing_of` of any rank. `problem`: what failed here, if anything did.
+        worst: the least `standing_of` of any rank.
+        problem: what failed on this rank, if anything did.
     """
     if worst == AWAY:
         if problem is None or standing_of(problem) != AWAY:
@@ -53,12 +54,12 @@ def raise_together(worst: int, problem: HoldfastError | None) -> None:
 
 
 def standing_of(problem: HoldfastError) -> int:
-    """What other ranks are told of a problem: `AWAY`, and it can be tried again, or `REFUSED`."""
+    """What other ranks are told of a problem: `AWAY` if it can be tried again, else `REFUSED`."""
     return AWAY if isinstance(problem, SmpUnavailable | DeadlineExceeded) else REFUSED
 
 
 def _together(agreement: Agreement, work: Callable[[], None]) -> None:
-    """Do `work` on every rank; raises on every rank, with the same meaning, if it failed on any. A collective call."""
+    """Do `work` on every rank; raise on every rank, with the same meaning, if it failed on any. A collective call."""
     problem = failure_of(work, HoldfastError)
     [worst] = agreement.minimum([0 if problem is None else standing_of(problem)])()
     raise_together(worst, problem)
@@ -78,18 +79,21 @@ def lay_out(
     parity_slots: int | None = None,
     protect_every: ProtectEvery = 1,
 ) -> tuple[Layout, int]:
-    """Agree on the layout of `epoch`, in which the caller is `coord` and needs slots of `slot_bytes`, and have every
-    SMP begin to reserve its memory. A collective call; waits for nothing that takes long.
+    """Agree on the layout of `epoch`, and have every SMP begin to reserve its memory.
+
+    A collective call; waits for nothing that takes long.
 
     Args:
-        parity_slots: see `Layout`. protect_every: which snapshots are protected; the same on every rank.
+        coord, slot_bytes: the caller's coordinate, and the length of the slots that it needs.
+        parity_slots: see `Layout`.
+        protect_every: which snapshots are protected; the same on every rank.
 
     Returns:
-        The layout, and how many slots of every shard, and of parity, are there on this node.
+        The layout, and how many slots of every shard, and of parity, are already reserved on this node.
 
     Raises:
-        SmpUnavailable: an SMP is away; so on every rank.
-        HoldfastError: it cannot be reserved, here or for another rank; so on every rank.
+        SmpUnavailable: an SMP is away; raised on every rank.
+        HoldfastError: memory cannot be reserved, here or for another rank; raised on every rank.
     """
     mine: list[RankInfo] = []
 
@@ -100,7 +104,7 @@ def lay_out(
     _together(agreement, ask)
     everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
     layout = arrange(job, epoch, everyone, protection, slots, parity_slots)
-    speaker = layout.node(client.node).shards[0].coord  # the layout goes to each SMP once
+    speaker = layout.node(client.node).shards[0].coord  # one rank of each node gives the SMP the layout
     there = 0
 
     def begin() -> None:
@@ -127,7 +131,7 @@ def await_slots(
     """Wait until all memory of a layout is reserved, and the caller's slots are mapped and prepared. A collective call.
 
     Args:
-        there: how many slots of every shard were there, as `lay_out` has returned.
+        there: how many slots of every shard were reserved already, as `lay_out` returned.
         prepare: called with the caller's slots.
 
     Raises:
@@ -139,20 +143,20 @@ def await_slots(
         while count < layout.slots:
             count = client.await_reserved(layout, layout.slots)
             if count < layout.slots and client.system.monotonic() > limit:
-                raise DeadlineExceeded(f"the memory of {client.arena} is not reserved in time")
+                raise DeadlineExceeded(f"the SMP did not reserve the memory in {client.arena} in time")
 
     _together(agreement, wait)
     _together(agreement, lambda: prepare(client.slots(layout.epoch, coord)))
 
 
 class Reserving:
-    """The caller's slots of one layout, which become usable one by one: reserved by the SMP, mapped and prepared.
+    """The caller's slots of one layout. They become usable one by one, as they are reserved, mapped and prepared.
 
-    `work` may be called at once, or be left to a thread (`start`), beside which training goes on.
+    Call `work`, or leave it to a thread (`start`) while training goes on.
 
     Attributes:
-        is_small: whether all is there from the start, and to map and prepare it takes a moment only.
-        failure: why no more become usable; None: nothing has failed.
+        is_small: whether all slots are reserved from the start, and mapping and preparing them takes only a moment.
+        failure: why no more slots become usable; None: nothing has failed.
     """
 
     def __init__(
@@ -166,12 +170,12 @@ class Reserving:
     ) -> None:
         """
         Args:
-            connect: makes another connection to the SMP, on which the thread waits.
+            connect: opens another connection to the SMP, on which the thread waits.
             there: how many slots are reserved already.
-            prepare: called with slots that are mapped, which may be used meanwhile, and again.
+            prepare: called with mapped slots, which may be in use meanwhile; called again with all slots as more come.
         """
         # `_there`, `_usable` and `failure` are written by the one thread that runs `work`. The training thread reads
-        # them through `standing`; each is one reference, so it sees a value from before or after, and needs no lock.
+        # them through `standing`. Each is a single reference, so it reads the old or the new value and needs no lock.
         self.is_small = there >= layout.slots and is_at_once(layout.slots * layout.shard_bytes(coord))
         self.failure: HoldfastError | None = None
         self._client = client
@@ -186,16 +190,16 @@ class Reserving:
 
     @property
     def standing(self) -> int:
-        """How many slots may be used; or `AWAY` or `REFUSED`. Any thread's."""
+        """How many slots may be used; or `AWAY` or `REFUSED`. May be read by any thread."""
         return self._usable if self.failure is None else standing_of(self.failure)
 
     def start(self) -> None:
-        """Do `work` in a thread."""
+        """Run `work` in a thread."""
         self._thread = self._client.system.Thread(target=self.work, name="holdfast-reserve", daemon=True)
         self._thread.start()
 
     def work(self) -> None:
-        """Block until all slots may be used, or something fails, which is told as `failure`, or it is closed."""
+        """Block until all slots may be used, something fails (see `failure`), or `close` is called."""
         try:
             while not self._closed.is_set():
                 if self._there > self._usable:
@@ -220,16 +224,16 @@ class Reserving:
             waiting.close()
 
     def pause(self, seconds: float) -> None:
-        """Block for so long, unless it is closed: then `StaleEpoch`, as nobody needs what was being prepared."""
+        """Block for `seconds`. Raises `StaleEpoch` on `close`, as nobody needs the slots any more."""
         if self._closed.wait(seconds):
             raise StaleEpoch("the slots are not needed any more")
 
     def close(self) -> None:
-        """Have it end. Returns at once."""
+        """Make `work` end soon. Returns at once."""
         self._closed.set()
 
     def join(self, deadline_s: float) -> None:
-        """Wait until it has ended. Raises `DeadlineExceeded`."""
+        """Wait until the thread has ended. Raises `DeadlineExceeded`."""
         if self._thread is not None:
             self._thread.join(deadline_s)
             if self._thread.is_alive():
@@ -238,8 +242,8 @@ class Reserving:
 
 @contextmanager
 def node_turn(client: SmpClient) -> Iterator[None]:
-    """A block that one trainer of this node runs at a time. Blocks until it is the caller's turn; but not for ever, as
-    a process may stand still in it: what is done there may be done by several at once, if need be."""
+    """A block that one trainer of this node runs at a time. Blocks until it is the caller's turn, for `TURN_DEADLINE_S`
+    at most, as another process may hang in its turn. So the block must be safe to run in several processes at once."""
     limit = time.monotonic() + TURN_DEADLINE_S
     with (client.arena / "turn").open("a") as file:
         while time.monotonic() < limit:

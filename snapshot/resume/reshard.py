@@ -1,8 +1,8 @@
 """Which bytes of which old shards make up a new rank's tensors. Pure.
 
-Whatever a rank holds of a tensor is a set of runs of the whole tensor, flattened: one run for a contiguous range or for
-rows, one a row for columns. What is held whole is one run from end to end. A plan takes the runs that a new rank wants
-from those that old shards hold; it is complete, or says what is missing.
+A rank's part of a tensor is a set of runs of the whole tensor, flattened: one run for a contiguous range or for rows,
+one run per row for columns. A tensor held whole is one run from end to end. A plan takes the runs that a new rank wants
+from the runs that old shards hold; it is complete, or says what is missing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES
 
 Shape = tuple[int, ...]
 Run = tuple[int, int, int]
-"""Elements ``[first, last)`` of the flattened whole, and where in its holder's memory they begin."""
+"""Elements ``[first, last)`` of the flattened whole, and the element of its holder's memory where they begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What somebody holds, or wants, of one tensor.
+    """The part of one tensor that a rank holds or wants.
 
     Attributes:
-        key: names the tensor in the whole job.
-        whole: its shape there.
-        runs: ascending, none of them empty, no two overlap.
+        key: the tensor's name in the whole job.
+        whole: the shape of the whole tensor.
+        runs: ascending, not empty, without overlaps.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Region:
 
     @property
     def elements(self) -> int:
-        """How many elements of the whole these are."""
+        """Number of elements in the runs."""
         return sum(last - first for first, last, _ in self.runs)
 
 
@@ -51,7 +51,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`bytes` at `source` of the slot of `coord` go to `target` of a tensor's memory. All in bytes."""
+    """Copies `bytes` from offset `source` in the slot of `coord` to offset `target` in a tensor's memory. In bytes."""
 
     coord: str
     source: int
@@ -60,10 +60,10 @@ class Read:
 
 
 def block_runs(whole: Shape, start: Shape, shape: Shape) -> tuple[Run, ...]:
-    """The runs of a block of a tensor; its holder has it dense.
+    """The runs of a block of a tensor. The holder's memory of the block is dense.
 
     Raises:
-        ValueError: it is not within the whole.
+        ValueError: the block is not within the whole.
     """
     if not len(whole) == len(start) == len(shape) or any(
         not 0 <= begin <= begin + length <= size for begin, length, size in zip(start, shape, whole, strict=True)
@@ -71,7 +71,7 @@ def block_runs(whole: Shape, start: Shape, shape: Shape) -> tuple[Run, ...]:
         raise ValueError(f"a block of {list(shape)} at {list(start)} is not within {list(whole)}")
     if not math.prod(shape):
         return ()
-    inner = len(whole)  # from this dimension on all of it is held
+    inner = len(whole)  # from this dimension on, the block covers the whole
     while inner and shape[inner - 1] == whole[inner - 1]:
         inner -= 1
     outer, length = max(0, inner - 1), math.prod(shape[max(0, inner - 1) :])
@@ -85,12 +85,12 @@ def block_runs(whole: Shape, start: Shape, shape: Shape) -> tuple[Run, ...]:
 
 
 def range_runs(first: int, last: int) -> tuple[Run, ...]:
-    """The run of elements ``[first, last)`` of a flattened tensor; none if it is empty."""
+    """The run of elements ``[first, last)`` of a flattened tensor; none if the range is empty."""
     return ((first, last, 0),) if first < last else ()
 
 
 class Index:
-    """What old shards hold, by key. Those of the coordinate that comes first in `order` are preferred."""
+    """What old shards hold, by key. Shards of coordinates that come first in `order` are preferred."""
 
     def __init__(self, held: Iterable[Held], order: Sequence[str]) -> None:
         rank = {coord: number for number, coord in enumerate(order)}
@@ -102,18 +102,18 @@ class Index:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of everything that is held."""
+        """The keys of everything that is held."""
         return frozenset(self._by_key)
 
     def of(self, key: str) -> Sequence[Held]:
-        """Who holds something of it."""
+        """The regions held under `key`, preferred ones first."""
         return self._by_key.get(key, ())
 
 
 def plan_reads(wanted: Region, index: Index) -> tuple[list[Read], str]:
-    """What to read for one tensor, and why that is not all of it; an empty text if it is.
+    """The reads that fill one tensor; or none, and why it cannot be filled. The text is empty if it can.
 
-    Every wanted element is read exactly once, and two reads never touch in both places.
+    Every wanted element is read exactly once. Reads that are adjacent in both source and target are merged.
     """
     found = index.of(wanted.key)
     if not found:
@@ -141,12 +141,12 @@ def plan_reads(wanted: Region, index: Index) -> tuple[list[Read], str]:
 
 
 def unclaimed(index: Index, wanted: Mapping[str, object] | Iterable[str]) -> list[str]:
-    """Keys that are held and that nobody wants, in order."""
+    """Keys that are held but not wanted, in order."""
     return sorted(index.keys.difference(wanted))
 
 
 def _common(held: Sequence[Run], wanted: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
-    """(elements, where they begin with the holder, where with who wants them) of what is in both."""
+    """For each overlap: (number of elements, their offset in the holder's memory, their offset in the wanted one)."""
     mine, theirs = iter(held), iter(wanted)
     have, want = next(mine, None), next(theirs, None)
     while have is not None and want is not None:
@@ -160,7 +160,7 @@ def _common(held: Sequence[Run], wanted: Sequence[Run]) -> Iterator[tuple[int, i
 
 
 def _without(wanted: Sequence[Run], held: Sequence[Run]) -> Iterator[Run]:
-    """What of `wanted` is not in `held`."""
+    """The parts of `wanted` that are not in `held`."""
     position = 0
     for first, last, target in wanted:
         reached = first
@@ -178,7 +178,7 @@ def _without(wanted: Sequence[Run], held: Sequence[Run]) -> Iterator[Run]:
 
 
 def _joined(reads: Iterable[Read]) -> Iterator[Read]:
-    """Reads that follow each other in both places, made one."""
+    """Merges reads that are adjacent in both source and target."""
     last: Read | None = None
     for read in reads:
         if last is not None and _follows(last, read):

@@ -1,4 +1,4 @@
-"""Going back: agree on a snapshot, have its bytes brought here, check that they fit, load them in place."""
+"""Restores a snapshot: the ranks agree on one, fetch its bytes, check that they fit, and load them in place."""
 
 from __future__ import annotations
 
@@ -72,26 +72,26 @@ class Restored:
 
     Attributes:
         epoch: the epoch that begins.
-        snapshot: what was restored, or None on a cold start.
+        snapshot: the snapshot that was restored; None on a cold start.
         protected: the newest snapshot that is known to be protected: `snapshot`, or an older one.
-        only_sealed: nobody can have been told that `snapshot` is protected.
-        repairs: has the SMP of this node repair what it is to repair of the parity of `snapshot`, and says how far that
-            is. Raises `HoldfastError` if it does not answer.
+        only_sealed: whether nobody can have been told that `snapshot` is protected.
+        repairs: makes this node's SMP repair its part of the parity of `snapshot`, and returns how far that is. Raises
+            `HoldfastError` if the SMP does not answer.
         how: ``held``, ``repaired``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
-        bytes_fetched: what came over the network for this rank's state.
-        notes: what the snapshot's record says beside the state; empty if nothing.
-        loop: where the loop was; see `SnapshotHook`.
-        inputs: what the first forward of that step was given; empty: nothing that can be looked at, or of another
-            number of ranks; None: it was sealed before that was known.
-        began: what `snapshot.step.capture.began_with` gave as the step began that is to be done again; None: the loop
+        bytes_fetched: bytes fetched over the network for this rank's state.
+        notes: what the snapshot's record holds besides the state; may be empty.
+        loop: the position of the loop; see `SnapshotHook`.
+        inputs: digest of the inputs of that step's first forward. Empty: there was nothing to sample, or the snapshot
+            is of another number of ranks. None: it was sealed before they were known.
+        began: what `snapshot.step.capture.began_with` returned when the step began that is now repeated; None: the loop
             said where it begins.
-        rewind: puts the random generators back as they were restored.
+        rewind: puts the random generators back to their restored state.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
-        tier: what the job as a whole came back from, see `snapshot.resume.choice`; empty on a cold start.
-        passed_over: why what would have been better was not taken.
+        tier: the tier that the job as a whole was restored from, see `snapshot.resume.choice`; empty on a cold start.
+        passed_over: why better snapshots or tiers were not used.
         earlier: older snapshots that are whole, oldest first.
-        abandoned: newer ones, if an older one was chosen.
-        steps_again: how many steps that the start before had finished are done again; None: no node knows.
+        abandoned: newer snapshots, if an older one was chosen.
+        steps_again: how many steps that the previous start had finished are repeated; None: no node knows.
     """
 
     epoch: int
@@ -117,7 +117,7 @@ class Restored:
         """A line for people."""
         if self.snapshot is None:
             return "nothing was restored: the job begins"
-        source = SOURCES[self.tier] + (", cut anew for another number of ranks" if self.how == "resharded" else "")
+        source = SOURCES[self.tier] + (", resharded for another number of ranks" if self.how == "resharded" else "")
         match self.steps_again:
             case None:
                 again = "how many finished steps are done again is not known"
@@ -137,7 +137,7 @@ SOURCES = {
     "previous": "memory, not the newest snapshot",
     PERSISTED: "storage",
 }
-"""What each tier of `resume.choice` is, in words."""
+"""The tiers of `resume.choice`, in words."""
 
 
 def restore(
@@ -150,15 +150,15 @@ def restore(
     elastic: bool = False,
     protect: bool = True,
 ) -> Restored:
-    """Bring the newest snapshot back that can be had, tier by tier: see `resume.choice`. A collective call; blocks.
+    """Restore the newest snapshot available, tier by tier: see `resume.choice`. A collective call; blocks.
 
-    A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
-    and was never promised, is passed over: an older one may be whole, down to the one that was promised. What is
-    persisted is only looked at if memory has nothing that may be taken.
+    A copy that turns out to be damaged no longer counts, and planning starts again. A snapshot that failed twice, and
+    was never promised, is passed over: an older one may be whole, down to the one that was promised. Storage is only
+    looked at if memory holds nothing that may be restored.
 
     Args:
-        elastic: take a snapshot of another number of data-parallel ranks, too, from memory; see `resume.elastic`.
-        protect: have parity made of what is restored even if it was only sealed, and not protected.
+        elastic: also accept, from memory, a snapshot of another number of data-parallel ranks; see `resume.elastic`.
+        protect: have parity of the restored snapshot made even if it was only sealed, not protected.
 
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
@@ -187,8 +187,8 @@ def restore(
         unacknowledged.update(*(inventory.never_acknowledged for inventory in inventories))
         plan, lost = _in_memory(inventories, None if elastic else coords, course, unacknowledged, choice)
         if lost is not None and not joined and not looked_again:
-            # SMPs that were regrouping answer one after the other: what one held before and another holds after may
-            # not fit together. Once a trainer is connected no regrouping begins, so a second look is not torn.
+            # The SMPs may have regrouped between their answers, so that these do not fit together. No regrouping begins
+            # once a trainer is connected, so the answers to a second look do fit.
             looked_again = True
             log.info("SMPs are asked once more what they hold: %s", lost)
             continue
@@ -267,14 +267,15 @@ def _start(
 
 
 def _repair_nothing() -> RepairState:
-    """As long as nothing younger is protected, what was restored stays as it is."""
+    """Leaves parity alone: the restored snapshot is kept as it is until a younger one is protected."""
     return RepairState.UNDER_WAY
 
 
 def _known_to_be_protected(plan: RestorePlan, inventories: Sequence[Inventory]) -> SnapshotId | None:
-    """The newest snapshot that is: what is restored, if it is whole or an SMP was told; or an older one."""
+    """The newest snapshot known to be protected: the restored one, if its parity is whole or an SMP was told so; or an
+    older one."""
     if plan.sources.persisted:
-        return None  # memory has nothing that can be had
+        return None  # memory holds nothing that can be restored
     known = {inventory.protected for inventory in inventories if inventory.protected is not None}
     if not plan.repair:
         known.add(plan.snapshot)
@@ -282,7 +283,7 @@ def _known_to_be_protected(plan: RestorePlan, inventories: Sequence[Inventory]) 
 
 
 def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, bool]:
-    """Whether an attempt went well on every rank; and whether none has met damage. A collective call."""
+    """Whether an attempt succeeded on every rank, and whether no rank has met damage. A collective call."""
     whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
     return bool(whole), bool(unspoilt)
 
@@ -294,7 +295,7 @@ def _in_memory(
     unacknowledged: Collection[SnapshotId],
     choice: Choice | None,
 ) -> tuple[RestorePlan | None, Unrecoverable | None]:
-    """What to restore from memory; else why what there was cannot be had, if there was anything."""
+    """What to restore from memory; else, if memory held anything, why it cannot be restored."""
     if course.given_up:
         return None, Unrecoverable(course.given_up)
     try:
@@ -312,11 +313,11 @@ def _in_storage(
     lost: Unrecoverable | None,
     failure: HoldfastError | None,
 ) -> tuple[RestorePlan | None, int]:
-    """What to restore of what is persisted, and the newest epoch that anything is persisted of; (None, ...): start from
-    nothing. A collective call.
+    """What to restore from storage, and the newest epoch that anything there is of; (None, ...): start from nothing. A
+    collective call.
 
     Raises:
-        Unrecoverable: there was something, and nothing of it can be had.
+        Unrecoverable: there was something to restore, but none of it can be restored.
     """
     if choice is not None:
         raise lost or Unrecoverable(f"{choice.snapshot} was chosen, and nothing of it is held") from failure
@@ -343,7 +344,7 @@ def _layout_of(client: SmpClient, snapshot: SnapshotId) -> tuple[Layout | None, 
 
 
 def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Persisted]:
-    """As every rank's SMP sees it. A collective call."""
+    """What is persisted, as every rank's SMP sees it. A collective call."""
     mine: Persisted
     try:
         mine = client.persisted()
@@ -363,7 +364,7 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
 
 
 class _Attempt:
-    """One rank's part in bringing one snapshot back. What it holds is checked while it is read."""
+    """One rank's part in restoring one snapshot. The shard is checked while it is read."""
 
     shard: RecoveredShard
 
@@ -380,15 +381,15 @@ class _Attempt:
         self.system = client.system
         self._sources = plan.sources
         self._coord = coord
-        self._taken: set[int] = set()
+        self._taken: set[int] = set()  # units that values were read from
 
     @property
     def bytes_fetched(self) -> int:
-        """What came over the network for the shard."""
+        """Bytes fetched over the network for the shard."""
         return self.shard.bytes_fetched
 
     def recover(self) -> None:
-        """Have the shard here. Raises what stands against it."""
+        """Bring the shard to this node. Raises `HoldfastError` if that fails."""
         self.shard = self._client.recover(self._sources, self._coord, check=False)
         self.how = self.shard.how
 
@@ -400,17 +401,17 @@ class _Attempt:
         """Have damaged units repaired in place.
 
         Raises:
-            DamagedSnapshot: that cannot be; or values were taken from one of them that may have been damaged already.
+            DamagedSnapshot: they cannot be repaired; or values were read from one of them, maybe after it was damaged.
         """
         if changed := self._taken.intersection(units):
             raise DamagedSnapshot(f"unit {min(changed)} of the slot changed after it was read: start again")
         self.how = self._client.recover(self._sources, self._coord).how
 
     def read_format(self) -> SlotFormat:
-        """The slot's format, its header checked.
+        """Check the slot's header, and return its format.
 
         Raises:
-            DamagedSnapshot: it cannot be repaired.
+            DamagedSnapshot: the header cannot be repaired.
             ProtocolError: it is not what a trainer wrote for this snapshot.
         """
         slot = self.shard.view
@@ -423,7 +424,7 @@ class _Attempt:
         return form
 
     def read(self) -> tuple[SlotFormat, dict[str, Any]]:
-        """The slot's format and its record, and all tensors checked that belong to the record.
+        """The slot's format and its record. Checks the record and all tensors that belong to it.
 
         Raises:
             DamagedSnapshot: they cannot be repaired.
@@ -438,7 +439,7 @@ class _Attempt:
         return form, record
 
     def midway(self) -> None:
-        """Half of it is loaded."""
+        """Half of the slot is loaded."""
         failpoint("restore.middle", self.snapshot.step)
 
     def _check_and_take(self, ranges: list[tuple[int, int]]) -> None:
@@ -449,7 +450,7 @@ class _Attempt:
 def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: CopyEngine) -> HoldfastError | None:
     """Load a slot into the live job, checking it on the way. Nothing is written unless it fits on every rank.
 
-    Returns why it failed on this rank: the copy is damaged, and another must be found.
+    Returns None, or why it failed on this rank: the copy is damaged, and another must be found.
     """
     made = False
     problem: HoldfastError | None = None
@@ -501,7 +502,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: Cop
 def _own(
     tensors: Mapping[str, torch.Tensor], held: Sequence[str], shared: Mapping[str, Leaf]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Live tensors, or parts of them, by the names under which they stand in this rank's slot."""
+    """Live tensors, or parts of them, by their names in this rank's slot."""
     yield from ((name, tensor) for name, tensor in tensors.items() if name not in shared)
     for name in held:
         part = parse_part(name)
@@ -509,7 +510,7 @@ def _own(
 
 
 def repair_parity(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> RepairState:
-    """Have lost parity computed again, on the node that took the lost one's place; how far this rank's part is."""
+    """Have lost parity recomputed on the node that took the lost node's place; returns how far this rank's part is."""
     states = [
         client.repair_parity(plan.sources, group, position)
         for group, position in plan.repair

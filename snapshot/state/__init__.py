@@ -1,4 +1,4 @@
-"""What the state of a job is: adapters, tensors, values, optimizers, generators, replicas, and the record of it."""
+"""The state of a job: adapters, tensors, values, optimizers, generators, replicas, and the record in a slot."""
 
 __all__ = [
     "adapter",

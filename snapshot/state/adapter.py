@@ -1,4 +1,4 @@
-"""What the hook needs to know of a framework. One implementation per framework, in `integrations`."""
+"""The hook's interface to a framework. Each framework has one implementation, in `integrations`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Adapter(Protocol):
     """A job's state on this rank. Called from the training thread only."""
 
     def coordinate(self) -> str:
-        """The rank's logical place, the same after ranks were renumbered."""
+        """The rank's logical place, which does not change when ranks are renumbered."""
         ...
 
     def replica_set(self) -> str:
-        """Names the set of ranks that hold what is marked as `replicated` alike: the same on each of them."""
+        """Name of the set of ranks that hold `replicated` tensors alike: the same on each of them."""
         ...
 
     def track(self, piece: Tracked) -> None:
-        """Take more state into account. Raises `ConfigError` if there is one of that name."""
+        """Add a piece of state. Raises `ConfigError` if its name is taken."""
         ...
 
     def modules(self) -> Sequence[torch.nn.Module]:
@@ -37,15 +37,15 @@ class Adapter(Protocol):
         ...
 
     def steppers(self) -> Steppers:
-        """Who watches, from now on, for other optimizers that step this job's parameters."""
+        """Start to watch for other optimizers that step this job's parameters."""
         ...
 
     def extras(self) -> Collection[str]:
-        """Names of the objects with a ``state_dict`` that this rank gives beside modules, optimizers and schedules."""
+        """Names of the objects with a ``state_dict`` that this rank has besides modules, optimizers and schedules."""
         ...
 
     def scalers(self) -> Sequence[Any]:
-        """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's."""
+        """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's step."""
         ...
 
     def tensors(self) -> Iterator[LiveTensor]:
@@ -53,15 +53,15 @@ class Adapter(Protocol):
         ...
 
     def updated(self) -> dict[str, Updated]:
-        """The parameters of all optimizers, by the stem of their state's names."""
+        """The parameters of all optimizers, by the stem that the names of their state begin with."""
         ...
 
     def watched(self) -> Iterator[Container]:
-        """What `tensors` found them in."""
+        """The containers in which `tensors` found the tensors."""
         ...
 
     def fixed(self) -> Tree:
-        """State that only changes when `watched` does, such as the order of keys."""
+        """State that changes only when `watched` does, such as the order of keys."""
         ...
 
     def early(self) -> Tree:
@@ -73,25 +73,25 @@ class Adapter(Protocol):
         ...
 
     def verify(self) -> None:
-        """Check that what is not captured can be derived bit for bit. Raises `StateMismatch` if it cannot."""
+        """Check that state that is not captured can be derived bit for bit. Raises `StateMismatch` if it cannot."""
         ...
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
-        """Create the tensors of `leaves` that a fresh job makes later, such as Adam's moments."""
+        """Create the tensors of `leaves` that a new job would only make later, such as Adam's moments."""
         ...
 
     def withdraw(self) -> None:
-        """Take away what the last `materialise` created: the snapshot does not fit after all."""
+        """Remove what the last `materialise` created, because the snapshot does not fit after all."""
         ...
 
     def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
-        """Raises `StateMismatch` unless `load` will find all it needs. Called before anything is written."""
+        """Raises `StateMismatch` unless `load` will find everything it needs. Called before anything is written."""
         ...
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
-        """Take over what `early`, `late` and `fixed` gave, after the tensors are back; random generators last."""
+        """Load what `early`, `late` and `fixed` returned, after the tensors are restored; random generators last."""
         ...
 
     def rewinding(self, early: Tree) -> Callable[[], None]:
-        """What puts the random generators back as they are in `early`, and nothing else, whenever it is called."""
+        """A function that sets the random generators to their state in `early`, and nothing else, at every call."""
         ...

@@ -1,7 +1,7 @@
-"""The training process's part in ``holdfast audit`` and in chaos done to a user's own command: notes all that the loop
-can failpoint, and dies, or stops, on time.
+"""The training process's part in ``holdfast audit``, and in chaos against a user's own command.
 
-It is asked for through the environment; see `holdfast.audit` and `holdfast.chaos.user.run` for the other part.
+It records everything that the loop can reach, and kills or ends the process after a given step. It is requested through
+the environment; see `holdfast.audit` and `holdfast.chaos.user.run` for the other part.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DRAIN_DEADLINE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class AuditOrders:
-    """What one run is for.
+    """What to do in one run.
 
     Attributes:
-        notes: a folder; each rank writes a file there.
-        stop: end well after so many steps.
-        kill: die in the middle of the step after so many; 0: not.
+        notes: a folder in which each rank writes a file.
+        stop: number of steps after which the process ends with status 0.
+        kill: number of steps after which the process is killed, in the middle of the next step; 0: never.
     """
 
     notes: str
@@ -41,25 +41,25 @@ class AuditOrders:
     kill: int = 0
 
     def to_environment(self) -> dict[str, str]:
-        """What makes a hook follow these orders."""
+        """The environment variables that make a hook follow these orders."""
         return {AUDIT_ENV: json.dumps({"notes": self.notes, "stop": self.stop, "kill": self.kill})}
 
 
 class StepsDone(BaseException):
-    """All steps are done, in a process that goes on: see `raise_at_the_end`."""
+    """All steps are done, in a process that must not end; see `raise_at_the_end`."""
 
 
 _raises = False
 
 
 def raise_at_the_end() -> None:
-    """Have the last step of an audit raise `StepsDone`, and not end this process, which somebody would start again."""
+    """Make the last step of an audit raise `StepsDone` instead of ending this process, which would be started again."""
     global _raises
     _raises = True
 
 
 def orders_from_environment() -> AuditOrders | None:
-    """None outside an audit. Raises `ConfigError`."""
+    """The orders for this process; None outside an audit. Raises `ConfigError` if they are malformed."""
     text = os.environ.get(AUDIT_ENV)
     if not text:
         return None
@@ -70,7 +70,7 @@ def orders_from_environment() -> AuditOrders | None:
 
 
 class Auditor:
-    """Follows orders in one rank. Called by the hook, in the training thread."""
+    """Follows the orders on one rank. Called by the hook, in the training thread."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class Auditor:
     ) -> None:
         """
         Args:
-            step: that this epoch began with.
-            protected: tells the newest step that is known to be protected.
-            theirs: what frameworks restore by themselves.
+            step: the step that this epoch began with.
+            protected: returns the newest step that is known to be protected.
+            theirs: the values that frameworks restore themselves.
         """
         self._orders = orders
         self._drain = drain
@@ -103,7 +103,7 @@ class Auditor:
             module.register_forward_hook(self._saw_outputs)
 
     def settled(self, step: int) -> None:
-        """The step after `step` begins: all that `step` has changed has its final value."""
+        """The step after `step` begins: everything that `step` changed has its final value."""
         if self._settled == step:
             return
         self._settled = step
@@ -132,7 +132,7 @@ class Auditor:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def after_step(self, step: int, meet: Callable[[], Any]) -> None:
-        """A step is done; after the last one every rank ends, once all are there."""
+        """A step is done. After the last step every rank ends, once all ranks have arrived."""
         if step < self._orders.stop:
             return
         meet()

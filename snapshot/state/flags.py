@@ -1,7 +1,7 @@
-"""Which parameters take gradients, which have one, and which modules are in training mode: what loops turn in mid-run.
+"""Flags that loops toggle mid-run: which parameters require or have gradients, which modules are in training mode.
 
-Where a gradient is zero an optimizer goes by momentum and decays weights; a parameter without one it leaves alone. So
-where there was a gradient there is one again, of zeros: gradients themselves are not captured.
+For a zero gradient an optimizer still applies momentum and weight decay; a parameter without a gradient it skips. So a
+restore puts a gradient of zeros wherever there was a gradient. Gradients themselves are not captured.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from holdfast.snapshot.state.live import Tree
 
 GRADIENTS = "gradients"
-"""What an adapter calls `Flags.gradients` among its late values. Zeroing them is no change of the state."""
+"""Key of `Flags.gradients` in an adapter's late values. Zeroing gradients does not count as a change of the state."""
 
 
 class Flags:
-    """Those of some modules. Asking takes 0.05 microseconds a parameter or module.
+    """The flags of some modules. Reading them takes 0.05 microseconds per parameter or module.
 
     Args:
-        modules: walked once; made anew where the state is.
+        modules: walked once, here. Make new `Flags` whenever the state is walked anew.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -33,23 +33,23 @@ class Flags:
         }
 
     def names(self) -> Tree:
-        """What `state` is of, in its order."""
+        """The names of the parameters and modules that `state` describes, in its order."""
         return {"parameters": list(self._parameters), "modules": list(self._modules)}
 
     def state(self) -> Tree:
-        """How they are now: bits."""
+        """The current flags, as packed bits."""
         return {
             "requires_grad": np.packbits([p.requires_grad for p in self._parameters.values()]).tobytes(),
             "training": np.packbits([m.training for m in self._modules.values()]).tobytes(),
         }
 
     def gradients(self) -> bytes:
-        """Which parameters have a gradient: bits."""
+        """Which parameters have a dense gradient, as packed bits."""
         parameters = self._parameters.values()  # a function for each would take twice as long
         return np.packbits([(g := p.grad) is not None and not g.is_sparse for p in parameters]).tobytes()
 
     def load(self, names: Tree, state: Tree, gradients: bytes) -> None:
-        """Turn them as they were. What is not named stays as it is: it was not there."""
+        """Restore the flags. Parameters and modules that are not named stay as they are: they did not exist then."""
         for name, flag in _unpacked(names["parameters"], state["requires_grad"]).items():
             parameter = self._parameters.get(name)
             if parameter is not None and parameter.requires_grad is not flag:

@@ -1,5 +1,5 @@
-"""State that modules and optimizers keep in plain attributes: found, so that the user may say what of it counts, and
-tracked where its class is known."""
+"""State in plain attributes of modules and optimizers: listed, so that the user can say what of it matters, and tracked
+where the class is registered."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ KEPT = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator)
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
+    """The arguments of `register`."""
+
     get: Callable[[Any], Any] | None
     set: Callable[[Any, Any], Any] | None
     tensors: Callable[[Any], dict[str, torch.Tensor]] | None
@@ -42,14 +44,14 @@ def register(
     changes: str = "any",
     when: str = "forward",
 ) -> None:
-    """Say, once for all jobs, what a class of modules or optimizers keeps in its attributes.
+    """Declare, once for all jobs, what state a class of modules or optimizers keeps in its attributes.
 
-    Every instance in a model, and every optimizer, of that class or of a subclass is then tracked by itself. For
-    libraries whose users should not have to know.
+    Every module in a model, and every optimizer, of that class or a subclass is then tracked automatically. Meant for
+    libraries, so that their users need not track anything.
 
     Args:
-        get, set: ``get(instance)`` gives plain values, and ``set(instance, values)`` takes them over.
-        tensors: ``tensors(instance)`` gives a dict of tensors that lives as long as the instance.
+        get, set: ``get(instance)`` returns plain values, and ``set(instance, values)`` loads them.
+        tensors: ``tensors(instance)`` returns a dict of tensors that lives as long as the instance.
         changes, when: as for `SnapshotHook.track`.
 
     Raises:
@@ -63,12 +65,12 @@ def register(
 
 
 def unregister(kind: type) -> None:
-    """Forget what was said of a class. Raises `KeyError` if nothing was."""
+    """Undo `register` for a class. Raises `KeyError` if it is not registered."""
     del _registry[kind]
 
 
 def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
-    """What is to be tracked of modules, those in them, and optimizers, given by name, whose class is registered."""
+    """What to track of named modules, their submodules, and optimizers whose class is registered."""
     for name, owner in owners(roots):
         for kind in type(owner).__mro__:
             if kind in _registry:
@@ -77,7 +79,7 @@ def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
 
 
 def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[torch.Tensor]) -> list[str]:
-    """Names of tensors, arrays and generators in attributes that are no views of what is captured."""
+    """Names of tensors, arrays and generators in attributes that are not views of captured tensors."""
     held = {_memory(tensor) for tensor in captured}
     found = []
     for name, owner in owners(roots):
@@ -89,7 +91,7 @@ def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[torch.Tensor]
 
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Modules with all modules in them, and optimizers with those in them."""
+    """Modules with all their submodules, and optimizers with those inside them, by name."""
     seen: set[int] = set()
     for name, root in roots:
         if isinstance(root, torch.nn.Module):
@@ -106,7 +108,7 @@ def _tracked(name: str, kept: _Kept, owner: Any) -> Tracked:
 
 
 def _memory(value: Any) -> int:
-    """Tells whether two tensors share memory; other objects stand for themselves."""
+    """The address of a tensor's storage, equal for tensors that share memory; for other objects, their id."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
         return local(value).untyped_storage().data_ptr()
     return id(value)

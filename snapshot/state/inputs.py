@@ -1,5 +1,7 @@
-"""What a step is given. A batch that was read before the hook was entered is not captured; after a restart it would be
-another, and this tells."""
+"""Samples of a step's inputs, to detect a different batch after a restart.
+
+A batch that was read before the hook was entered is not captured, so a restart may read another one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import DEVICES, local
 
 SAMPLED = 64
-"""About how many elements of a tensor are looked at."""
+"""About how many elements of a tensor are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +27,16 @@ class Inputs:
     """A sample of some tensors.
 
     Attributes:
-        shapes: and data types, of the whole tensors.
-        elements: gives those of each that were looked at, see `CopyEngine.fetch`.
+        shapes: data types and shapes of the whole tensors.
+        elements: returns the sampled elements of each tensor; see `CopyEngine.fetch`.
     """
 
     shapes: tuple[str, ...]
     elements: Callable[[], list[NDArray[np.uint8]]]
 
     def digest(self) -> str:
-        """Empty if there was nothing to look at. Blocks until the elements are here. Any thread's."""
+        """A digest of the sample; empty if there was nothing to sample. Blocks until the elements have arrived. May be
+        called from any thread."""
         if not self.shapes:
             return ""
         state = hashlib.blake2b(repr(self.shapes).encode(), digest_size=8)
@@ -43,11 +46,13 @@ class Inputs:
 
 
 class Batch:
-    """What the step at hand is given: the forward of which gradients are computed first. The training thread's.
+    """The current step's inputs: those of the forward whose gradients are computed first.
+
+    Used by the training thread only.
 
     Attributes:
-        known: whether it is known. If not, `inputs` is None.
-        inputs: a sample of it; None if nobody saw that forward.
+        known: whether that forward is known yet. If not, `inputs` is None.
+        inputs: a sample of its inputs; None if that forward was not seen.
     """
 
     def __init__(self, engine: CopyEngine) -> None:
@@ -61,21 +66,21 @@ class Batch:
         self.known, self.inputs, self._of = False, None, {}
 
     def forward(self, number: int, given: Any) -> None:
-        """The forward of that number is given this; it may be an evaluation."""
+        """Forward `number`, which may be an evaluation, receives `given`."""
         if not self.known:
             self._of[number] = sample_inputs(self._engine, given)
 
     def settle(self, number: int) -> None:
-        """Gradients of that forward are computed, or will be."""
+        """Gradients of forward `number` are computed, or will be."""
         if not self.known:
             self.known, self.inputs, self._of = True, self._of.get(number), {}
 
 
 def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
-    """A sample of the tensors in `given`: containers of any depth.
+    """A sample of the tensors in `given`, which may be containers of any depth.
 
-    Those that need gradients were computed, by an earlier stage of a pipeline for example, and are left out. Training
-    thread; does not wait for a GPU.
+    Tensors that require gradients are left out: they were computed, for example by an earlier pipeline stage. Called
+    by the training thread; does not wait for a GPU.
     """
     tensors = [local(tensor).detach() for tensor in tensors_in(given) if not tensor.requires_grad]
     dense = [t for t in tensors if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in DEVICES]
@@ -84,8 +89,8 @@ def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in containers and in what objects hold, of any depth. Modules, and whatever can be called, are not
-    looked into: they are no data."""
+    """The tensors in containers and in attributes of objects, at any depth. Callables and Python modules are skipped:
+    they are not data."""
     return _tensors_in(value, set())
 
 
@@ -100,7 +105,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         parts = value
     elif id(value) not in seen and _is_data(value):
-        seen.add(id(value))  # objects refer to each other
+        seen.add(id(value))  # objects may refer to each other in cycles
         parts = vars(value).values()
     for part in parts:
         yield from _tensors_in(part, seen)
@@ -111,7 +116,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _thinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy of about `SAMPLED` elements, spread evenly, as a row."""
+    """A dense one-dimensional copy of about `SAMPLED` elements, spread evenly."""
     if not tensor.dim():
         return tensor.resolve_conj().resolve_neg().clone().reshape(1)
     each = max(1, round(SAMPLED ** (1 / tensor.dim())))

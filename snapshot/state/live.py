@@ -1,4 +1,4 @@
-"""What a job's state is made of: its tensors while they live, and the words for what adapters say of them."""
+"""The parts of a job's state: its live tensors, and the types in which adapters describe them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tree = dict[str, Any]
 """Nested dicts, lists and tuples of plain values and small tensors; see `snapshot.state.values`."""
 
 Container = dict[Any, Any] | list[Any]
-"""Holds tensors of the state. If what it holds becomes another object, the state must be walked anew."""
+"""Holds tensors of the state. If an entry becomes another object, the state must be walked anew."""
 
 
 @runtime_checkable
@@ -22,16 +22,16 @@ class Stateful(Protocol):
     """Anything with torch's ``state_dict`` / ``load_state_dict``."""
 
     def state_dict(self) -> Tree:
-        """Its state."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: Tree) -> Any:
-        """Take the state over."""
+        """Load the state."""
         ...
 
 
 class Change(Enum):
-    """When a tensor of the state may change, and so how it is copied."""
+    """When a tensor of the state may change, which decides how it is copied."""
 
     STEP = "between steps only: copied while forward and backward run, and checked"
     ANY = "at any time, as buffers do: copied at once when the step begins"
@@ -42,9 +42,9 @@ class LiveTensor:
     """A tensor of the job that is captured and restored in place.
 
     Attributes:
-        replicated: the data-parallel replicas are said to hold the same bits; they compare digests before they
-            believe it.
-        block: which part of a tensor it is that is divided among ranks; None: it is whole.
+        replicated: the adapter says that the data-parallel replicas hold the same bits. They compare digests before
+            they rely on it.
+        block: this rank's part of a tensor that is divided among ranks; None: the tensor is whole.
     """
 
     name: str
@@ -56,10 +56,11 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """A parameter that an optimizer updates, of which it keeps state in leaves that are called ``<stem>.<entry>``.
+    """A parameter that an optimizer updates. Its optimizer state is in leaves called ``<stem>.<entry>``.
 
     Attributes:
-        shape: of this rank's part; `block`: which part that is.
+        shape: the shape of this rank's part.
+        block: which part of the whole that is; None: the parameter is whole.
     """
 
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What a rank's state consists of, walked once; each snapshot after that only copies.
+"""The tensors of a rank's state. The state is walked once; each snapshot after that only copies.
 
-The walk is repeated when something that holds tensors holds another one, or a tensor has moved. Asking whether that is
-so takes no Python loop: about 0.1 microseconds a tensor.
+The walk is repeated when a container of tensors holds another object, or a tensor has moved. Checking for that takes no
+Python loop: about 0.1 microseconds a tensor.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ FIXED = "fixed"
 
 
 class Manifest:
-    """The tensors of a rank's state as they are now. Made and asked by the training thread only.
+    """The current tensors of a rank's state. Used by the training thread only, except `reshaped`.
 
     Attributes:
-        items: every tensor.
-        shared: those of which replicas keep parts, whole, in the order of their names.
-        leaves: how they are stored.
+        items: every tensor; of a shared one, the caller's parts.
+        shared: the tensors that replicas share, whole, in the order of their names.
+        leaves: how `items` are stored.
         fixed: state that changes only when the manifest does, as JSON.
     """
 
     def __init__(self, adapter: Adapter, sharing: Sharing = ALONE) -> None:
-        """Walks all of the state; of what replicas share it takes the caller's part.
+        """Walks the whole state; of shared tensors it takes the caller's parts.
 
         Raises:
-            ConfigError, StateMismatch: something in it cannot be captured; the message names it.
+            ConfigError, StateMismatch: something in the state cannot be captured; the message names it.
         """
         found = list(adapter.tensors())
         self.items: tuple[LiveTensor, ...] = tuple(sharing.divide(iter(found)))
@@ -64,13 +64,13 @@ class Manifest:
         return self._watched.unchanged()
 
     def has_moved(self) -> bool:
-        """Whether a tensor is at another place in memory: ``.data`` was assigned to."""
+        """Whether a tensor has another address, because ``.data`` was assigned to."""
         return self._addresses != self._where()
 
     def reshaped(self) -> list[str]:
-        """The names of tensors that have another shape or other strides in the memory they had.
+        """The names of tensors that have another shape or other strides than before.
 
-        Takes three times as long as `has_moved`, so it is asked beside the training thread. Thread-safe.
+        Takes three times as long as `has_moved`, so the copy thread calls it, not the training thread. Thread-safe.
         """
         looks = self._looks()
         if looks == self._shapes:
@@ -86,7 +86,7 @@ class Manifest:
 
 
 class _WatchedContainers:
-    """Containers, and which objects they hold. Plain values in them may come and go."""
+    """Notes which objects some containers hold. Plain values in the containers may come and go."""
 
     def __init__(self, containers: Iterable[Container]) -> None:
         self._dicts: list[dict[Any, Any]] = []
@@ -106,7 +106,8 @@ class _WatchedContainers:
         return lengths == self._lengths and len(held) == len(self._held) and all(map(is_, held, self._held))
 
     def _look(self) -> tuple[list[int], list[Any]]:
-        """References, not ids: what is referred to here cannot be freed, and its id not given to another."""
+        """The lengths of the containers, and references to their objects. Ids would not do: the id of an object that
+        was freed may be reused."""
         held = list(chain.from_iterable(map(dict.values, self._dicts)))
         held += chain.from_iterable(self._lists)
         held += [value for mixed in self._mixed for value in mixed.values() if isinstance(value, _KEPT)]

@@ -1,8 +1,8 @@
 """The state of a `torch.optim.Optimizer`, in place. Megatron's optimizers wrap one, so both adapters use this.
 
-A parameter is called as it is in the model, whatever its place in the optimizer; one that is in no module by its group
-and its place in it, ``<group>.<index>``. State that an optimizer keeps under a text of its own choice, as that of
-LoRA-FA does, is called ``named.<text>``.
+A parameter has the same name as in the model, whatever its place in the optimizer. A parameter that is in no module is
+called ``<group>.<index>``, after its group and its place in the group. State that an optimizer keeps under a text key,
+as LoRA-FA does, is called ``named.<text>``.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, loc
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
 
 SHAREABLE = ("torch.optim.",)
-"""Where optimizers come from that keep nothing but functions of the reduced gradients, alike on all replicas. Others
-may keep what is a rank's own, such as a compressor's error feedback, which may be zero for the first thousand steps."""
+"""Modules whose optimizers keep only functions of the reduced gradients, alike on all replicas. Other optimizers may
+keep state of each rank's own, such as a compressor's error feedback, which may be zero for the first thousand steps."""
 
 WITH_TABLES = ("torch.", "apex.", "bitsandbytes.", "transformer_engine.")
-"""Where optimizers come from whose tensors in attributes are buffers and tables, and no state."""
+"""Modules whose optimizers keep only buffers and tables in attributes, no state."""
 
 NAMED = "named."
 
 PLACES = frozenset({"params", "param_names"})
-"""What a group says of which parameters are in it, and in which order: the job's own, and no option."""
+"""Keys of a group that list its parameters in order. The job sets these; they are not options."""
 
 OWN = frozenset({"state", "param_groups", "defaults"})
-"""Attributes of an optimizer that hold its own state, and no optimizers."""
+"""Attributes of an optimizer that hold its own state, and no inner optimizers."""
 
 SHOWN = 8
 
 DEEPEST = 3
-"""Containers in containers in attributes are looked into so far."""
+"""How many levels of containers in an attribute are searched."""
 
 
 def unwrapped(*optimizers: Any) -> list[torch.optim.Optimizer]:
     """Optimizers and those in their attributes, such as SAM's base optimizer and torchtitan's list; inner ones first.
 
-    A wrapper that only passes on the state and the groups of another, as Accelerate's does, is left out.
+    A wrapper that only passes on the state and the groups of another optimizer, as Accelerate's does, is left out.
 
     Raises:
-        ConfigError: one has no state, or no groups, and none inside it either.
+        ConfigError: an optimizer has no state or no groups, and contains no other optimizer.
     """
     found: dict[tuple[int, int], torch.optim.Optimizer] = {}
     for given in optimizers:
@@ -64,20 +64,20 @@ def unwrapped(*optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Whether torch calls hooks for its steps: it is made by the constructor of `torch.optim.Optimizer`, which some
-    wrappers that are one by type do not call."""
+    """Whether torch calls hooks for its steps. That takes the constructor of `torch.optim.Optimizer`, which some
+    wrappers that inherit from it do not call."""
     return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def says_more(optimizer: Any) -> bool:
-    """Whether it has a ``state_dict`` of its own, and so may keep more than its state and its groups."""
+    """Whether it overrides ``state_dict``, and so may keep more than its state and its groups."""
     kind = type(optimizer)
     own = getattr(kind, "state_dict", None) is not torch.optim.Optimizer.state_dict
     return own and not kind.__module__.startswith(WITH_TABLES)
 
 
 def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """What steps inside an optimizer, and at last itself, each once and with its path, which begins with `name`."""
+    """The optimizers inside an optimizer, then itself, each once and with its path, which begins with `name`."""
     seen = set() if seen is None else seen
     if id(optimizer) in seen:
         return
@@ -90,7 +90,7 @@ def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[
 
 
 def find(name: str, value: Any, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """`value`, or what is in it if it is a container, as far as it is wanted; each with its path."""
+    """`value` if it is wanted, else the wanted values in it if it is a container; each with its path."""
     if wanted(value):
         yield name, value
     elif depth < DEEPEST and isinstance(value, Mapping):
@@ -115,8 +115,8 @@ class OptimizerState:
     Args:
         replicated: whether data-parallel replicas update the same parameters with the same gradients. They may divide
             the parameters among their optimizers, as `ZeroRedundancyOptimizer` does.
-        names: those of parameters in the model; asked whenever the state is walked.
-        blocks: which part of the whole a parameter is, and state of its shape with it.
+        names: the names of parameters in the model; read whenever the state is walked.
+        blocks: returns which part of the whole a parameter is. State of the same shape is the same part.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class OptimizerState:
         return ((name, parameter) for parameter, name in parameters.items())
 
     def unnamed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of them that have no name in the model."""
+        """The parameters that have no name in the model."""
         return ((name, parameter) for name, parameter in self.parameters() if parameter not in self._names)
 
     def _places(self) -> list[list[tuple[str, torch.Tensor]]]:
@@ -156,7 +156,7 @@ class OptimizerState:
         ]
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The state of every parameter, and what else there is. Raises `ConfigError` for what cannot be named."""
+        """The state of every parameter, and state under text keys. Raises `ConfigError` for any other key."""
         for name, parameter in self.parameters():
             yield name, self.optimizer.state.get(parameter, {})
         for key, state in self.optimizer.state.items():
@@ -169,13 +169,13 @@ class OptimizerState:
                 )
 
     def tensors(self) -> Iterator[LiveTensor]:
-        """Adam's moments and the like, as they are now: many appear only with the first step."""
+        """The current state tensors, such as Adam's moments. Many appear only with the first step."""
         self._plain = []
         updated = self.updated()
         unnamed = {name for name, _ in self.unnamed()}
         for name, state in self._entries():
             of = updated.get(f"{self._prefix}.{name}", Updated((), None))
-            replicated = self._replicated and name not in unnamed  # at one place, replicas may have different ones
+            replicated = self._replicated and name not in unnamed  # replicas may have others at that place
             plain = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
             if plain:
                 self._plain.append((name, state, plain))
@@ -186,7 +186,7 @@ class OptimizerState:
                     yield LiveTensor(f"{self._prefix}.{name}.{key}", part, Change.STEP, replicated, block)
 
     def watched(self) -> Iterator[Container]:
-        """Groups, and the state of each parameter; and what holds these, as ``load_state_dict`` replaces them."""
+        """The groups and each parameter's state, and their containers, since ``load_state_dict`` replaces them."""
         yield vars(self.optimizer)
         yield self.optimizer.param_groups
         yield self.optimizer.state
@@ -216,10 +216,10 @@ class OptimizerState:
         return [[name for name, _ in group] for group in self._places()]
 
     def plain(self) -> Tree:
-        """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor.
+        """Group options such as lr, and the per-parameter state that `tensors` found not to be tensors.
 
-        A class among the options, as of the optimizers to be made inside, is code of the job and no state. Numbers that
-        an optimizer keeps in attributes are state if they change, as the count of steps since it last merged weights.
+        Options that are classes, such as the class of inner optimizers, are the job's code, not state. Numbers in
+        attributes are state if they change, such as the count of steps since weights were last merged.
         """
         numbers = _numbers(self.optimizer)
         self._counts |= {name for name, value in numbers.items() if self._made_with.get(name) != value}
@@ -233,10 +233,10 @@ class OptimizerState:
         }
 
     def check(self, plain: Tree, fixed: Tree) -> None:
-        """Raises `StateMismatch` unless the optimizer has the class and the groups that these were taken from.
+        """Raises `StateMismatch` unless the optimizer has the class and the groups that `fixed` was taken from.
 
-        Groups, and the parameters in one, may have become others in order where the state of each parameter is its
-        own: with `torch.optim`'s optimizers but LBFGS, and with any that has no state.
+        Groups, and the parameters in a group, may have another order if each parameter's state is independent: with
+        `torch.optim`'s optimizers except LBFGS, and with any optimizer that has no state.
         """
         kind = self.fixed()["class"]
         if kind != fixed["class"]:
@@ -248,14 +248,14 @@ class OptimizerState:
         problems += [f"{name} only in this job" for name in now if name not in before]
         if problems:
             raise StateMismatch(
-                f"{self._prefix} updates other parameters than in the snapshot: {some(problems)}. Give the optimizers, "
-                "and the modules, that the snapshot was taken of, in the same order"
+                f"{self._prefix} updates other parameters than in the snapshot: {some(problems)}. Give the same "
+                "optimizers and modules as when the snapshot was taken, in the same order"
             )
         for name, g in now.items():
             if set(have[g]) != set(held[before[name]]):
                 raise StateMismatch(
-                    f"{self._prefix}: {name} is in another parameter group than in the snapshot, together with others: "
-                    "make the groups that the snapshot was taken of"
+                    f"{self._prefix}: {name} is in another parameter group than in the snapshot: make the same groups "
+                    "as when the snapshot was taken"
                 )
         if len(have) != len(held):
             raise StateMismatch(f"{self._prefix} has {len(held)} parameter groups in the snapshot, {len(have)} here")
@@ -268,9 +268,9 @@ class OptimizerState:
             )
 
     def load(self, plain: Tree, fixed: Tree) -> None:
-        """Take over what `plain` and `fixed` gave. Options that are tensors are filled in place."""
-        self._before = {}  # else it would keep tensors alive that are replaced
-        for name, number in plain.get("numbers", {}).items():  # an earlier release did not keep them
+        """Load what `plain` and `fixed` returned. Options that are tensors are filled in place."""
+        self._before = {}  # else it would keep replaced tensors alive
+        for name, number in plain.get("numbers", {}).items():  # earlier releases did not keep them
             setattr(self.optimizer, name, number)
             self._counts.add(name)
         order = fixed["order"]
@@ -288,12 +288,12 @@ class OptimizerState:
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
                 }
-        held = dict(self.optimizer.state)  # in the order in which steps make it, whatever was there first
+        held = dict(self.optimizer.state)  # restore the order in which steps create the entries
         self.optimizer.state.clear()
         self.optimizer.state.update({key: held.pop(key) for key in keys.values() if key in held} | held)
 
     def _matching(self, plain: Tree, fixed: Tree) -> Iterator[dict[str, Any]]:
-        """The options of each group as they were when it had the same parameters; empty groups in order."""
+        """The saved options of each group, found by its set of parameters; empty groups are matched in order."""
         held: dict[frozenset[str], list[dict[str, Any]]] = {}
         for names, options in zip(fixed["groups"], plain["groups"], strict=True):
             held.setdefault(frozenset(names), []).append(options)
@@ -301,7 +301,7 @@ class OptimizerState:
             yield held[frozenset(names)].pop(0)
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
-        """Create the state tensors of `leaves` that are not there yet, uninitialised."""
+        """Create the state tensors of `leaves` that do not exist yet, uninitialised."""
         self._before = {key: dict(state) for key, state in self.optimizer.state.items()}
         parameters = dict(self.parameters())
         first = next(iter(parameters.values()), torch.empty(0))
@@ -311,7 +311,7 @@ class OptimizerState:
             place = leaf.name.removeprefix(f"{self._prefix}.")
             name, _, entry = place.rpartition(".")
             while name and not name.startswith(NAMED) and name not in parameters:
-                name = name.rpartition(".")[0]  # what an optimizer calls its entries may have dots, too
+                name = name.rpartition(".")[0]  # names of entries may have dots, too
             entry = entry if name.startswith(NAMED) else place.removeprefix(f"{name}.")
             key: Any = name.removeprefix(NAMED) if name.startswith(NAMED) else parameters.get(name)
             if key is not None and entry not in map(str, self.optimizer.state.get(key, {})):
@@ -319,20 +319,20 @@ class OptimizerState:
                 self.optimizer.state.setdefault(key, {})[entry] = _empty_for(like, leaf)
 
     def withdraw(self) -> None:
-        """Take away again what `materialise` created."""
+        """Remove what `materialise` created."""
         self.optimizer.state.clear()
         self.optimizer.state.update(self._before)
 
 
 def _numbers(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer keeps in attributes of its own; torch's keep nothing there that lasts."""
+    """Numbers in an optimizer's attributes. torch's own optimizers keep nothing there that lasts."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return {name: value for name, value in vars(optimizer).items() if type(value) in (bool, int, float)}
 
 
 def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """What an optimizer would make for `parameter`, distributed as that is, of which this rank's part is `leaf`."""
+    """The tensor an optimizer would create for `parameter`, distributed like it; `leaf` is this rank's part of it."""
     empty = empty_like_leaf(leaf, parameter.device)
     part = local(parameter)
     if part is parameter or part.shape != empty.shape:
@@ -341,7 +341,7 @@ def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 
 def some(texts: Sequence[str]) -> str:
-    """The first few of them."""
+    """The first `SHOWN` texts, and how many more there are."""
     more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "; ".join(texts[:SHOWN]) + more
 

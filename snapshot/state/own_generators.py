@@ -1,7 +1,7 @@
-"""Random generators that a source of data keeps to itself: found among its attributes, read, and put back.
+"""Random generators that a data source keeps to itself: found through its attributes, captured and restored.
 
-A loader's ``generator=``, a sampler's, a data set's ``self.rng``, one that a function refers to. The global ones are
-`snapshot.state.rng`'s.
+Examples are a loader's ``generator=``, a sampler's generator, a data set's ``self.rng``, and a generator that a
+function refers to. `snapshot.state.rng` handles the global generators.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.snapshot.state.packages import PARTS, package_of
 
 DEEPEST = 6
-"""Attributes of attributes are looked into so far."""
+"""How many levels of attributes are searched."""
 
 MOST = 10_000
-"""No more objects are looked at."""
+"""Maximum number of objects that are looked at."""
 
 LONGEST = 256
-"""Containers with more entries are data, in which no generator is looked for."""
+"""Containers with more entries are taken for data and are not searched."""
 
 _PASSIVE = (str, bytes, bytearray, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray, np.generic)
 _SKIPPED = frozenset({"_iterator"})
-"""A loader's workers and queues."""
+"""Attributes that are not searched: a loader's workers and queues."""
 
 _FOREIGN = (
     frozenset({"torch", "numpy", "holdfast", *(f"holdfast.{part}" for part in PARTS - {"chaos"})})
     | sys.stdlib_module_names
 )
-"""Packages whose functions refer to no generator of the user's."""
+"""Packages whose functions and classes do not refer to generators of the user."""
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 
 
 def find(root: Any) -> dict[str, Any]:
-    """The generators that can be reached from `root`, by the attributes that lead there; the global ones left out.
+    """The generators that can be reached from `root`, by attribute path, without the global ones.
 
-    What is deeper or behind more than the limits above is not found.
+    Generators beyond the limits above are not found.
     """
     found: dict[str, Any] = {}
     seen = {id(each) for each in (random._inst, np.random.mtrand._rand, torch.default_generator)}
     todo = deque([("", root, 0)])
-    keep = []  # so that no id is used again
+    keep = []  # keeps the objects alive, so that no id is reused
     while todo and len(seen) < MOST:
         path, value, depth = todo.popleft()
         if value is None or isinstance(value, _PASSIVE) or id(value) in seen:
@@ -67,15 +67,15 @@ def find(root: Any) -> dict[str, Any]:
 
 
 def capture(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """Their states, as plain values."""
+    """The generators' states, as plain values."""
     return {path: _state(generator) for path, generator in generators.items()}
 
 
 def restore(generators: Mapping[str, Any], states: Mapping[str, Any], owner: str) -> None:
-    """Put them back.
+    """Restore the generators' states.
 
     Raises:
-        StateMismatch: one is missing, or is of another kind; the message names it and `owner`.
+        StateMismatch: a generator is missing or of another kind; the message names it and `owner`.
     """
     if missing := sorted(states.keys() - generators.keys()):
         raise StateMismatch(
@@ -140,14 +140,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to, besides its arguments."""
+    """The objects that a function refers to besides its arguments."""
     if _is_foreign(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f".{name}", cell.cell_contents
         except ValueError:
-            continue  # not set yet
+            continue  # the cell is still empty
     known = function.__globals__
     yield from ((f".{name}", known[name]) for name in _global_names(function.__code__) if name in known)
 
@@ -155,12 +155,13 @@ def _names(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _global_names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):  # a function, or a generator, in the function
+        if isinstance(inner, types.CodeType):  # a nested function or comprehension
             yield from _global_names(inner)
 
 
 def _is_left_alone(value: Any) -> bool:
-    """Models and optimizers are captured as such; hooks of ours lead everywhere."""
+    """Whether not to search an object: models and optimizers are captured as such, and our own objects, such as hooks,
+    lead everywhere."""
     ours = isinstance(value, torch.nn.Module | torch.optim.Optimizer)
     return ours or package_of(type(value).__module__) in _FOREIGN - {"torch", *sys.stdlib_module_names}
 

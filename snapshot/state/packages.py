@@ -1,4 +1,4 @@
-"""Which package a module is of: the library's own parts are told from each other, and from what is the user's."""
+"""Which package a module belongs to. Each part of holdfast counts as a package of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ PARTS = frozenset({"snapshot", "smp_daemon", "ec", "integrations", "chaos"})
 
 
 def package_of(module: str) -> str:
-    """``torch.nn.init`` is of ``torch``, ``holdfast.ec.codec`` of ``holdfast.ec``, ``holdfast.cli`` of ``holdfast``."""
+    """``torch`` for ``torch.nn.init``, ``holdfast.ec`` for ``holdfast.ec.codec``, ``holdfast`` for ``holdfast.cli``."""
     first, _, rest = module.partition(".")
     part = rest.partition(".")[0]
     return f"{first}.{part}" if first == "holdfast" and part in PARTS else first

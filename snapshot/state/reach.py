@@ -1,7 +1,7 @@
-"""Everything that a training loop can reach, by name: to see what of it a resume did not bring back.
+"""Everything that a training loop can reach, by name, to see what a resume did not restore.
 
-Looked into are the local variables of the functions on the stack, and whatever hangs on them: modules, optimizers,
-containers, and attributes of objects, tensors or not. Never by ``repr`` of an object, which may hold an address.
+The walk covers the local variables of the functions on the stack and everything they refer to: modules, optimizers,
+containers, and attributes of objects, tensors or not. It never uses an object's ``repr``, which may hold an address.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from holdfast.snapshot.copy.tensors import local
 from holdfast.snapshot.state.packages import package_of
 
 MOST = 200_000
-"""No more values are looked at."""
+"""Maximum number of values that are recorded."""
 
 SHORT = 60
-"""Plain values of up to so many characters are shown as they are, others as a digest."""
+"""Plain values of up to this many characters are shown as they are, longer ones as a digest."""
 
 COMPUTED_WITH = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""Values that are no plain ones."""
+"""Types of values that the loop computes with; all other leaves are plain values."""
 
 OURS = frozenset(
     {
@@ -36,7 +36,7 @@ OURS = frozenset(
         *("torch", "importlib", "runpy", "threading"),
     }
 )
-"""Packages in whose functions, and in whose objects, nothing of the user's is looked for."""
+"""Packages whose functions and objects are not searched for values of the user."""
 
 INSIDE = (
     "torch.nn.",
@@ -46,23 +46,24 @@ INSIDE = (
     "torch.utils.data.",
     "torch.amp.",
 )
-"""What of these packages is looked into nevertheless."""
+"""Modules whose objects are searched all the same."""
 
 
 class Theirs:
-    """What is a framework's to restore, and not looked into.
+    """Tells which values a framework restores itself; these are not looked at.
 
-    A framework whose integration is in use, such as a `Trainer`, goes on by itself where its counters say. So neither
-    the variables of its functions are looked at, nor the plain values that its objects hold, and other installed
-    packages' objects that hang on these: places in loops, bars of progress. What is computed with is: tensors, arrays
-    and generators wherever they are, modules and optimizers, and all objects of classes of the user's own.
+    A framework whose integration is in use, such as a `Trainer`, resumes from its own counters. So the walk skips the
+    variables of its functions and the plain values in its objects, and in other installed packages' objects that these
+    hold: positions in loops, progress bars. It keeps everything that is computed with: tensors, arrays and generators
+    anywhere, modules and optimizers, and all objects of the user's own classes.
     """
 
     def __init__(self, packages: Collection[str] = ()) -> None:
         self.packages = frozenset(packages)
 
     def are_values_of(self, value: Any, held: bool) -> bool:
-        """Whether the plain values of `value` are; `held`: by an object of which that is true."""
+        """Whether a framework restores the plain values in `value`. `held`: whether the object that holds `value` is
+        such an object itself."""
         if isinstance(value, Mapping | list | tuple | set | frozenset):
             return held
         module = type(value).__module__
@@ -74,7 +75,7 @@ class Theirs:
 
 @cache
 def _is_installed(package: str) -> bool:
-    """Whether a package was installed, and is not the user's own code."""
+    """Whether a package is installed or part of Python, as opposed to the user's own code."""
     if package in sys.stdlib_module_names:
         return True
     place = getattr(sys.modules.get(package), "__file__", None) or ""
@@ -82,8 +83,11 @@ def _is_installed(package: str) -> bool:
 
 
 def reachable(frame: FrameType | None = None, theirs: Theirs | None = None) -> dict[str, str]:
-    """What the functions on the stack, from `frame` or the caller on outwards, can reach: a text for each value, equal
-    only if the values are. Blocks for about one read of all tensors."""
+    """Everything that the functions on the stack can reach, from `frame` (default: the caller) outwards.
+
+    Gives a text for each value by its name; texts are equal only if the values are. Blocks for about one read of all
+    tensors.
+    """
     theirs = theirs or Theirs()
     looking = _Looking(theirs)
     frame = frame or sys._getframe(1)
@@ -99,13 +103,13 @@ def reachable(frame: FrameType | None = None, theirs: Theirs | None = None) -> d
 
 
 class _Looking:
-    """One walk. From each variable an object is looked into once: a variable that one run has and the other has not
-    must not change the names of all else."""
+    """One walk. It visits an object once per variable that leads to it: a variable that only one of two runs has must
+    not change the names of anything else."""
 
     def __init__(self, theirs: Theirs) -> None:
         self.found: dict[str, str] = {}
         self._theirs = theirs
-        self._texts: dict[int, tuple[torch.Tensor, str]] = {}  # the tensor too, so that its id is not used again
+        self._texts: dict[int, tuple[torch.Tensor, str]] = {}  # keeps tensors alive, so that no id is reused
 
     def into(self, path: str, value: Any) -> None:
         seen: dict[int, Any] = {}
@@ -130,7 +134,7 @@ class _Looking:
 
 
 def plain(value: Any) -> str | None:
-    """A text that says all of a value, or None if it has parts that are to be looked at one by one."""
+    """A text that identifies a value, or None if its parts must be looked at one by one."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta:
             return f"{value.layout} {tuple(value.shape)}"
@@ -150,7 +154,7 @@ def plain(value: Any) -> str | None:
     if isinstance(value, random.Random):
         return f"random.Random {_digest(repr(value.getstate()).encode())}"
     if isinstance(value, int) and value.bit_length() > SHORT:
-        return hex(value) if value.bit_length() <= 4 * SHORT else _digest(hex(value).encode())  # not in decimal: slow
+        return hex(value) if value.bit_length() <= 4 * SHORT else _digest(hex(value).encode())  # decimal is slow
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
         text = repr(value)
         return text if len(text) <= SHORT else _digest(text.encode())
@@ -158,7 +162,7 @@ def plain(value: Any) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names, as they would be written behind the value's own, and what they stand for."""
+    """The parts of a value, each with the suffix that names it, such as ``.x`` or ``[0]``."""
     if isinstance(value, Mapping):
         for place, (key, part) in enumerate(value.items()):
             named = isinstance(key, str | int | bool | float | tuple)

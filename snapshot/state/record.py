@@ -1,4 +1,4 @@
-"""A rank's state in a slot: which pieces go where, the record of plain values, and whether a slot fits a job."""
+"""A rank's state in a slot: where each tensor goes, the record of plain values, and whether a slot fits a job."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ class Values:
 
 
 def capture_early(adapter: Adapter, loop: Tree) -> Values:
-    """What reading data for the next step changes, and where the `loop` is, as it is now."""
+    """The current values that reading data for the next step changes, and the position of the `loop`."""
     return capture_tree(adapter.early() | {LOOP: loop}, EARLY)
 
 
 def with_loop(early: Values, loop: Tree) -> Values:
-    """What `capture_early` gave, with what there is to say of the `loop` by now."""
+    """The values from `capture_early`, with the current position of the `loop`."""
     return _with(early, {LOOP: loop}, EARLY)
 
 
 def capture_late(adapter: Adapter) -> Values:
-    """What code between two steps changes, as it is now."""
+    """The current values that code between two steps changes."""
     return capture_tree(adapter.late(), LATE)
 
 
 def with_beginning(late: Values, began: Tree | None) -> Values:
-    """What `capture_late` gave, with what the step `began` with; see `snapshot.step.capture.began_with`."""
+    """The values from `capture_late`, with what the step `began` with; see `snapshot.step.capture.began_with`."""
     return _with(late, {BEGAN: began}, LATE)
 
 
@@ -69,7 +69,7 @@ def _with(values: Values, more: Tree, path: str) -> Values:
 
 
 def capture_tree(tree: Tree, path: str) -> Values:
-    """Plain values as they are now, under a path."""
+    """The current plain values of `tree`, under `path`. Tensors are copied."""
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(tree, path, tensors)
     return Values(encoded, {name: tensor.detach().clone() for name, tensor in tensors.items()})
@@ -80,10 +80,10 @@ class Placed:
     """The state of one manifest in one slot format.
 
     Attributes:
-        moving, moving_bytes: what is copied while the step runs, and its length.
+        moving, moving_bytes: the tensors that are copied while the step runs, and their length in bytes.
         subjects: `moving`, for witnesses.
-        at_once: what is copied when the step begins, before anything else happens.
-        shared: what replicas share, whole; it has no place in this rank's slot.
+        at_once: the tensors that are copied when the step begins, before anything else happens.
+        shared: the leaves that replicas share, whole. They have no place of their own in this rank's slot.
     """
 
     form: SlotFormat
@@ -96,10 +96,10 @@ class Placed:
 
 
 def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) -> Placed:
-    """Where the tensors of `manifest` stand in a slot of format `form`, which must be of the same leaves.
+    """Where the tensors of `manifest` lie in a slot of format `form`, which must have the same leaves.
 
     Args:
-        restless: names of tensors that were seen to change while a step ran, whatever their class says.
+        restless: names of tensors that were seen to change while a step ran, whatever their `Change` says.
     """
     by_class: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
     for item in manifest.items:
@@ -112,7 +112,7 @@ def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) 
 
 
 def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[SlotTensor, ...]:
-    """Where named tensors stand in a slot. What a piece refers to stays in memory, whatever becomes of the tensor."""
+    """Where named tensors lie in a slot. A piece keeps its memory alive even if the tensor gets other memory."""
     return tuple(
         SlotTensor(tensor.detach(), form.offsets[name][0], form.offsets[name][1].bytes, name)
         for name, tensor in tensors
@@ -128,8 +128,8 @@ def encode_record(
     notes: dict[str, Any] | None = None,
     inputs: str | None = None,
 ) -> bytes:
-    """The record leaf's JSON, not yet padded. `fixed` is JSON already. `notes`, and what the first forward was given,
-    are no state, and need not be there."""
+    """The record leaf's JSON, not yet padded. `fixed` is JSON already. `notes` and `inputs`, the digest of the first
+    forward's inputs, are not part of the state and may be None."""
     record = {
         "epoch": snapshot.epoch,
         "step": snapshot.step,
@@ -144,19 +144,19 @@ def encode_record(
 
 
 def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> dict[str, Any]:
-    """The record of a slot. Raises `ProtocolError` if it is not JSON or of another snapshot."""
+    """The record of a slot. Raises `ProtocolError` if it is not JSON or belongs to another snapshot."""
     return parse_record(read_record(slot, form), snapshot)
 
 
 def parse_record(text: bytes, snapshot: SnapshotId) -> dict[str, Any]:
-    """What a record says. Raises `ProtocolError` if it is not JSON or of another snapshot."""
+    """Parse a record. Raises `ProtocolError` if it is not JSON or belongs to another snapshot."""
     try:
         record: dict[str, Any] = json.loads(text)
         held = SnapshotId(record["epoch"], record["step"])
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the record of {snapshot} is not JSON: {error}") from error
     except (LookupError, TypeError) as error:
-        raise ProtocolError(f"the record of {snapshot} does not say what it is of: {error!r}") from error
+        raise ProtocolError(f"the record of {snapshot} does not give its epoch and step: {error!r}") from error
     if held != snapshot:
         raise ProtocolError(f"the record is of {held}, the slot of {snapshot}")
     return record
@@ -173,13 +173,16 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
 
 
 def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
-    """What the snapshot shares with replicas, whole, from a record that `decode_values` has accepted."""
+    """The leaves that replicas share, whole, from a record that `decode_values` has accepted."""
     return shared_leaves_of(record[FIXED]["shared"])
 
 
 def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
-    """Give live tensors the strides that they had, where they have others: other memory, which is yet to be filled. A
-    record of a release that did not note them leaves them as they are."""
+    """Give live tensors the strides they had in the snapshot.
+
+    A tensor whose strides differ gets new memory, which the caller must fill. Records of releases that did not note
+    strides change nothing.
+    """
     strides = record[FIXED].get("strides")
     if strides is None:
         return
@@ -190,7 +193,7 @@ def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
 
 
 def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int) -> SlotFormat:
-    """The slot format for `leaves`, with room for the record to grow to twice its size."""
+    """The slot format for `leaves`, with room for the record to double in size."""
     pages = -(-2 * record_bytes // RECORD_PAGE_BYTES) + 1
     return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES)
 
@@ -201,10 +204,10 @@ def is_of_record(name: str) -> bool:
 
 
 def check_fit(form: SlotFormat, live: list[LiveTensor], shared: Mapping[str, Leaf]) -> None:
-    """Compare a slot, and what replicas `shared` with it, with the live job, before anything is written.
+    """Check that a slot, with the leaves that replicas `shared`, fits the live job, before anything is written.
 
     Raises:
-        StateMismatch: lists what is missing, what is extra and what has another shape or dtype.
+        StateMismatch: lists the tensors that are missing, extra, or of another shape or dtype.
     """
     have = {item.name: leaf_of(item.name, item.tensor) for item in live}
     held = {

@@ -1,7 +1,7 @@
-"""State that data-parallel replicas hold alike is kept once among them: each copies its share, a restore gathers.
+"""State that data-parallel replicas hold alike is kept once among them: each copies its share, a restore gathers them.
 
-That two replicas hold the same is never taken on trust. Leaves of which an adapter says so are digested on every
-replica when memory is laid out, and shared only if all digests agree.
+Replicas are never trusted to hold the same. Leaves that an adapter calls replicated are digested on every replica when
+memory is laid out, and shared only if all digests agree.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holdfast.snapshot.state.shares import Part, believed, missing, parse_part, 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What the caller keeps of the leaves that its replicas share.
+    """The caller's share of the leaves that its replicas hold alike.
 
     Attributes:
-        leaves: all that is shared, whole, by name.
+        leaves: all shared leaves, whole, by name.
         parts: the caller's parts of each.
-        sets, number: of how many sets of replicas there are, which the caller's is. No sets: nobody shares anything.
+        sets, number: how many sets of replicas there are, and which is the caller's. 0 sets: nobody shares anything.
     """
 
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
@@ -41,16 +41,20 @@ class Sharing:
     number: int = 0
 
     def compare(self, agreement: Agreement, sample: Sample | None) -> Callable[[], None]:
-        """Begin to compare a sample of what is shared; None: the caller has none. A collective call, that returns at
-        once.
+        """Begin to compare a sample of the shared leaves. A collective call that returns at once.
 
-        Returns what blocks for the outcome, and raises `ReplicasDiffer` unless the caller's replicas hold the same.
+        Args:
+            sample: the caller's sample; None: it has none, and the comparison fails for its replicas.
+
+        Returns:
+            A function that blocks for the outcome, and raises `ReplicasDiffer` unless the caller's replicas hold the
+            same.
         """
         if not self.sets:
             return lambda: None
 
         def values() -> list[int]:
-            """For each set the digest and its negative: the minima of both are opposite if all are alike."""
+            """For each set the digest and its negative: their minima are opposite if all digests are alike."""
             values = [1 << 62] * 2 * self.sets
             found = 0 if sample is None else xxhash.xxh3_64_intdigest(sample.read().data) >> 2
             values[2 * self.number : 2 * self.number + 2] = [found, -1 if sample is None else -found]
@@ -61,12 +65,14 @@ class Sharing:
         def check() -> None:
             least, most = minimum()[2 * self.number :][:2]
             if least != -most:
-                raise ReplicasDiffer("data-parallel replicas no longer hold the same: each keeps its own from now on")
+                raise ReplicasDiffer(
+                    "data-parallel replicas no longer hold the same state: from now on each keeps all of its own"
+                )
 
         return check
 
     def divide(self, tensors: Iterator[LiveTensor]) -> Iterator[LiveTensor]:
-        """`tensors`, with only the caller's parts of those that are shared and still what they were then."""
+        """`tensors`, with shared tensors cut down to the caller's parts if they still match their leaves."""
         for item in tensors:
             leaf = self.leaves.get(item.name)
             if leaf is None or leaf_of(item.name, item.tensor) != leaf:
@@ -78,22 +84,23 @@ class Sharing:
                 yield LiveTensor(name, item.tensor if whole else part_of(item.tensor, part), item.change)
 
     def plain(self) -> dict[str, Any]:
-        """For the record: what is shared."""
+        """The shared leaves, for the record."""
         return {name: [leaf.dtype, list(leaf.shape)] for name, leaf in self.leaves.items()}
 
 
 class ReplicasDiffer(LayoutChanged):
-    """What replicas were seen to hold alike, they do not any more."""
+    """Replicas no longer hold the same bits in the leaves that they share."""
 
 
 ALONE = Sharing()
 
 
 def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[LiveTensor]) -> Sharing:
-    """Compare what the caller's replicas hold, and divide it. A collective call; reads all that might be shared.
+    """Compare the leaves of the caller's replicas, and divide those that are alike. A collective call; reads all leaves
+    that might be shared.
 
     Args:
-        replica_set: the same on the ranks that are said to be replicas of each other.
+        replica_set: the same on ranks that are supposed to be replicas of each other.
     """
     sets = [text.decode() for text in agreement.gather(replica_set.encode())]
     if len(set(sets)) == len(sets):
@@ -115,16 +122,16 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
 
 
 def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequence[int]) -> frozenset[str]:
-    """Names of what all `members`, the caller's replicas, hold alike. A collective call of all ranks.
+    """Names of the leaves that all `members`, the caller's replicas, hold alike. A collective call of all ranks.
 
     Args:
-        mine: digests of what the caller holds, by name.
+        mine: digests of the caller's leaves, by name.
     """
     names = sorted(mine)
     of_names = xxhash.xxh3_64_intdigest("\0".join(names).encode()) >> 2
     least, most = agreement.minimum([of_names, -of_names], members)()
     if agreement.minimum([int(least == -most)])() == [1]:
-        # Digests that are alike everywhere are so if the least is the greatest: no rank is sent another's.
+        # A digest is alike everywhere if its minimum equals its maximum, so ranks need not exchange their digests.
         digests = [mine[name] >> 2 for name in names]
         found = agreement.minimum([*digests, *(-digest for digest in digests)], members)()
         pairs = zip(names, found[: len(names)], found[len(names) :], strict=True)
@@ -135,12 +142,13 @@ def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequenc
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How the caller's replicas give each other what each kept.
+    """How the caller's replicas give each other the parts that each kept.
 
     Attributes:
-        sets: ranks of every set of replicas, the same on all ranks.
-        parts: of each member of the caller's set, in the order of its ranks.
-        nodes: of every rank.
+        sets: the ranks of every set of replicas; the same on all ranks.
+        members: the ranks of the caller's set.
+        parts: the parts that each of `members` kept, in the same order.
+        nodes: the node of every rank.
     """
 
     sets: tuple[tuple[int, ...], ...]
@@ -149,7 +157,7 @@ class Gathering:
     nodes: tuple[str, ...]
 
     def fill(self, agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Bring every part to every replica, in place. A collective call; each rank has loaded its own parts."""
+        """Bring every part to every replica, in place. A collective call; each rank must have loaded its own parts."""
         pieces = [
             (rank, part_of(tensors[part.name], part))
             for rank, parts in zip(self.members, self.parts, strict=True)
@@ -161,12 +169,12 @@ class Gathering:
 def plan_gathering(
     agreement: Agreement, replica_set: str, held: Sequence[str], shared: Mapping[str, Leaf], node: str
 ) -> Gathering | None:
-    """Who has which parts; None if nobody shares anything. A collective call.
+    """Find out which replica has which parts; None if nobody shares anything. A collective call.
 
     Args:
         held: names of the leaves in the caller's slot.
-        shared: what its snapshot shares, whole.
-        node: the caller's.
+        shared: the leaves that its snapshot shares, whole.
+        node: the caller's node.
 
     Raises:
         StateMismatch: together the replicas do not have everything exactly once.
@@ -188,7 +196,7 @@ def plan_gathering(
 
 
 def shared_leaves_of(data: object) -> dict[str, Leaf]:
-    """The leaves of `Sharing.plain`. Raises `ProtocolError` if `data` is none such."""
+    """The leaves from what `Sharing.plain` returned. Raises `ProtocolError` if `data` has another form."""
     told = from_plain(dict[str, tuple[str, tuple[Count, ...]]], data, "a list of shared leaves")
     return {name: Leaf(name, dtype, shape) for name, (dtype, shape) in told.items()}
 
@@ -199,7 +207,7 @@ def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def is_part_of(name: str, shared: Mapping[str, Leaf]) -> bool:
-    """Whether the leaf `name` of a slot is one of those that are shared, or a part of one."""
+    """Whether the leaf `name` of a slot is a shared leaf, or a part of one."""
     part = parse_part(name)
     return name in shared or (part is not None and part[0] in shared)
 

@@ -14,7 +14,7 @@ from holdfast.snapshot.copy.cuda_runtime import uses_cuda
 
 
 def capture() -> dict[str, Any]:
-    """The state of every generator of this process. Copies: a few kilobytes.
+    """Copies of the state of every generator of this process: a few kilobytes.
 
     Python's 625 numbers are packed: one by one they would take a third of the time at a boundary.
     """
@@ -30,7 +30,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put every generator back."""
+    """Restore the state of every generator."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(array("I", numbers)), gauss))
     np.random.set_state(state["numpy"])
@@ -42,16 +42,16 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def own_first(states: Sequence[Any], current: int) -> list[Any]:
-    """The states of all devices' generators, that of this process's device first: equal for ranks that have drawn
-    alike, whatever device each has. Pure."""
+    """The states of all devices' generators, with that of this process's device first. So the states are equal on ranks
+    that have drawn the same numbers, whichever device each uses. Pure."""
     return [states[current], *states[:current], *states[current + 1 :]]
 
 
 def placed(states: Sequence[Any], current: int, count: int) -> dict[int, Any]:
-    """Which of `own_first`'s states goes to which of `count` devices, of which `current` is this process's.
+    """Which of `own_first`'s states goes to which of `count` devices; `current` is this process's device.
 
-    A rank may have another device than before, and see more or fewer of them: what its device drew goes on on its
-    device. The others follow in order, as far as there are such. Pure.
+    A rank may use another device than before, and see more or fewer devices. The generator of its old device continues
+    on its new one; the others follow in order, as far as there are devices. Pure.
     """
     devices = [current, *(device for device in range(count) if device != current)]
     return dict(zip(devices, states, strict=False))

@@ -1,9 +1,9 @@
 """Which replica keeps which part of the state that data-parallel replicas hold alike. Pure.
 
 All shared leaves, in the order of their names, form one run of bytes. It is cut into as many contiguous ranges as
-there are replicas. A cut is made at the place nearest to the ideal one that is a multiple of `ALIGN_BYTES`
-from the start of its leaf, or a leaf's end. So every part begins at a whole, aligned element, and every share is within
-`ALIGN_BYTES` of ``total / replicas``.
+there are replicas. Cuts are allowed at multiples of `ALIGN_BYTES` from the start of a leaf, and at a leaf's end; each
+is made at the allowed place nearest to the ideal one. So every part begins at a whole, aligned element, and every share
+is within `ALIGN_BYTES` of ``total / replicas``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def share(leaves: Sequence[Leaf], replicas: int, index: int) -> tuple[Part, ...]
     most ``2 * ALIGN_BYTES``. Leaves without bytes are kept by replica 0. A replica's share may be empty.
 
     Raises:
-        ConfigError: there is no such replica, or two leaves have one name.
+        ConfigError: there is no such replica, or two leaves have the same name.
     """
     if not 0 <= index < replicas:
         raise ConfigError(f"there is no replica {index} of {replicas}: they count from 0 and are at least 1")
@@ -61,14 +61,14 @@ def share(leaves: Sequence[Leaf], replicas: int, index: int) -> tuple[Part, ...]
 
 
 def whole(leaf: Leaf) -> Part:
-    """The part that is all of `leaf`."""
+    """The part that covers all of `leaf`."""
     return Part(leaf.name, 0, math.prod(leaf.shape))
 
 
 def part_name(part: Part, leaf: Leaf) -> str:
-    """Under which name `part` of `leaf` is stored: the leaf's own if it is whole, else ``name@start:stop``.
+    """The name under which `part` of `leaf` is stored: the leaf's own if it is whole, else ``name@start:stop``.
 
-    A whole leaf whose own name already reads like that gets the suffix too. So no two parts of any leaves share a name,
+    A whole leaf whose own name already looks like that gets the suffix too. So no two parts of any leaves share a name,
     as long as all names of a slot come from here.
     """
     if part == whole(leaf) and parse_part(leaf.name) is None:
@@ -77,7 +77,7 @@ def part_name(part: Part, leaf: Leaf) -> str:
 
 
 def parse_part(name: str) -> tuple[str, int, int] | None:
-    """The leaf name, start and stop that `part_name` put into `name`; None for a leaf's own name, which is whole."""
+    """The leaf name, start and stop that `part_name` put into `name`; None for the plain name of a whole leaf."""
     match = _PART.fullmatch(name)
     if match is None or int(match[2]) > int(match[3]):
         return None
@@ -85,13 +85,13 @@ def parse_part(name: str) -> tuple[str, int, int] | None:
 
 
 def missing(leaves: Sequence[Leaf], parts_of_each: Sequence[Sequence[Part]]) -> list[str]:
-    """What keeps the parts of all replicas, together, from being every leaf exactly once; empty if nothing does.
+    """The problems that keep the parts of all replicas from covering every leaf exactly once; empty if there are none.
 
     Args:
         parts_of_each: the parts of replica 0, of replica 1, and so on.
 
     Raises:
-        ConfigError: two leaves have one name.
+        ConfigError: two leaves have the same name.
     """
     by_name = _by_name(leaves)
     kept: dict[str, list[tuple[int, int, int]]] = {name: [] for name in by_name}
@@ -108,10 +108,10 @@ def missing(leaves: Sequence[Leaf], parts_of_each: Sequence[Sequence[Part]]) -> 
 
 
 def believed(digests: Sequence[Mapping[str, int]]) -> frozenset[str]:
-    """The names that every replica has with the same digest. All others are private to a replica, and never shared.
+    """The names that every replica has with the same digest. All other leaves are private, and never shared.
 
     Args:
-        digests: for each replica the digest of each of its leaves, by name.
+        digests: for each replica, the digest of each of its leaves, by name.
     """
     if not digests:
         return frozenset()
@@ -129,7 +129,7 @@ def _by_name(leaves: Sequence[Leaf]) -> dict[str, Leaf]:
 
 
 def _cut(ends: Sequence[int], replicas: int, index: int) -> int:
-    """Where, in the run of bytes, the range of replica `index` begins; `ends` are the ends of the leaves in it."""
+    """The offset in the run of bytes where the range of replica `index` begins; `ends` are the ends of its leaves."""
     total = ends[-1] if ends else 0
     ideal = total * index  # in units of 1/replicas bytes: exact
     place = bisect_right(ends, ideal // replicas)

@@ -1,7 +1,7 @@
-"""Who else steps: an optimizer that changes parameters of the job, and of which nothing is captured, is an error.
+"""Detects optimizers that step the job's parameters but whose state is not captured: that is an error.
 
-torch calls its global step hooks for every optimizer of the process, so that one in a wrapper which nobody can look
-into is met, too.
+torch calls its global step hooks for every optimizer of the process, so this also finds an optimizer that is hidden in
+an opaque wrapper.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from holdfast.snapshot.state.optimizers import has_step_hooks, nested
 
 
 class Steppers:
-    """Watches every optimizer of this process that steps, from its making on, until `remove`. A step costs about 2 us.
+    """Watches the steps of all optimizers in this process, from construction until `remove`. A step costs about 2 us.
 
     Args:
         given: the optimizers whose steps are the boundaries.
-        captured: those whose state is captured: the given ones, and what was found inside them.
-        parameters: of the job.
+        captured: the optimizers whose state is captured: the given ones and those found inside them.
+        parameters: the job's parameters.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Steppers:
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def check(self) -> None:
-        """Raises `ConfigError` if an optimizer was met that steps the job's parameters and is not captured."""
+        """Raises `ConfigError` if an optimizer that is not captured has stepped the job's parameters."""
         if self._problem:
             raise ConfigError(self._problem)
 
     def remove(self) -> None:
-        """Watch no longer. Idempotent."""
+        """Stop watching. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -54,17 +54,17 @@ class Steppers:
         self._began = self._began or id(optimizer) in self._given
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raises `ConfigError` if a wrapper is given that never steps, only what is inside it: without its step there
-        is no boundary at which `check` could be asked."""
+        """Raises `ConfigError` if a given wrapper never steps while an optimizer inside it does: without the wrapper's
+        step there is no boundary at which `check` could be called."""
         if id(optimizer) not in self._known:
             self._meet(optimizer)
         elif not self._began:
             self._alone[id(optimizer)] = self._alone.get(id(optimizer), 0) + 1
-            if self._alone[id(optimizer)] > 1:  # once may be a step with which state is made
+            if self._alone[id(optimizer)] > 1:  # a single such step may only create the state
                 path = self._inside.get(id(optimizer), type(optimizer).__qualname__)
                 raise ConfigError(
-                    f"{path} steps, and the optimizer around it, which was given, does not: no step would ever end. "
-                    f"Give {path} itself, or call the step of the one around it"
+                    f"{path} steps, but the given optimizer that wraps it does not, so no step would ever end. "
+                    f"Give {path} itself, or call step() of its wrapper"
                 )
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,8 +76,8 @@ class Steppers:
             return
         kind = type(optimizer)
         self._problem = (
-            f"a {kind.__module__}.{kind.__qualname__} steps {shared} parameters of this job, and is neither given nor "
-            "found inside an optimizer that is: its state would be lost. Give it, too: optim=[..., that one]"
+            f"a {kind.__module__}.{kind.__qualname__} steps {shared} parameters of this job, but it was not given, nor "
+            "found inside a given optimizer, so its state would be lost. Give it, too: optim=[..., that one]"
         )
 
     def _count_shared(self, optimizer: torch.optim.Optimizer) -> int:
@@ -87,12 +87,12 @@ class Steppers:
         return sum(id(parameter) in of_job or _memory(parameter) in memory for parameter in updated)
 
     def _only_wraps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether all that it steps is known."""
+        """Whether the optimizer contains others, all of them known."""
         inside = [each for _, each in nested("", optimizer) if each is not optimizer]
         return bool(inside) and all(id(each) in self._known for each in inside)
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; of one without memory something else."""
+    """The address of a tensor's memory; the tensor's id if it has no memory."""
     part = local(tensor)
     return part.untyped_storage().data_ptr() or id(tensor)

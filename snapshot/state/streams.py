@@ -1,8 +1,10 @@
-"""Random streams of ranks that come and go. A stream is one generator of one rank, as `snapshot.state.rng` captures it.
+"""Random streams of ranks that join or leave. A stream is one generator of one rank, captured by `snapshot.state.rng`.
 
-A rank that stays keeps its streams. For one that is new, generator by generator: what all old ranks of its
-data-parallel group hold alike is the job's, and goes on; else, what is still known of that rank goes on where it
-stopped; else it is a new one, of the seed of the group's first rank, the new rank's coordinate and the step: `derive`.
+A rank that stays keeps its streams. A new rank gets each generator from the first of these rules that applies:
+
+* if all old ranks of its data-parallel group hold the generator alike, it belongs to the job and continues;
+* if a stream of that rank is still known, it continues where it stopped;
+* otherwise `derive` makes a new stream from the seed of the group's first rank, the new rank's coordinate and the step.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from holdfast.snapshot.state.values import encode
 
 
 def digests(streams: Mapping[str, Any]) -> dict[str, str]:
-    """A digest of every generator's state, to see which are alike."""
+    """A digest of every generator's state, to compare generators across ranks."""
     return {name: digest(state) for name, state in streams.items()}
 
 
 def digest(value: Any) -> str:
-    """The first 32 hexadecimal digits of the SHA-256 of plain values and small tensors."""
+    """The first 32 hexadecimal digits of the SHA-256 of `value`: plain values and small tensors."""
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(encode(value, "", tensors), sort_keys=True)
     sha = hashlib.sha256(text.encode())
@@ -38,7 +40,7 @@ def digest(value: Any) -> str:
 
 
 def alike(ranks: Sequence[Mapping[str, str]]) -> set[str] | None:
-    """The generators that all of several ranks hold alike, by their `digests`; None: of one rank, nobody can tell."""
+    """The generators that all ranks hold alike, judging by their `digests`; None for a single rank."""
     if len(ranks) < 2:
         return None
     return {name for name, digest in ranks[0].items() if all(other.get(name) == digest for other in ranks)}
@@ -47,13 +49,13 @@ def alike(ranks: Sequence[Mapping[str, str]]) -> set[str] | None:
 def for_new_rank(
     first: Tree, common: Collection[str] | None, known: Mapping[str, Any], coord: str, step: int
 ) -> dict[str, Any]:
-    """The streams of a rank that the old world did not have.
+    """The streams of a rank that did not exist in the old world.
 
     Args:
-        first: those of the first rank of its data-parallel group.
-        common: generators that the whole group holds alike, see `alike`. If nobody can tell, those are taken for such
-            of which nothing is known.
-        known: what is still known of `coord`; empty if nothing is.
+        first: the streams of the first rank of its data-parallel group.
+        common: generators that the whole group holds alike, see `alike`. With None, all generators count as common
+            except those in `known`.
+        known: the streams of `coord` that are still known; may be empty.
     """
     if common is None:
         return {**first, **{name: state for name, state in known.items() if name in first}}
@@ -67,14 +69,17 @@ def for_new_rank(
 
 
 def seed_of(streams: Mapping[str, Any]) -> int:
-    """The seed that torch's generator was given."""
+    """The seed of torch's generator."""
     generator = torch.Generator()
     generator.set_state(streams["torch"])
     return generator.initial_seed()
 
 
 def derive(seed: int, coord: str, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """New streams, of the first 64 bits of the SHA-256 of ``holdfast <seed> <coord> <step>``; as many as in `like`."""
+    """New streams, seeded with the first 64 bits of the SHA-256 of ``holdfast <seed> <coord> <step>``.
+
+    Includes one CUDA stream for each that `like` has.
+    """
     number = int.from_bytes(hashlib.sha256(f"holdfast {seed} {coord} {step}".encode()).digest()[:8], "big")
     version, numbers, gauss = random.Random(number).getstate()
     found: dict[str, Any] = {

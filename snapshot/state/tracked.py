@@ -1,4 +1,4 @@
-"""State that neither a model nor an optimizer knows of: what the user says of it, and how it is read and put back."""
+"""State outside of models and optimizers: how users declare it, and how it is read and restored."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WHEN = ("forward", "step")
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """One piece of a job's state.
+    """One tracked piece of a job's state.
 
     Attributes:
-        get, set: give its plain values, and take them over; tensors among them are copied at every boundary.
-        tensors: a module, or a dict of tensors by name: captured and restored in place.
-        change: when `tensors` change.
-        late: whether `get` is asked when the next step begins, or with the random generators; see `Adapter.early`.
+        get, set: return its plain values, and load them; tensors among the values are copied at every boundary.
+        tensors: a module, or a dict of tensors by name, captured and restored in place.
+        change: when `tensors` may change.
+        late: call `get` when the next step begins; otherwise together with the random generators, see `Adapter.early`.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Tracked:
     late: bool
 
     def live(self) -> Iterator[LiveTensor]:
-        """`tensors` as they are now. Raises `ConfigError` for one that is none."""
+        """The current `tensors`. Raises `ConfigError` if one of them is not a tensor."""
         for key, tensor in self._found():
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__qualname__
@@ -44,14 +44,14 @@ class Tracked:
             yield LiveTensor(f"tracked.{self.name}.{key}", local(tensor), self.change, block=block_of(tensor))
 
     def watched(self) -> Iterator[Container]:
-        """What holds `tensors`."""
+        """The containers that hold `tensors`."""
         if isinstance(self.tensors, torch.nn.Module):
             yield from containers(self.tensors)
         elif self.tensors is not None:
             yield self.tensors
 
     def materialise(self, leaves: Mapping[str, Leaf], device: torch.device) -> None:
-        """Create those of `leaves` that the dict does not hold yet, as a job makes them only later."""
+        """Create the tensors of `leaves` that the dict does not hold yet because the job only makes them later."""
         if not isinstance(self.tensors, dict):
             return
         prefix = f"tracked.{self.name}."
@@ -75,7 +75,7 @@ def make(
     changes: str,
     when: str,
 ) -> Tracked:
-    """A `Tracked` from what a user says. Raises `ConfigError`."""
+    """A `Tracked` from a user's arguments. Raises `ConfigError` if they do not fit."""
     if not name or "." in name:
         raise ConfigError(f"track({name!r}): a name is not empty and has no dot")
     if (get is None) is not (set is None):
@@ -92,12 +92,12 @@ def make(
 
 
 def values(tracked: Mapping[str, Tracked], *, late: bool) -> dict[str, Any]:
-    """The plain values that are due now, by name."""
+    """The plain values of the pieces with this `late`, by name."""
     return {name: part.get() for name, part in tracked.items() if part.get is not None and part.late is late}
 
 
 def check(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
-    """Raises `StateMismatch` unless the snapshot has plain values of the same pieces as the job."""
+    """Raises `StateMismatch` unless the snapshot and the job have plain values of the same pieces."""
     have = {name for name, part in tracked.items() if part.get is not None}
     if have != held.keys():
         raise StateMismatch(
@@ -114,7 +114,7 @@ def load(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
 
 
 def containers(module: torch.nn.Module) -> Iterator[Container]:
-    """What holds a module's parameters, buffers and modules."""
+    """The dicts that hold a module's parameters, buffers and submodules."""
     for each in module.modules():
         yield each._parameters
         yield each._buffers

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.snapshot.copy.tensors import empty_restrided, strides_of
 
 LONGEST_JSON_INT = 4096
-"""Bits. Python refuses to read or write decimal numbers of more than 4300 digits."""
+"""In bits. Longer integers are stored in hexadecimal: Python refuses decimal numbers of more than 4300 digits."""
 
 _NUMBER_TYPE = re.compile(r"[<>|=][biufc][1-9][0-9]?")
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
@@ -40,7 +40,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return value if _is_unicode(value) else {"$": "str", "data": _text(value.encode("utf-8", "surrogatepass"))}
         case torch.Tensor():
             name = path
-            while name in tensors:  # {"a.b": ...} and {"a": {"b": ...}}, or the keys 1 and "1"
+            while name in tensors:  # paths collide: {"a.b": ...} and {"a": {"b": ...}}, or the keys 1 and "1"
                 name += "+"
             tensors[name] = value
             strides = strides_of(value)
@@ -72,10 +72,10 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The value that `encode` made `value` from; `tensor` gives a tensor by its name.
+    """The value that `encode` encoded as `value`; `tensor` returns a tensor by its name.
 
     Raises:
-        ProtocolError: `value` is nothing that `encode` makes.
+        ProtocolError: `value` cannot have come from `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -91,7 +91,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 def _encode_items(values: Collection[Any], path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
     if values and set(map(type, values)) == {int} and max(map(int.bit_length, values)) <= LONGEST_JSON_INT:
-        return list(values)  # the states of random generators: hundreds of numbers at every boundary
+        return list(values)  # fast path for states of random generators: hundreds of numbers at every boundary
     return [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(values)]
 
 
@@ -143,20 +143,20 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = vars(torch).get(name)  # not getattr: that may import whatever has such a name
+    dtype = vars(torch).get(name)  # not getattr, which may import a module of that name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch.{name} is no dtype")
     return dtype
 
 
 def _number_type(text: str) -> np.dtype[Any]:
-    if _NUMBER_TYPE.fullmatch(text) is None:  # NumPy would make a type of many a text
+    if _NUMBER_TYPE.fullmatch(text) is None:  # NumPy accepts many other texts as types
         raise ValueError(f"{text[:80]!r} is no type of numbers")
     return np.dtype(text)
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether JSON gives `text` back as it is: lone surrogates, as in undecodable file names, it may pair up."""
+    """Whether `text` survives JSON unchanged. Lone surrogates, as in undecodable file names, may get paired up."""
     try:
         text.encode()
         return True
