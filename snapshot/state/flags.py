@@ -1,7 +1,8 @@
 """Flags that loops toggle mid-run: which parameters require or have gradients, which modules are in training mode.
 
 For a zero gradient an optimizer still applies momentum and weight decay; a parameter without a gradient it skips. So a
-restore puts a gradient of zeros wherever there was a gradient. Gradients themselves are not captured.
+restore puts a gradient of zeros wherever there was a gradient, dense or sparse as it was. Gradients themselves are not
+captured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 
 from holdfast.snapshot.state.live import Tree
+
+DENSE, SPARSE = 1, 2
 
 GRADIENTS = "gradients"
 """Key of `Flags.gradients` in an adapter's late values. Zeroing gradients does not count as a change of the state."""
@@ -44,9 +47,11 @@ class Flags:
         }
 
     def gradients(self) -> bytes:
-        """Which parameters have a dense gradient, as packed bits."""
+        """Which parameters have a dense gradient, as packed bits; if any has a sparse one, bits for those follow."""
         parameters = self._parameters.values()  # a function for each would take twice as long
-        return np.packbits([(g := p.grad) is not None and not g.is_sparse for p in parameters]).tobytes()
+        kinds = np.array([0 if (g := p.grad) is None else 1 + g.is_sparse for p in parameters], np.uint8)
+        sparse = kinds == SPARSE
+        return np.packbits(kinds == DENSE).tobytes() + (np.packbits(sparse).tobytes() if sparse.any() else b"")
 
     def load(self, names: Tree, state: Tree, gradients: bytes) -> None:
         """Restore the flags. Parameters and modules that are not named stay as they are: they did not exist then."""
@@ -54,15 +59,22 @@ class Flags:
             parameter = self._parameters.get(name)
             if parameter is not None and parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
-        for name, flag in _unpacked(names["parameters"], gradients).items():
+        half = (len(names["parameters"]) + 7) // 8
+        dense, sparse = (_unpacked(names["parameters"], part) for part in (gradients[:half], gradients[half:]))
+        for name in names["parameters"]:
             parameter = self._parameters.get(name)
             if parameter is not None:
-                parameter.grad = torch.zeros_like(parameter) if flag else None
+                layout = torch.strided if dense[name] else torch.sparse_coo
+                has_one = dense[name] or sparse[name]
+                parameter.grad = torch.zeros_like(parameter, layout=layout) if has_one else None
         for name, flag in _unpacked(names["modules"], state["training"]).items():
             if name in self._modules:
                 self._modules[name].training = flag
 
 
 def _unpacked(names: Sequence[str], bits: bytes) -> dict[str, bool]:
+    """The flag of each name; without bits none is set."""
+    if not bits:
+        return dict.fromkeys(names, False)
     flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(names))
     return {name: bool(flag) for name, flag in zip(names, flags, strict=True)}
