@@ -172,7 +172,8 @@ def learn(incidents: Sequence[Incident], nodes: int, span_s: float, prior: Failu
     for kind in CLASSES:
         single = kind != "beyond"
         before = getattr(prior, kind)
-        weight = PRIOR_EVENTS / total if single and total else 1.0 / prior.beyond if prior.beyond else 0.0
+        expected, rate = (PRIOR_EVENTS, total) if single else (1.0, prior.beyond)
+        weight = expected / rate if rate else 0.0
         shape, exposure = before * weight + events[kind], weight + span_s * (nodes if single else 1)
         rates[kind] = shape / exposure
         intervals[kind] = gamma_quantile(shape, 0.05) / exposure, gamma_quantile(shape, 0.95) / exposure
