@@ -356,8 +356,8 @@ def remembered(known: dict[int, R], pieces: Sequence[SlotTensor], make: Callable
     found = known.pop(id(pieces), None)
     if found is None:
         found = make(pieces)
-        while len(known) >= TABLES:
-            known.pop(next(iter(known), 0), None)
+        for oldest in list(known)[: max(0, len(known) - TABLES + 1)]:  # a list, as other threads change it meanwhile
+            known.pop(oldest, None)
     known[id(pieces)] = found
     return found
 

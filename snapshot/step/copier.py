@@ -256,7 +256,8 @@ class Copier:
             work(job)
             return True
         except HoldfastError as error:
-            self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
+            if isinstance(error, SmpUnavailable | DeadlineExceeded):  # either thread clears it, the copying one sets it
+                self._attached = False
             if isinstance(error, Retaken):
                 log.debug("%s: %s", job.snapshot, error, extra=about(job.snapshot))
             elif isinstance(error, LayoutChanged):
