@@ -68,7 +68,7 @@ def test_a_checkpoint_of_another_id_is_not_loaded(launcher: Launcher, arena: Pat
 
 
 @pytest.mark.parametrize(
-    ("rank", "why"), [(0, "DCP has the plans of 1 of 2 ranks"), (1, "DCP calls rank 1 of the job rank 0")]
+    ("rank", "why"), [(0, "DCP has the plans of 1 of 2 ranks"), (1, "DCP numbers rank 1 of the job as rank 0")]
 )
 def test_a_save_by_one_rank_is_refused_at_once(launcher: Launcher, arena: Path, rank: int, why: str) -> None:
     (end,) = run(launcher, arena, "save by one", 2, rank=rank)

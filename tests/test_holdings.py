@@ -307,7 +307,7 @@ def test_what_does_not_match_the_digest_is_not_written(place: Place, wrong: str)
         "another unit": content[:8],
     }[wrong]
     assert place.holdings.damaged_units(SHARD) == [1]
-    with pytest.raises(DamagedSnapshot, match=r"what was computed for unit 1 of dp0 .* does not match"):
+    with pytest.raises(DamagedSnapshot, match=r"the recomputed unit 1 of dp0 .* does not match"):
         place.holdings.repair(SHARD, 1, memoryview(offered))
     assert bytes(place.view(SHARD)) == damaged
     assert place.holdings.damaged_units(SHARD) == [1]

@@ -169,7 +169,7 @@ def test_a_restore_says_one_line_with_nothing_set_up(arena: Path) -> None:
         ),
         (
             {"tier": "group", "how": "resharded"},
-            "restored step 1,200 from the memory of other nodes, cut anew for another number of ranks in 830 ms; how "
+            "restored step 1,200 from the memory of other nodes, resharded for another number of ranks in 830 ms; how "
             "many finished steps are done again is not known",
         ),
     ],

@@ -78,7 +78,7 @@ def test_deadlines_are_read() -> None:
     assert parse_deadlines("step=5s,start=7s").shortest == 5
     assert Deadlines(0, 0, 0, 0).shortest == 0
     with pytest.raises(
-        ConfigError, match="'walk=3s': say NAME=TIME, with the names copy, factor, restore, start, step"
+        ConfigError, match="'walk=3s': use NAME=TIME, where NAME is one of copy, factor, restore, start, step"
     ):
         parse_deadlines("walk=3s")
     for bad in ("step", "step=-1s", "step=x", "step=nan", "factor=x", "factor=nan", "factor=2s"):

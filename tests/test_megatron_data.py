@@ -99,7 +99,7 @@ def test_a_loader_that_says_nothing_is_named_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_loader_that_cannot_be_told_where_to_go_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tests\.test_megatron_data\.HalfHooked, has save_state, but nothing takes"):
+    with pytest.raises(ConfigError, match=r"tests\.test_megatron_data\.HalfHooked, has save_state, but no method"):
         external().go_on(HalfHooked(), None)
 
 

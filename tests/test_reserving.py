@@ -386,7 +386,7 @@ def test_a_job_that_ends_before_is_told(
         held = ground.points.wait_any(smp.name, SLICE)
         later = ground.meanwhile(go_on, ground, smp, held)
     later.result(DEADLINE_S)
-    assert said(caplog, "no snapshot was taken: memory for them was still being reserved") == 1
+    assert said(caplog, "the job ends without a snapshot: memory for the first was still being reserved") == 1
 
 
 def test_an_smp_that_dies_while_it_reserves_is_followed_by_one_that_does(

@@ -92,8 +92,8 @@ def test_a_way_that_ends_in_the_middle_costs_nothing_and_is_told_once(
             first, second = run.protect(1), run.protect(2)
         assert cut.cuts == 1
         assert {*run.outcomes(first), *run.outcomes(second)} == {PROTECTED}
-        told = [record.getMessage() for record in caplog.records if "does not work" in record.getMessage()]
-        assert len(told) == 1 and "node1" in told[0] and "others carry on" in told[0]
+        told = [record.getMessage() for record in caplog.records if "is broken" in record.getMessage()]
+        assert len(told) == 1 and "node1" in told[0] and "other connections take over" in told[0]
         assert cut.connections == 1, "it is left alone for a while"
         assert [trainer.client.scrub()["damaged"] for trainer in run] == [0, 0]
 
@@ -108,7 +108,7 @@ def test_a_way_that_works_again_is_told_and_could_be_told_of_anew(
             run.protect(1)
             run.protect(2)
         told = [record.getMessage() for record in caplog.records if "a connection to node1" in record.getMessage()]
-        assert ["does not work" in text for text in told] == [True, False]
+        assert ["is broken" in text for text in told] == [True, False]
         assert "works again" in told[1]
 
 

@@ -121,12 +121,12 @@ def indices(slots: Collection[Slot]) -> list[int]:
 
 def test_a_full_pool_says_what_it_holds() -> None:
     pool = pool_with(SnapshotId(1, 10), SnapshotId(1, 20))
-    with pytest.raises(NoFreeSlot, match=r"8 bytes for step 30 .* of dp0: held are step 10 .*, step 20"):
+    with pytest.raises(NoFreeSlot, match=r"8 bytes for step 30 .* of dp0: the slots hold step 10 .*, step 20"):
         pool.begin(SnapshotId(1, 30), 8)
 
 
 def test_an_empty_pool_says_that_it_holds_nothing() -> None:
-    with pytest.raises(NoFreeSlot, match="held are none"):
+    with pytest.raises(NoFreeSlot, match="the slots hold nothing"):
         SlotPool("dp0").begin(SnapshotId(1, 1), 8)
 
 

@@ -296,8 +296,8 @@ class TestWhatIsNotASnapshotIsRefused:
             (claim_a_huge_header, r"header claims \d+ bytes"),
             (claim_a_shorter_leaf, "leaf 'weight' is at"),
             (claim_an_odd_dtype, "dtype|damaged"),
-            (write_another_shard, "says that it is .*dp7"),
-            (write_another_job, "says that it is .*otherun"),
+            (write_another_shard, "metadata of another shard or job: .*dp7"),
+            (write_another_job, "metadata of another shard or job: .*otherun"),
         ],
     )
     def test_a_damaged_header_is_refused_and_its_slot_is_free(
@@ -423,7 +423,7 @@ class TestFencing:
     def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         newer = (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2)
         monkeypatch.setattr("holdfast.smp_daemon.shared.client.spoken", lambda: newer)
-        text = rf"trainer is of holdfast .* and speaks protocols {newer[0]} to {newer[1]}; .*install the same on both"
+        text = rf"runs holdfast .*, which speaks protocols {newer[0]} to {newer[1]}; .*install the same version on both"
         with pytest.raises(VersionMismatch, match=text):
             SmpClient(lone.arena, lone.job)
 
@@ -1179,7 +1179,7 @@ class TestRelease:
         first, second, third = (run.snapshot(step) for step in (1, 2, 3))
         for snapshot in (first, second, third):
             run["dp0"].take(snapshot, [first, second])
-        with pytest.raises(NoFreeSlot, match=r"held are .*step 1 .*step 2 .*step 3 "):
+        with pytest.raises(NoFreeSlot, match=r"the slots hold .*step 1 .*step 2 .*step 3 "):
             run["dp0"].write(run.snapshot(4), [first, second, third])
         run["dp0"].write(run.snapshot(4), [first, third])
         assert run["dp0"].client.inventory().shards == {(first, "dp0"), (third, "dp0")}
@@ -1308,7 +1308,7 @@ class TestWhatCannotBeServedIsRefused:
     def test_an_address_of_another_machine(self, ground: Ground) -> None:
         error = self.start(ground, "--host", "192.0.2.1", "--insecure")
         assert type(error) is ConfigError
-        assert "192.0.2.1, of --host" in str(error)
+        assert "192.0.2.1, from --host" in str(error)
         assert "--host" in str(error)
 
     def test_an_arena_that_cannot_be_made(self, ground: Ground) -> None:

@@ -275,7 +275,7 @@ def os_subreapers() -> Sequence[int]:
 
 class TestTheReport:
     def test_of_an_smp_without_a_word_is_what_it_left_on_standard_error(self) -> None:
-        with pytest.raises(SmpUnavailable, match="without a word: boom"):
+        with pytest.raises(SmpUnavailable, match="without a report: boom"):
             parse_report("", "boom\n")
 
     def test_of_an_unknown_error_is_still_one_of_ours(self) -> None:

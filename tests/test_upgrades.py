@@ -102,16 +102,16 @@ def test_ranges_with_a_protocol_in_common_meet(said: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ((NEXT, AFTER), rf"speaks protocols {NEXT} to {AFTER}; .* It is newer by more than one release"),
-        ((0, OLDEST_PROTOCOL - 1), r"speaks protocols 0 to .* It is older by more than one release"),
+        ((NEXT, AFTER), rf"speaks protocols {NEXT} to {AFTER}; .* The first is newer by more than one release"),
+        ((0, OLDEST_PROTOCOL - 1), r"speaks protocols 0 to .* The first is older by more than one release"),
         (
             (AFTER, AFTER),
-            rf"node7 is of holdfast 9\.9\.0 and speaks protocol {AFTER}; it met holdfast {RELEASE}, which",
+            rf"node7 runs holdfast 9\.9\.0, which speaks protocol {AFTER}; the other side runs holdfast {RELEASE},",
         ),
     ],
 )
 def test_others_are_told_what_both_are_and_what_to_do(said: tuple[int, int], text: str) -> None:
-    with pytest.raises(VersionMismatch, match=rf"{text}.*install the same on both"):
+    with pytest.raises(VersionMismatch, match=rf"{text}.*install the same version on both"):
         check_range("node7", said, "9.9.0")
 
 
@@ -172,14 +172,15 @@ def test_one_that_is_too_new_does_not_end_the_job(
         made.train()
         made.await_protected(3)
         stranger.replace(made.victim, monkeypatch).wait_ready()
-        with pytest.raises(VersionMismatch, match=r"9\.2\.0, which .*install the same on both"):
+        with pytest.raises(VersionMismatch, match=r"9\.2\.0, which .*install the same version on both"):
             SmpClient(made.victim.arena, JOB)
         step = _last_step(made)
         made.wait(lambda: _last_step(made) > step + 20, "the job does not go on")
         made.grow()  # which takes a new layout, and for that all SMPs
         step = _last_step(made)
         made.wait(lambda: _last_step(made) > step + 20, "the job does not go on with a new layout")
-        assert "it met holdfast 9.2.0, which speaks protocols" in (ground.base / "rank0.log").read_text(), made.logs()
+        text = "the other side runs holdfast 9.2.0, which speaks protocols"
+        assert text in (ground.base / "rank0.log").read_text(), made.logs()
         made.victim.restart()
         made.await_protected(_last_step(made) + 2)
         made.finish()
@@ -197,7 +198,7 @@ def test_smps_refuse_each_other_on_every_path(ground: Ground, monkeypatch: pytes
     run = run_on([smp], [[3000]])
     run.protect(1)
     monkeypatch.setattr("holdfast.smp_daemon.shared.messages.spoken", lambda: (NEXT, AFTER))
-    text = rf"speaks protocols {NEXT} to {AFTER}; it met holdfast {re.escape(RELEASE)}, which speaks"
+    text = rf"speaks protocols {NEXT} to {AFTER}; the other side runs holdfast {re.escape(RELEASE)}, which speaks"
     with PeerClient(JOB) as peers, pytest.raises(VersionMismatch, match=text):
         peers.ping(smp.control, 5.0)
     with Links(Counters()) as links, pytest.raises(VersionMismatch, match=text):
@@ -211,7 +212,7 @@ def test_a_trainer_refuses_an_smp_that_does_not_ask(ground: Ground, monkeypatch:
     """As the first release does not, which understands 4 alone and says nothing."""
     smp = ground.smp()
     monkeypatch.setattr("holdfast.smp_daemon.shared.versions.spoken", lambda: (NEXT, AFTER))
-    with pytest.raises(VersionMismatch, match=rf"the SMP of {smp.arena} is of holdfast {RELEASE} and speaks"):
+    with pytest.raises(VersionMismatch, match=rf"the SMP of {smp.arena} runs holdfast {RELEASE}, which speaks"):
         SmpClient(smp.arena, JOB)
 
 

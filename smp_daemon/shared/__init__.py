@@ -1,6 +1,6 @@
-"""What both sides of the socket use: formats, limits, errors, paths, logs, and the client.
+"""Code that SMPs and trainers share: formats, limits, errors, paths, logs, and the client.
 
-All of `smp_daemon` that trainers may import.
+Trainers may import nothing else of `smp_daemon`.
 """
 
 __all__ = [

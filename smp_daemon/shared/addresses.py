@@ -1,4 +1,4 @@
-"""The addresses of one node: one for each of its network cards, as ``HOLDFAST_HOST`` lists them."""
+"""The addresses of one node, one for each of its network cards, as listed in ``HOLDFAST_HOST``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ OPTION = "--host (HOLDFAST_HOST)"
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """IP addresses, from ``"10.0.0.7"`` or ``"10.0.0.7,10.0.1.7"``. Pure.
+    """Parse IP addresses such as ``"10.0.0.7"`` or ``"10.0.0.7,10.0.1.7"``. Pure.
 
     Raises:
-        ConfigError: one is no IP address, or is there twice; there are more than `MAX_HOSTS`; loopback, or 0.0.0.0,
-            stands beside others.
+        ConfigError: an entry is not an IP address, or is listed twice; there are more than `MAX_HOSTS`; or a loopback
+            address, or 0.0.0.0, is mixed with others.
     """
     hosts = tuple(part.strip() for part in text.split(","))
     if len(hosts) > MAX_HOSTS:
-        raise ConfigError(f"{OPTION} lists {len(hosts)} addresses, and takes {MAX_HOSTS}: one for each network card")
+        raise ConfigError(f"{OPTION} lists {len(hosts)} addresses; the limit is {MAX_HOSTS}: one for each network card")
     found = []
     for host in hosts:
         try:
@@ -37,26 +37,26 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     if len({address.is_loopback for address in found}) > 1:
         loopback = next(host for host, address in zip(hosts, found, strict=True) if address.is_loopback)
         raise ConfigError(
-            f"{OPTION}={text}: other hosts do not reach the loopback address {loopback}: leave it out, or give "
-            "loopback addresses alone, for nodes that are played on one host"
+            f"{OPTION}={text}: other hosts cannot reach the loopback address {loopback}: leave it out, or "
+            "list only loopback addresses if all nodes run on one host"
         )
     if len(found) > 1 and any(address.is_unspecified for address in found):
         raise ConfigError(
-            f"{OPTION}={text}: 0.0.0.0 is every address of this machine: give it alone, or those you mean"
+            f"{OPTION}={text}: 0.0.0.0 means every address of this machine: use it alone, or list addresses"
         )
     return hosts
 
 
 def check_own(hosts: Sequence[str], system: System = MACHINE) -> None:
-    """Raises `ConfigError` if one of these addresses is not this machine's."""
+    """Raises `ConfigError` if any of these addresses does not belong to this machine."""
     for host in hosts:
         sock = system.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.bind((host, 0))
         except OSError as error:
             raise ConfigError(
-                f"{host}, of {OPTION}, cannot be listened on ({error.strerror}): give addresses of this machine, as "
-                "`ip -brief addr` lists them"
+                f"cannot listen on {host}, from {OPTION} ({error.strerror}): use addresses of this machine, which "
+                "`ip -brief addr` lists"
             ) from error
         finally:
             sock.close()

@@ -1,11 +1,15 @@
-"""The board: a few shared 8-byte words. An SMP says what became of recent snapshots; its trainers ask it for quiet.
+"""The board: shared 8-byte words on which an SMP posts the outcomes of snapshots, and its trainers post heartbeats and
+ask for quiet.
 
 Trainers map it, and read and write it without a system call, so it costs the training loop nothing, however busy or
-starved the SMP is. Word 0 is the epoch; each of the next is ``step * 4 + 1 + outcome``, or 0 if it says nothing. The
-next `PAUSE_WORDS`, one per trainer, say until when the SMP shall send no encoding traffic: nanoseconds of
-`time.monotonic`, which all processes of a host share; 0: it may. `HEARTBEAT_ROWS` rows follow, one per trainer, of
-which the SMP sees that they change: a count of heartbeats and the phase, the last step that is finished, the step being
-copied plus 1. The last word is the SMP's again: whether a snapshot is due to be persisted.
+starved the SMP is. Its words, in order:
+
+* `WORDS`: the epoch, then for each recent snapshot ``step * 4 + 1 + outcome``, or 0 if unused.
+* `PAUSE_WORDS`, one per trainer: the time until which the SMP should send no encoding traffic, in nanoseconds of
+  `time.monotonic`, which all processes of a host share; 0: it may send.
+* `HEARTBEAT_ROWS` rows, one per trainer, which the SMP watches for changes: a count of heartbeats with the phase, the
+  last finished step, the step being copied plus 1, and a spare word.
+* The last word, written by the SMP: whether this node is ready to persist a snapshot.
 """
 
 from __future__ import annotations
@@ -23,21 +27,21 @@ from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 WORDS = 16
-"""Of the SMP."""
+"""The epoch and the outcomes of the newest snapshots, written by the SMP."""
 
 PAUSE_WORDS = 64
-"""Of the trainers; those of one node are numbered from 0, and modulo this."""
+"""Words written by trainers: trainer i of the node has word i modulo this number."""
 
 HEARTBEAT_ROWS = 64
 HEARTBEAT_WORDS = 4
-"""Words of a row, one of them spare; a row is half a cache line, and its own."""
+"""Words of a row, one of them spare. A row takes half a cache line, and shares no word with another row."""
 
 MAX_PAUSE_S = 1.0
-"""Traffic pauses no longer at a time: a trainer that is dead or forgetful must not stop protection."""
+"""Longest pause of traffic at a time: a trainer that died or forgot to `resume` must not stop protection."""
 
 
 class SnapshotOutcome(IntEnum):
-    """What became of a snapshot. Ordered so that the job's outcome is the minimum over its nodes."""
+    """The outcome of a snapshot. Ordered so that the job's outcome is the minimum over its nodes."""
 
     FAILED = 0
     PENDING = 1
@@ -45,16 +49,16 @@ class SnapshotOutcome(IntEnum):
 
 
 class RepairState(IntEnum):
-    """How far parity is that is computed again. Ordered so that the job's is the minimum over its ranks."""
+    """Progress of recomputing parity. Ordered so that the job's state is the minimum over its ranks."""
 
     HOPELESS = 0
-    """What is left of the snapshot is too little to compute it from."""
+    """Too little of the snapshot is left to compute the parity from."""
     UNDER_WAY = 1
     WHOLE = 2
 
 
 class TrainerPhase(IntEnum):
-    """Where the training thread of a trainer is."""
+    """What the training thread of a trainer is doing."""
 
     GONE = 0
     START = 1
@@ -63,10 +67,13 @@ class TrainerPhase(IntEnum):
 
 
 class Board:
-    """Each word has one writer, the SMP or a trainer, and any number of readers. Words are read and written whole."""
+    """One process's mapping of the board.
+
+    Needs no lock: at any time each word has one writer, the SMP or a trainer, and words are read and written whole.
+    """
 
     def __init__(self, path: Path, *, create: bool = False, system: System = MACHINE) -> None:
-        """Map it. Raises `ProtocolError` if there is another thing of that name."""
+        """Map the board. Raises `ProtocolError` if the file at `path` is not a board of this user."""
         self._path = path
         self._system = system
         files = system.os
@@ -76,13 +83,13 @@ class Board:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ProtocolError(f"{path} is no board: {error.strerror}") from error
+            raise ProtocolError(f"{path} is not a board: {error.strerror}") from error
         try:
             if create:
                 files.ftruncate(fd, length)
             status = files.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != files.getuid():
-                raise ProtocolError(f"{path} is no board: it has {status.st_size} bytes, and is user {status.st_uid}'s")
+                raise ProtocolError(f"{path} is not a board: {status.st_size} bytes, owned by user {status.st_uid}")
             mapped = system.mmap.mmap(fd, length)
             mapped.madvise(mmap.MADV_DONTDUMP)
             words = np.frombuffer(mapped, dtype=np.int64)
@@ -93,21 +100,21 @@ class Board:
         self._heartbeats, self._due = words[heartbeats:-1], words[-1:]
         self._count = 0
         newest = int(self._words[1:].argmax())
-        self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have said some
+        self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have posted some
 
     @property
     def epoch(self) -> int:
-        """The epoch whose outcomes stand here."""
+        """The epoch of the outcomes on the board."""
         return int(self._words[0])
 
     def reset(self, epoch: int) -> None:
-        """Forget all outcomes; a new epoch begins."""
+        """Clear all outcomes for a new epoch."""
         self._words[1:] = 0
         self._words[0] = epoch
 
     def succeeded(self, epoch: int) -> Board:
-        """The board of a newer epoch, in place of this one. Who still has this one mapped is told that its epoch is
-        over, and asks for quiet on nobody's board.
+        """Replace this board by one of a newer epoch. Trainers that still map the old board read there that their epoch
+        is over, and nobody reads their requests for quiet.
         """
         part = self._path.with_name(self._path.name + PART)
         part.unlink(missing_ok=True)
@@ -121,7 +128,7 @@ class Board:
         return board
 
     def post(self, step: int, outcome: SnapshotOutcome) -> None:
-        """Say what became of the snapshot of `step` in this epoch."""
+        """Post the outcome of the snapshot of `step` in this epoch."""
         for i in range(1, WORDS):
             if self._words[i] >> 2 == step and self._words[i]:
                 self._words[i] = step * 4 + 1 + outcome
@@ -130,27 +137,27 @@ class Board:
         self._next = (self._next + 1) % (WORDS - 1)
 
     def fail_pending(self) -> None:
-        """A predecessor of this SMP died in the middle: what it had not finished will not be finished."""
+        """Mark all pending snapshots as failed. For an SMP whose predecessor died and left them unfinished."""
         pending = self._words & 3 == 1 + SnapshotOutcome.PENDING
         pending[0] = False
         self._words[pending] += SnapshotOutcome.FAILED - SnapshotOutcome.PENDING
 
     def outcome(self, epoch: int, step: int) -> SnapshotOutcome:
-        """What became of a snapshot; one that nothing was said of is pending, one of an older epoch has failed."""
+        """The outcome of a snapshot. Without a post it is pending; a snapshot of an older epoch has failed."""
         if self._words[0] != epoch:
             return SnapshotOutcome.FAILED if self._words[0] > epoch else SnapshotOutcome.PENDING
         posted = self.posted(step)
         return SnapshotOutcome.PENDING if posted is None else posted
 
     def posted(self, step: int) -> SnapshotOutcome | None:
-        """What was said of the snapshot of `step` in this epoch; None: nothing, or too long ago."""
+        """The outcome posted for `step` in this epoch; None if there was none, or newer ones have replaced it."""
         for word in self._words[1:].tolist():
             if word and word >> 2 == step:
                 return SnapshotOutcome((word & 3) - 1)
         return None
 
     def post_due(self, due: bool) -> None:
-        """Say whether this node is ready to persist a snapshot."""
+        """Post whether this node is ready to persist a snapshot."""
         self._due[0] = due
 
     @property
@@ -159,33 +166,33 @@ class Board:
         return bool(self._due[0])
 
     def pause(self, index: int, until_s: float) -> None:
-        """The trainer `index` of this node wants no encoding traffic until `until_s` (`time.monotonic`) or `resume`."""
+        """Ask for no encoding traffic until `until_s` (`time.monotonic`) or `resume`. `index`: trainer of this node."""
         self._pauses[index % PAUSE_WORDS] = int(until_s * 1e9)
 
     def resume(self, index: int) -> None:
-        """The trainer `index` does not mind traffic any more."""
+        """Withdraw the request of trainer `index`."""
         self._pauses[index % PAUSE_WORDS] = 0
 
     def paused_for(self, now_s: float) -> float:
-        """How long some trainer still wants quiet, in seconds from `now_s`: at most `MAX_PAUSE_S`, whatever it says."""
+        """How long any trainer still wants quiet, in seconds from `now_s`, but at most `MAX_PAUSE_S`."""
         latest: int = max(self._pauses.tolist())
         return min(max(latest / 1e9 - now_s, 0.0), MAX_PAUSE_S)
 
     def heartbeat(self, row: int, phase: TrainerPhase, step: int) -> None:
-        """The trainer of that row is alive, in a phase, with `step` steps finished. Two stores; no system call."""
+        """Note that the trainer of `row` is alive, its phase and its finished steps. Two stores; no system call."""
         self._count += 1
         self._heartbeats[row * HEARTBEAT_WORDS + 1] = step
         self._heartbeats[row * HEARTBEAT_WORDS] = self._count << 2 | phase
 
     def copying(self, row: int, step: int | None) -> None:
-        """The trainer of that row copies the snapshot of `step`; None: none any more."""
+        """Note that the trainer of `row` is copying the snapshot of `step`; None: it no longer copies one."""
         self._heartbeats[row * HEARTBEAT_WORDS + 2] = 0 if step is None else step + 1
 
     def phase(self, row: int) -> TrainerPhase:
-        """Where the trainer of that row is."""
+        """The phase of the trainer of `row`."""
         return TrainerPhase(int(self._heartbeats[row * HEARTBEAT_WORDS]) & 3)
 
     def heartbeats(self, row: int) -> tuple[int, int, int]:
-        """Beats and phase in one word, steps finished, and the step being copied plus 1, or 0."""
+        """The words of a row: count and phase in one, finished steps, and the step being copied plus 1, or 0."""
         word, step, copying = self._heartbeats[row * HEARTBEAT_WORDS : row * HEARTBEAT_WORDS + 3].tolist()
         return word, step, copying

@@ -1,4 +1,4 @@
-"""How much memory the slots of one arena may take, from its first second to its last."""
+"""The memory that the slots of one arena may take, reserved for as long as the arena exists."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ import numpy as np
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall
 
 RESERVE = "reserve"
-"""Name of the file that holds the memory of slots that are not made yet."""
+"""Name of the file that holds memory for slots that do not exist yet."""
 
 
 def pages(length: int) -> int:
-    """`length` bytes, in whole pages."""
+    """`length` rounded up to whole pages, in bytes."""
     return -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Budget:
-    """Not thread-safe: the arena's owner holds a lock.
+    """The memory budget of one arena. Not thread-safe: the arena's owner holds a lock.
 
-    What is not taken yet is held in a file, so that nobody else on the file system gets it. A slot that is made takes
-    its memory from there, piece by piece if need be; one that is deleted gives it back at the next `top_up`.
+    A file holds the memory that slots have not taken yet, so that nothing else on the file system gets it. A new slot
+    takes its memory from that file, piece by piece if necessary. Memory of a deleted slot returns to it at the next
+    `top_up`.
 
     Attributes:
-        limit: 0: none.
-        used: what slots take, or have claimed.
-        owed: what they have claimed of that, and not taken yet.
+        limit: most bytes that slots may take; 0: no limit.
+        used: bytes that slots have taken or claimed.
+        owed: bytes of `used` that slots have claimed but not taken yet.
     """
 
     def __init__(self, arena: Path, limit: int) -> None:
-        """`limit`: in bytes; 0: none, and nothing is reserved. `top_up` reserves."""
+        """`limit`: in bytes; 0: no limit, and nothing is reserved. Memory is not reserved before `top_up`."""
         self.limit = limit
         self.used = 0
         self.owed = 0
@@ -44,24 +45,24 @@ class Budget:
         if not limit:
             self._path.unlink(missing_ok=True)
         elif self._path.exists():
-            self._held = self._path.stat().st_size  # a predecessor's
+            self._held = self._path.stat().st_size  # left by a predecessor
 
     @property
     def left(self) -> int:
-        """How much more may be taken."""
+        """Bytes that may still be claimed."""
         return max(0, self.limit - self.used)
 
     @property
     def held(self) -> int:
-        """How much of that is reserved."""
+        """Bytes that the file holds in reserve."""
         return self._held
 
     def note(self, length: int) -> None:
-        """A slot of `length` bytes is there already."""
+        """Account for a slot of `length` bytes that exists already."""
         self.used += pages(length)
 
     def check(self, need: int) -> None:
-        """Raises `ArenaTooSmall` if `need` bytes more are more than may be taken."""
+        """Raises `ArenaTooSmall` if `need` more bytes would exceed the limit."""
         if self.limit and need > self.left:
             raise ArenaTooSmall(
                 f"the arena {self._arena} needs {need:,} bytes beside the {self.used:,} that it holds, and "
@@ -70,29 +71,28 @@ class Budget:
             )
 
     def claim(self, length: int) -> None:
-        """A slot of `length` bytes will be made: nobody else may take its memory. Raises `ArenaTooSmall`."""
+        """Claim memory for a slot of `length` bytes that will be made. Raises `ArenaTooSmall`."""
         self.check(pages(length))
         self.used += pages(length)
         self.owed += pages(length)
 
     def take(self, length: int) -> None:
-        """`length` bytes of what was claimed are about to be taken."""
+        """Release `length` claimed bytes from the file, because a slot is about to take them."""
         self.owed -= pages(length)
         if self._held > self.left + self.owed:
             self._held = self.left + self.owed
             os.truncate(self._path, self._held)
 
     def give(self, length: int, owed: int = 0) -> None:
-        """A slot of `length` bytes is no more; so many of them it had claimed and not taken."""
+        """Account for the removal of a slot of `length` bytes. `owed`: bytes that it had claimed but not taken."""
         self.used -= pages(length)
         self.owed -= pages(owed)
 
     def top_up(self) -> None:
-        """Reserve all that may still be taken, unless slots are being made. Blocks for as long as the kernel takes to
-        zero that much memory.
+        """Reserve all memory that may still be claimed, unless slots are being made. Blocks while the kernel zeroes it.
 
         Raises:
-            ArenaTooSmall: the file system has no room for it; as much as before is reserved.
+            ArenaTooSmall: the file system has no room for it; the reserve stays as it was.
         """
         if not self.limit or self.owed or self._held >= self.left:
             return
@@ -107,23 +107,23 @@ class Budget:
             os.ftruncate(fd, self._held)
             status = os.statvfs(self._arena)
             raise ArenaTooSmall(
-                f"--memory (HOLDFAST_MEMORY) allows the arena {self._arena} {self.limit:,} bytes, and its file system "
-                f"has {status.f_bavail * status.f_frsize + self.used:,} for it: enlarge it (mount -o remount,size=... "
-                "/dev/shm; docker run --shm-size=...; Kubernetes: sizeLimit of an emptyDir with medium Memory), or "
-                "allow less"
+                f"--memory (HOLDFAST_MEMORY) allows the arena {self._arena} {self.limit:,} bytes, but its file "
+                f"system has room for {status.f_bavail * status.f_frsize + self.used:,}: enlarge it (mount -o "
+                "remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: sizeLimit of an emptyDir with "
+                "medium Memory), or allow less"
             ) from error
         finally:
             os.close(fd)
 
 
 def wipe(view: memoryview) -> None:
-    """Overwrite memory with zeros, the GIL released. Blocks at about the speed of memset."""
+    """Overwrite memory with zeros, with the GIL released. Runs at about the speed of memset."""
     if view.nbytes:
         ctypes.memset(np.frombuffer(view, np.uint8).ctypes.data, 0, view.nbytes)
 
 
 def wipe_file(path: Path) -> None:
-    """Overwrite a file with zeros. Harmless if it is not there."""
+    """Overwrite a file with zeros. Harmless if it does not exist."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

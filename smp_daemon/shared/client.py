@@ -1,6 +1,6 @@
-"""The trainer's side of its node's SMP. Imports neither torch nor grpc.
+"""The trainer's client of its node's SMP. Imports neither torch nor grpc.
 
-A trainer may fork data loader workers at any time, so nothing here starts a thread or a runtime of its own.
+A trainer may fork data loader workers at any time, so this module starts no thread and no runtime of its own.
 """
 
 from __future__ import annotations
@@ -80,23 +80,23 @@ from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
 log = get_log(__name__)
 
 ANSWER_S = 5.0
-"""How much longer than it was told to wait the SMP may take to say that it has."""
+"""How much longer than the requested wait the SMP may take to answer."""
 
 END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
-"""How long the storage of persisted snapshots may take to say what is there."""
+"""Timeout for queries of the storage of persisted snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredShard:
-    """A shard that this node's SMP holds again.
+    """A shard that this node's SMP has recovered.
 
     Attributes:
         view: its slot file, mapped.
         how: ``held``, ``repaired``, ``fetched``, ``rebuilt`` or ``persisted``.
-        bytes_fetched: what came over the network for it.
+        bytes_fetched: bytes fetched over the network for it.
         unit_bytes: length of its units; the last may be shorter.
-        digests: of each unit, as it was sealed.
+        digests: digest of each unit, from the seal.
     """
 
     view: memoryview
@@ -106,7 +106,7 @@ class RecoveredShard:
     digests: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raises `ProtocolError` unless there is a digest for every byte."""
+        """Raises `ProtocolError` unless the digests cover the whole slot."""
         if self.unit_bytes < 1 or len(self.digests) != -(-self.view.nbytes // self.unit_bytes):
             raise ProtocolError(
                 f"{len(self.digests)} digests of units of {self.unit_bytes} bytes are not those of a slot of "
@@ -114,16 +114,16 @@ class RecoveredShard:
             )
 
     def matches(self, unit: int) -> bool:
-        """Whether a unit is what was sealed. Reads it, the GIL released."""
+        """Whether a unit still has the digest that it was sealed with. Reads the unit with the GIL released."""
         offset = unit * self.unit_bytes
         return digest(self.view[offset : offset + self.unit_bytes]) == self.digests[unit]
 
 
 class SmpClient:
-    """A connection to this node's SMP. Calls from several threads take turns; each blocks for the answer.
+    """A connection to this node's SMP. Calls from several threads take turns; each blocks until the answer.
 
     Attributes:
-        near: the NUMA node on which the trainer's slots shall lie, told with `join`; None: any.
+        near: the NUMA node on which the SMP should place the trainer's slots, sent by `join`; None: any.
 
     Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
     whatever error the SMP replies with.
@@ -133,23 +133,23 @@ class SmpClient:
         """Connect. Blocks for seconds if processes of an earlier start of the job are still ending.
 
         Args:
-            coord: of the trainer, if the SMP shall watch over it: it then must `heartbeat`.
+            coord: the trainer's coordinate, if the SMP should watch it. The trainer must then call `heartbeat`.
 
         Raises:
             SmpUnavailable: no SMP serves `arena`.
-            ConfigError: it serves another job; or, with `coord`, another run of this job is at work here.
-            VersionMismatch: it is of a version of holdfast that this one cannot talk to.
+            ConfigError: the SMP serves another job; or, with `coord`, another run of this job is active on this node.
+            VersionMismatch: the SMP has a version of holdfast that this one cannot talk to.
         """
         self.arena = arena
         self.system = system
         self._coord = coord
         self._row: int | None = None
         self._job = job
-        # Guards `_maps`, for as long as a slot is mapped, which the thread that has slots reserved does, and the one
-        # that copies. No other lock is taken under it.
+        # Guards `_maps`, and is held while a slot is mapped. The threads that reserve slots and that copy take it. No
+        # other lock is taken under it.
         self._mapping = system.Lock()
-        # Held for one call and its answer, so that those of several threads do not mix on the connection. The training
-        # thread, and those that copy and restore, take it; `_call` says how long one waits for it.
+        # Held from a request to its reply, so that the messages of several threads do not mix on the connection. The
+        # training thread and those that copy, reserve and restore take it; `_call` says how long they wait for it.
         self._lock = system.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
         self._stream: SocketStream | None = None
@@ -159,13 +159,13 @@ class SmpClient:
         self.reconnect()
 
     def reconnect(self, deadline_s: float = CALL_DEADLINE_S) -> None:
-        """Connect anew, after `SmpUnavailable`; raises what making the client raises, and `DeadlineExceeded`."""
+        """Connect again after `SmpUnavailable`. Raises the errors of the constructor, and `DeadlineExceeded`."""
         self._hang_up()
         self._connections += 1
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
         self._stream = connect(socket_path(self.arena), deadline_s, system=self.system)
-        # Who has joined an epoch comes back; who has not begins.
+        # With an epoch the SMP takes this for a trainer that comes back, without one for a new run of the job.
         oldest, newest = spoken()
         hello = Hello(
             job=self._job, version=oldest, newest=newest, release=RELEASE, coord=self._coord, epoch=self._epoch
@@ -178,7 +178,7 @@ class SmpClient:
 
     @property
     def connection(self) -> int | None:
-        """A number of its own for each connection; None while there is none. A slot is had for one connection."""
+        """Number of the current connection; None while there is none. A slot is valid for one connection only."""
         stream = self._stream
         return None if stream is None or stream.closed else self._connections
 
@@ -187,16 +187,17 @@ class SmpClient:
         return Inventory.read(self._call(AskInventory()))
 
     def inventories(self, addresses: Collection[Address]) -> list[Inventory]:
-        """What those SMPs hold that answer, without their layouts. Blocks while they are asked."""
+        """What the SMPs at `addresses` hold, as far as they answer, without layouts. Blocks while they are asked."""
         reply = self._call(AskInventories(addresses=tuple(addresses)), MOVE_DEADLINE_S)
         return [Inventory.read(each) for each in from_plain(Inventories, reply, "what SMPs hold").inventories]
 
     def join(self, epoch: int, start: Start | None = None, *, deadline_s: float | None = None) -> None:
-        """Enter an epoch; fences every older one.
+        """Enter an epoch, and fence every older one.
 
         Args:
-            start: if the job starts with it.
-            deadline_s: for another thread's call to be over, and for the answer; default that of any call.
+            start: set if the job starts with this epoch.
+            deadline_s: timeout for another thread's call to end, and again for the answer. By default the wait for the
+                other call has no limit of its own, and the answer has `CALL_DEADLINE_S`.
         """
         message = Join(epoch=epoch, start=start, near=self.near)
         if deadline_s is None:
@@ -207,13 +208,14 @@ class SmpClient:
         self._board = Board(self.arena / "board", system=self.system)
 
     def configure(self, layout: Layout, *, wait: bool = True) -> int:
-        """Have the SMP reserve its memory for `layout`: how many slots of every shard, and of parity, may be used.
+        """Have the SMP reserve memory for `layout`. Returns how many slots of every shard, and of parity, may be used.
 
         Args:
-            wait: until all may, which takes as long as zeroing that memory. An older SMP always does.
+            wait: block until all may be used, which takes as long as zeroing the memory. An older SMP always does.
 
         Raises:
-            ArenaTooSmall: there is no room. DeadlineExceeded: it is not all there yet.
+            ArenaTooSmall: there is not enough room.
+            DeadlineExceeded: not all of the memory was reserved in time.
         """
         reply = self._call(Configure(layout=layout, wait=wait), move_deadline(layout.node(self.node).state_bytes))
         count = _reserved(reply, layout.slots)
@@ -222,10 +224,12 @@ class SmpClient:
         return count
 
     def await_reserved(self, layout: Layout, count: int) -> int:
-        """Block until so many slots of every shard, and of parity, may be used, or for some seconds: how many may.
+        """Block until `count` slots of every shard, and of parity, may be used, or for some seconds. Returns how many
+        may.
 
         Raises:
-            ArenaTooSmall: there is no memory for them. StaleEpoch: a newer epoch has begun.
+            ArenaTooSmall: there is no memory for them.
+            StaleEpoch: a newer epoch has begun.
         """
         return _reserved(self._call(AwaitReserved(epoch=layout.epoch, count=count)), layout.slots)
 
@@ -239,8 +243,13 @@ class SmpClient:
         *,
         ahead: bool = False,
     ) -> memoryview:
-        """A slot to write `coord` of `snapshot` into; frees what is not in `keep`, and parity of what is not in
-        `with_parity`. `ahead`: that snapshot is a guess, and nothing younger than all of `keep` is freed for it."""
+        """A slot to write `coord` of `snapshot` into. Frees snapshots that are not in `keep`, and parity of those that
+        are not in `with_parity`.
+
+        Args:
+            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
+            ahead: `snapshot` is a guess, so nothing younger than all of `keep` is freed for it.
+        """
         message = Begin(
             snapshot=snapshot,
             coord=coord,
@@ -252,8 +261,8 @@ class SmpClient:
         return self._map(from_plain(SlotFile, self._call(message), "a slot"))
 
     def slots(self, epoch: int, coord: str) -> list[memoryview]:
-        """All slots that `begin` may give for `coord` in that epoch, mapped. Of others no mapping is kept here. May
-        take as long as touching their pages."""
+        """All slots that `begin` may return for `coord` in that epoch, mapped. Mappings of other slots are dropped. May
+        take as long as touching all pages of the slots."""
         reply = self._call(AskSlots(epoch=epoch, coord=coord), MOVE_DEADLINE_S)
         there = from_plain(SlotFiles, reply, "the slots of a shard").slots
         names = {slot.file for slot in there}
@@ -264,12 +273,16 @@ class SmpClient:
     def seal(
         self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None, *, encode: bool = True
     ) -> None:
-        """All bytes are written: have them checked and committed. `protected`: as for `begin`; `encode`: the same on
-        every rank, whether the snapshot is then to be protected."""
+        """Have the SMP check and commit a shard whose bytes are all written.
+
+        Args:
+            protected: as for `begin`.
+            encode: whether the snapshot is to be protected; the same on every rank.
+        """
         self._call(Seal(snapshot=snapshot, coord=coord, protected=protected, encode=encode), MOVE_DEADLINE_S)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
-        """Give back a slot that will not be sealed. `unused`: nothing was to be written into it after all."""
+        """Give back a slot that will not be sealed. `unused`: it was not needed after all; else the snapshot fails."""
         self._call(Abandon(snapshot=snapshot, coord=coord, unused=unused))
 
     def outcome(self, snapshot: SnapshotId) -> SnapshotOutcome:
@@ -277,35 +290,37 @@ class SmpClient:
         return self._board.outcome(*snapshot)
 
     def pause(self, index: int, until_s: float) -> None:
-        """Trainer `index` of this node wants no encoding traffic until then, by `time.monotonic`; see `Board.pause`."""
+        """Ask the SMP, for trainer `index` of this node, to send no encoding traffic until `until_s`
+        (`time.monotonic`); see `Board.pause`."""
         self._board.pause(index, until_s)
 
     def resume(self, index: int) -> None:
-        """Trainer `index` does not mind traffic any more."""
+        """Withdraw the request of trainer `index` that `pause` made."""
         self._board.resume(index)
 
     def heartbeat(self, phase: TrainerPhase, step: int) -> None:
-        """The training thread is alive, with `step` steps finished. Writes shared memory; never blocks."""
+        """Note that the training thread is alive and has finished `step` steps. Writes shared memory; never blocks."""
         if self._row is not None:
             self._board.heartbeat(self._row, phase, step)
 
     def copying(self, step: int | None) -> None:
-        """The snapshot of `step` is being copied; None: it is sealed, or given up. As `heartbeat`."""
+        """Note that the snapshot of `step` is being copied; None: it is sealed or given up. Writes shared memory; never
+        blocks."""
         if self._row is not None:
             self._board.copying(self._row, step)
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
-        """Block until `snapshot` is protected or has failed, at most `deadline_s`; `ANSWER_S` more if the SMP stands
-        still."""
+        """Block until `snapshot` is protected or has failed, at most `deadline_s`, or `ANSWER_S` more if the SMP does
+        not respond."""
         reply = self._call(Await(snapshot=snapshot, deadline_s=deadline_s), deadline_s + ANSWER_S)
         return SnapshotOutcome(from_plain(Outcome, reply, "what became of a snapshot").outcome)
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
-        """Have the SMP hold `coord` again, from wherever it can be recovered; its bytes, mapped.
+        """Have the SMP recover `coord` from wherever its bytes are. Returns the shard, mapped.
 
         Args:
-            check: have a shard that it holds already read, and repaired in place. If not, it answers at once, and the
-                caller must compare each unit with its digest before it is used.
+            check: have the SMP read a shard that it holds already, and repair it in place. If False, the SMP answers
+                at once for such a shard, and the caller must compare each unit with its digest before using it.
         """
         message = Recover(epoch=self._epoch, sources=sources, coord=coord, check=check)
         reply = self._call(message, sources.layout.move_deadline(coord))
@@ -313,16 +328,16 @@ class SmpClient:
         return RecoveredShard(self._map(got), got.how, got.bytes_fetched, got.unit_bytes, got.digests)
 
     def lend(self, sources: Sources) -> None:
-        """From now on `unit` gives units of that snapshot, whoever holds them."""
+        """Choose the snapshot whose units `unit` returns from now on, whichever SMP holds them."""
         self._call(Lend(epoch=self._epoch, sources=sources))
 
     def unit(self, coord: str, index: int, out: memoryview) -> int:
-        """Fill `out`, which is as long as that unit of a shard, with it, checked. Blocks while it is got.
+        """Fill `out` with unit `index` of shard `coord`, verified. `out` must be as long as the unit. Blocks meanwhile.
 
         Returns the bytes that the SMP has fetched over the network since `lend`.
 
         Raises:
-            Unrecoverable, DamagedSnapshot: it cannot be recovered whole.
+            Unrecoverable, DamagedSnapshot: the unit cannot be recovered intact.
         """
         message = AskUnit(epoch=self._epoch, coord=coord, unit=index)
         with self._lock:
@@ -337,7 +352,7 @@ class SmpClient:
                 found = stream.receive_into(out)
             except BaseException as error:
                 if due or not isinstance(error, HoldfastError):
-                    stream.close()  # what is left of the unit would be taken for the next reply
+                    stream.close()  # the rest of the unit would be taken for the next reply
                 raise
         lent = from_plain(LentUnit, reply, "a unit that is lent")
         if found != lent.digest:
@@ -350,11 +365,11 @@ class SmpClient:
         return self._board.due
 
     def persist(self, snapshot: SnapshotId) -> bool:
-        """Have the SMP persist its part of a snapshot that it holds, in the background; whether it does."""
+        """Have the SMP persist its part of a snapshot in the background. Returns whether it does."""
         return self._is_accepted(Persist(snapshot=snapshot))
 
     def persisted(self) -> Persisted:
-        """What is persisted, as the SMP sees it. Raises `PlaceError` if the storage fails."""
+        """What is persisted, as far as the SMP sees. Raises `PlaceError` if the storage fails."""
         return from_plain(Persisted, self._call(AskPersisted(), PLACE_DEADLINE_S), "what is persisted")
 
     def persisted_layout(self, snapshot: SnapshotId) -> Layout:
@@ -362,28 +377,28 @@ class SmpClient:
         return Layout.read(self._call(AskPersistedLayout(snapshot=snapshot), PLACE_DEADLINE_S))
 
     def verify(self) -> bool:
-        """Have the newest sealed shards that the SMP holds checked, and repaired where they are bad, in the background.
+        """Have the SMP check the newest sealed shards that it holds, and repair them, in the background.
 
-        Returns at once: False if such a check is under way already, and no other was started.
+        Returns at once: False if such a check is running already, and no other was started.
         """
         return self._is_accepted(Verify())
 
     def repair_parity(self, sources: Sources, group: int, position: int) -> RepairState:
-        """Have the SMP compute the parity of a lost node in the background; how far it is. To ask again does no harm,
-        and makes it try again if it did not succeed."""
+        """Have the SMP recompute the parity of a lost node in the background. Returns its progress. Asking again is
+        harmless, and makes the SMP try again after a failure."""
         message = RepairParity(epoch=self._epoch, sources=sources, group=group, position=position)
         return RepairState(from_plain(Repaired, self._call(message), "how far a repair is").state)
 
     def say(self, text: str) -> None:
-        """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
+        """Have the SMP show the first `MAX_SAYING` characters of `text` to operators, in place of the previous text."""
         self._call(Say(epoch=self._epoch, text=text[:MAX_SAYING]))
 
     def suspect(self, node: str) -> None:
-        """Tell the SMP that `node` seems to be dead. It goes by what it sees itself, only sooner."""
+        """Tell the SMP that `node` seems to be dead. The SMP still decides by its own checks, but makes them sooner."""
         self._call(Suspect(node=node))
 
     def ended(self, coord: str, end: TrainerEnd) -> None:
-        """Tell how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
+        """Report how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
         if self._epoch is not None:
             said = Ended(epoch=self._epoch, coord=coord, step=end.step, failure=end.failure)
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
@@ -393,39 +408,43 @@ class SmpClient:
         return from_plain(dict[str, int], self._call(AskCounters()), "what an SMP has counted")
 
     def scrub(self) -> dict[str, int]:
-        """Have every sealed unit checked now, and repaired where it is bad: how many ``units``, ``damaged``,
-        ``repaired``.
+        """Have the SMP check every sealed unit now, and repair damaged ones. Returns the counts ``units``, ``damaged``
+        and ``repaired``.
 
         Blocks for about one read of the arena.
         """
         return from_plain(dict[str, int], self._call(Scrub(), MOVE_DEADLINE_S), "what a scrub has found")
 
     def finish(self, epoch: int) -> None:
-        """The job has ended well: the SMP removes its arena and ends. Blocks until it has.
+        """Report that the job has ended well. The SMP removes its arena and ends; blocks until it has.
 
         Raises:
-            SmpUnavailable: it ended before it had removed all of it.
+            SmpUnavailable: it ended before it had removed the whole arena.
         """
         self._end(Finish(epoch=epoch), removes=True)
 
     def stop(self, *, remove: bool, force: bool) -> None:
-        """Have the SMP end, and its arena stay for a successor, or not. Blocks until it has.
+        """Stop the SMP. Blocks until it has ended.
+
+        Args:
+            remove: remove the arena; else it stays for a successor.
+            force: stop even while other trainers are connected.
 
         Raises:
-            ConfigError: other trainers are connected, and `force` was not said.
+            ConfigError: other trainers are connected, and `force` is False.
         """
         self._end(Stop(remove=remove, force=force), removes=remove)
 
     def _end(self, message: Request, *, removes: bool) -> None:
         try:
             ended = self.system.os.pidfd_open(self.pid)
-        except OSError as error:  # it runs in another pid namespace, or is gone
-            raise SmpUnavailable(f"the SMP of {self.arena} is no process here: {error}") from error
+        except OSError as error:  # the SMP runs in another pid namespace, or is gone
+            raise SmpUnavailable(f"the process of the SMP of {self.arena} is not visible here: {error}") from error
         try:
             try:
                 self._call(message)
             except SmpUnavailable:
-                pass  # it may be gone before its answer is on the way
+                pass  # the SMP may end before it sends its answer
             if not self.system.await_end(ended, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
             if removes and (self.arena / "smp.json").exists():
@@ -435,19 +454,19 @@ class SmpClient:
             self.close()
 
     def close(self) -> None:
-        """End the connection and let go of the slots. Those begun and not sealed become free."""
+        """Close the connection and drop all mappings. Slots that were begun but not sealed become free."""
         self.heartbeat(TrainerPhase.GONE, 0)
         self._row = None
         self._hang_up()
         self._maps.clear()
 
     def _call(self, message: Request, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
-        """`turn_s`: how long to wait until another thread's call is over; -1: as long as that may take."""
+        """Send a request and return its reply. `turn_s`: timeout for another thread's call to end; -1: none."""
         if turn_s < 0:
-            with self._lock:  # in one piece: the handler of a signal cannot raise between taking it and this block
+            with self._lock:  # not `acquire`: a signal handler cannot raise between taking the lock and this block
                 return self._ask(message, deadline_s)
         if not self._lock.acquire(timeout=turn_s):
-            raise DeadlineExceeded(f"the SMP of {self.arena} is still at another call of this trainer's")
+            raise DeadlineExceeded(f"the SMP of {self.arena} is still busy with another call of this trainer")
         try:
             return self._ask(message, deadline_s)
         finally:
@@ -476,7 +495,7 @@ class SmpClient:
             stream.close()
 
     def _map(self, slot: SlotFile) -> memoryview:
-        """Map a slot file, or give the mapping of it that is there already."""
+        """Map a slot file, or return the mapping that exists already."""
         with self._mapping:
             return self._map_file(slot)
 

@@ -1,4 +1,4 @@
-"""What an SMP counts. Read by anybody, at any time; every number only grows."""
+"""The counters of an SMP. They can be read at any time, and only grow."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 
 @dataclass(slots=True)
 class Counts:
-    """The numbers.
+    """The values of all counters.
 
     Attributes:
         bytes_sent, bytes_received: raw bytes exchanged with other SMPs.
-        units_accumulated: data units of others accumulated into parity here.
-        units_damaged: units that did not match their digest, here or on their way here.
-        units_repaired: of those, how many were computed again in place.
+        units_accumulated: data units of other nodes accumulated into parity on this one.
+        units_damaged: units that did not match their digest, on this node or on their way to it.
+        units_repaired: damaged units that were repaired in place.
         bytes_scrubbed: bytes that the scrub has read.
-        reconnects: connections to other SMPs that broke and were made anew.
-        units_requested_again: requests for units that had been requested of somebody else, who was late or failed.
-        pauses: how often encoding made way for a trainer that communicates.
+        reconnects: connections to other SMPs that broke and were made again.
+        units_requested_again: requests for units that another SMP had been asked for, and was late or failed.
+        pauses: how often encoding paused for a trainer that communicates.
         regroups: how often this node took part in regrouping.
-        snapshots_persisted: snapshots that were persisted, whole, with this node's part in them.
-        bytes_persisted: what this node wrote for that.
-        persist_failures: snapshots that were to be persisted and were not, as far as this node knows.
+        snapshots_persisted: snapshots persisted whole, to which this node contributed.
+        bytes_persisted: bytes that this node wrote to persist snapshots.
+        persist_failures: snapshots that could not be persisted, as far as this node knows.
     """
 
     bytes_sent: int = 0
@@ -45,7 +45,7 @@ class Counters:
     """`Counts` that several threads add to."""
 
     def __init__(self, system: System = MACHINE) -> None:
-        self._lock = system.Lock()  # innermost: whoever has it takes no other
+        self._lock = system.Lock()  # guards `_counts`; innermost: no other lock is taken under it
         self._counts = Counts()
 
     def add(self, **amounts: int) -> None:
@@ -55,6 +55,6 @@ class Counters:
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
 
     def read(self) -> dict[str, int]:
-        """All counts as they are now."""
+        """The current values of all counters."""
         with self._lock:
             return asdict(self._counts)

@@ -1,4 +1,4 @@
-"""Whether a job that is started again and again comes any further: crash loops, from what the SMPs were told. Pure."""
+"""Crash loops: whether a job that is started again and again makes progress, judged from the SMPs' records. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, CrashLoop, Start, TrainerEnd
 
 SLACK_STEPS = 1
-"""Ranks of one step end up to so many steps apart, as each counts only what it has finished itself."""
+"""How far apart ranks that fail in the same step may end: each counts only the steps it has finished itself."""
 
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
@@ -23,8 +23,8 @@ def newest_start(inventories: Collection[Inventory]) -> Start | None:
 def crash_loop_of(inventories: Collection[Inventory]) -> CrashLoop | None:
     """How the newest start ended, and how often the same happened before it; None if it ended well, or there was none.
 
-    A trainer that raised tells more than one that was killed, and that more than those who only noticed. If nobody
-    is left who knows, all of it was killed.
+    A trainer that raised an exception says more about the cause than one that was killed, and that one says more than
+    trainers that only noticed the loss of another. If no end was recorded, all trainers are taken for killed.
     """
     start = newest_start(inventories)
     if start is None:
@@ -39,7 +39,8 @@ def crash_loop_of(inventories: Collection[Inventory]) -> CrashLoop | None:
 
 
 def current_crash_loop(inventories: Collection[Inventory]) -> CrashLoop | None:
-    """What operators should know: how the last start ended if it is over, else what it is up against."""
+    """The crash loop to show to operators. It includes the newest start if that has ended. Otherwise it is the loop
+    before it, or None if the newest start went back to a later step."""
     start = newest_start(inventories)
     if start is None:
         return None
@@ -49,7 +50,7 @@ def current_crash_loop(inventories: Collection[Inventory]) -> CrashLoop | None:
 
 
 def steps_finished(inventories: Collection[Inventory]) -> int | None:
-    """How many steps the newest start had finished, as far as the nodes of its trainers can tell; None: none can."""
+    """How many steps the newest start had finished, as far as the SMPs know; None if none of them does."""
     start = newest_start(inventories)
     ends = _ends(inventories, start) if start is not None else {}
     return max((end.step for end in ends.values()), default=None)
@@ -78,5 +79,5 @@ def _same(end: TrainerEnd, before: CrashLoop) -> bool:
 
 
 def _gist(failure: str) -> str:
-    """Without what differs from process to process: addresses, ports, values."""
+    """The failure without the parts that differ between processes: addresses, ports, values."""
     return _CHANGING.sub("#", failure)

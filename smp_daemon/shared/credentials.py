@@ -1,6 +1,7 @@
-"""What SMPs of a job know each other by: a token that all of them have, certificates, or both. Read once a process.
+"""Credentials by which the SMPs of a job authenticate each other: a shared token, certificates, or both. Each process
+reads them once.
 
-``HOLDFAST_TOKEN_FILE`` names a file that nobody else may read (or ``HOLDFAST_TOKEN`` is the token itself);
+``HOLDFAST_TOKEN_FILE`` names a file that only this user may read (or ``HOLDFAST_TOKEN`` is the token itself);
 ``HOLDFAST_TLS_CERT``, ``HOLDFAST_TLS_KEY`` and ``HOLDFAST_TLS_CA`` name PEM files. SECURITY.md says what each protects.
 """
 
@@ -27,11 +28,11 @@ MAX_PEM_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Mutual TLS: both sides show a certificate of `ca` that carries `name` as a DNS name.
+    """Mutual TLS: both sides show a certificate signed by `ca` that carries `name` as a DNS name.
 
     Attributes:
-        cert, key, ca: PEM.
-        server, client: for bulk connections.
+        cert, key, ca: contents of the PEM files.
+        server, client: contexts for bulk connections.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Of this process; empty if SMPs do not ask each other."""
+    """The credentials of a process; empty if SMPs do not authenticate each other."""
 
     token: bytes = field(default=b"", repr=False)
     tls: Tls | None = None
@@ -54,26 +55,27 @@ class Credentials:
 
     @property
     def kind(self) -> str:
-        """For people."""
+        """Which credentials these are, in words."""
         return " and ".join([*(["token"] if self.token else []), *(["mTLS"] if self.tls else [])]) or "none"
 
 
 @lru_cache(1)
 def current() -> Credentials:
-    """This process's, from its environment. Raises `ConfigError`."""
+    """The credentials of this process, from its environment. Raises `ConfigError` as `load`."""
     return load(os.environ)
 
 
 def load(environment: Mapping[str, str]) -> Credentials:
-    """What an environment names. Raises `ConfigError` if that cannot be read, or others can read what is secret."""
+    """The credentials that an environment names. Raises `ConfigError` if a file cannot be read, or others can read a
+    secret one."""
     return Credentials(_token(environment), _tls(environment))
 
 
 def access_of(hosts: Sequence[str], insecure: bool, credentials: Credentials) -> str:
-    """How an SMP that listens on `hosts` tells friend from foe: its credentials, ``loopback``, or ``insecure``.
+    """How an SMP that listens on `hosts` controls access: the kind of its credentials, ``loopback``, or ``insecure``.
 
     Raises:
-        ConfigError: not at all, and nobody has asked for that.
+        ConfigError: access from other hosts would be open to anyone, and `insecure` is False.
     """
     if credentials:
         return credentials.kind
@@ -108,7 +110,7 @@ def _tls(environment: Mapping[str, str]) -> Tls | None:
     if not any(files):
         return None
     if not all(files):
-        raise ConfigError(f"mTLS takes all of {', '.join(TLS_ENVS)}, or none")
+        raise ConfigError(f"mTLS needs all of {', '.join(TLS_ENVS)}: set all of them, or none")
     cert, key, ca = (Path(str(file)) for file in files)
     name = environment.get(TLS_NAME_ENV) or DEFAULT_NAME
     secret = _read_secret(key, TLS_ENVS[1], MAX_PEM_BYTES)
@@ -122,23 +124,24 @@ def _tls(environment: Mapping[str, str]) -> Tls | None:
             _context(False, cert, key, ca),
         )
     except OSError as error:  # `ssl.SSLError` is one
-        raise ConfigError(f"{cert}, {key} and {ca} are no certificate, key and authority in PEM: {error}") from error
+        raise ConfigError(f"{cert}, {key} and {ca} are not a certificate, a key and a CA in PEM: {error}") from error
 
 
 def _context(server: bool, cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # from Python 3.12 on, where the kernel has it
+    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # since Python 3.12, if the kernel supports it
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(cert, key, password="")  # a key with a password is refused, not asked for on a terminal
+    context.load_cert_chain(cert, key, password="")  # refuse a key with a password instead of prompting for it
     context.load_verify_locations(ca)
     if server:
-        context.num_tickets = 0  # connections are kept: there is nothing to resume
+        context.num_tickets = 0  # connections are long-lived, so sessions are never resumed
     return context
 
 
 def _read_secret(path: Path, variable: str, limit: int) -> bytes:
-    """Raises `ConfigError` unless the file is this user's (or root's) and nobody else can read it."""
+    """The contents of a secret file. Raises `ConfigError` unless it is this user's (or root's), closed to others, and
+    within `limit`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

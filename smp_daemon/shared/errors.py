@@ -1,4 +1,4 @@
-"""The exceptions of holdfast: one root, and the cases a user can act on."""
+"""The exceptions of holdfast: one base class, and the cases that a user can act on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 
 class HoldfastError(Exception):
-    """Root of every error that holdfast raises on purpose."""
+    """Base class of every error that holdfast raises on purpose."""
 
 
 E = TypeVar("E", bound=HoldfastError)
@@ -18,7 +18,7 @@ class ConfigError(HoldfastError):
 
 
 class NotFound(HoldfastError):
-    """There is no such job, node or arena here; the message names those that there are."""
+    """No such job, node or arena exists here; the message names those that do."""
 
 
 class SmpUnavailable(HoldfastError):
@@ -26,7 +26,7 @@ class SmpUnavailable(HoldfastError):
 
 
 class VersionMismatch(ConfigError):
-    """Two versions of holdfast met that cannot talk to each other, or read what the other wrote; nothing was done."""
+    """Two versions of holdfast cannot talk to each other, or read each other's files; nothing was changed."""
 
 
 class ArenaTooSmall(ConfigError):
@@ -42,7 +42,7 @@ class NoFreeSlot(HoldfastError):
 
 
 class ProtocolError(HoldfastError):
-    """A message or a file does not follow the format; nothing of it was used."""
+    """A message or a file does not follow the format; none of it was used."""
 
 
 class DamagedSnapshot(HoldfastError):
@@ -50,7 +50,7 @@ class DamagedSnapshot(HoldfastError):
 
 
 class Unrecoverable(HoldfastError):
-    """A protected snapshot exists, and more of it is lost than its parity covers."""
+    """More of a protected snapshot is lost than its parity can restore."""
 
 
 class StateMismatch(HoldfastError):
@@ -58,7 +58,7 @@ class StateMismatch(HoldfastError):
 
 
 class Repeated(HoldfastError):
-    """The job was started again and again, and always ended at the same step in the same way."""
+    """The job was started again and again, and ended at the same step in the same way each time."""
 
 
 class PlaceError(HoldfastError):
@@ -66,7 +66,7 @@ class PlaceError(HoldfastError):
 
 
 class DeadlineExceeded(HoldfastError):
-    """Something that had to happen did not happen in time."""
+    """An operation did not complete in time."""
 
 
 BY_NAME: dict[str, type[HoldfastError]] = {
@@ -89,11 +89,11 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         DeadlineExceeded,
     )
 }
-"""How an error's name in a message becomes an exception again on the other side."""
+"""Exception classes by name, to turn an error reply back into an exception."""
 
 
 def failure_of(work: Callable[[], object], kind: type[E]) -> E | None:
-    """Why `work` failed, or None; errors of other kinds are raised."""
+    """The error of type `kind` that `work` raised, or None. Other errors propagate."""
     try:
         work()
     except kind as error:

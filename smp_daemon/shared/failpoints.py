@@ -1,8 +1,8 @@
-"""Named points of the protocol at which a test can stop, or kill, exactly this process.
+"""Named points in the code at which a test can stop or kill exactly this process.
 
 `failpoint` does nothing unless the environment variable `HOLDFAST_POINTS` holds rules, a JSON object
 ``{"socket": PATH, "who": NAME, "rules": [[point, step], ...]}``; a step of null means any. At a point that a rule
-names, the process says so on the unix socket and waits until it is told to go on (or is killed while it waits).
+names, the process reports it on the unix socket and waits until it is released, or killed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ RECORDS = ("node", "layout", "shard", "parity", "smp")
 """Kinds of JSON files in an arena."""
 
 TRAINER_FAILPOINTS = ("copy.before", "copy.middle", "copy.done", "restore.before", "restore.middle")
-"""Reached by trainers."""
+"""Points that trainers reach."""
 
 PERSIST_FAILPOINTS = ("persist.middle", "persist.written", "persist.done")
 
 SMP_FAILPOINTS = (
-    # an SMP starts, and takes over what is there
+    # an SMP starts, and takes over what a predecessor left
     *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done"),
     *("start.adopted", "start.bound", "start.serving", "rejoin.before", "rejoin.done"),
     # a start of the job, or a change of its layout
@@ -35,18 +35,18 @@ SMP_FAILPOINTS = (
     *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.accumulated", "parity.complete"),
     *("parity.committed", "parity.announced", "parity.told", "outcome.protected", "outcome.failed"),
     *("slot.freed", "slot.removed", "layout.removed"),
-    # bytes that are brought back, and repaired
+    # bytes are recovered and repaired
     *("receive.taken", "receive.checked", "receive.done", "rebuild.middle", "drop.done"),
     *("repair.before", "repair.done", "repair_parity.taken", "repair_parity.accumulated", "repair_parity.done"),
     *("regroup.declined", "regroup.planned", "regroup.adopt", "regroup.encode", "regroup.release", "regroup.done"),
-    # a snapshot that is written to storage
+    # a snapshot is written to storage
     *PERSIST_FAILPOINTS,
     # the end
     *("finish.told", "finish.closing", "arena.emptied", "arena.removed"),
-    # small files: before one is written, once it is written beside the old, once it has taken its place
+    # JSON records: before the write, once written beside the old file, and once renamed over it
     *(f"record.{kind}.{when}" for kind in RECORDS for when in ("before", "part", "done")),
 )
-"""Reached by SMPs: before and after every change of what outlives the process."""
+"""Points that SMPs reach: before and after every change to files that outlive the process."""
 
 FAILPOINTS = (*TRAINER_FAILPOINTS, *SMP_FAILPOINTS)
 """Every point inside holdfast. Jobs may add their own, such as ``train.step``."""
@@ -68,26 +68,28 @@ _observer: Callable[[str, int], None] | None = None
 
 
 def arm() -> None:
-    """Read the rules from the environment. Called once when a process starts (again after a fork)."""
+    """Read the rules from the environment. Runs when this module is imported; a forked process must call it again."""
     global _rules
     text = os.environ.get(ENV)
     _rules = _Rules(text) if text else None
 
 
 def observe(observer: Callable[[str, int], None] | None) -> None:
-    """Have every point of this process reported to `observer`, as ``(point, step)``, and no rule be heeded; None: end
-    that. Not thread-safe: for the simulation, which runs all of a job in one thread."""
+    """Call ``observer(point, step)`` at every point of this process, and ignore the rules; None: stop that.
+
+    Not thread-safe: only for the simulation, which runs a whole job in one thread.
+    """
     global _observer
     _observer = observer
 
 
 def is_armed() -> bool:
-    """Whether anything is to happen at any point of this process."""
+    """Whether this process has rules or an observer, so that `failpoint` may do something."""
     return _rules is not None or _observer is not None
 
 
 def failpoint(point: str, step: int = -1) -> None:
-    """Say that `point` of snapshot or training step `step` is reached; waits only if a rule asks for it."""
+    """Mark that `point` is reached, for snapshot or training step `step`. Blocks only if a rule names it."""
     if _observer is not None:
         _observer(point, step)
         return

@@ -1,14 +1,14 @@
-"""Two processes show each other that they have the same token, before either believes a byte of the other.
+"""Two processes prove to each other that they have the same token, before either trusts a byte from the other.
 
 ::
 
     client                                server
     ``HFA2``                       ->
                                    <-     ``HFA2``, a name drawn for this connection (16 bytes)
-    signature for it (104 bytes)   ->     ends the connection if it is not right
+    signature for it (104 bytes)   ->     ends the connection if it is wrong
                                    <-     signature of the reply (32 bytes)
 
-The signatures are those of gRPC calls, see `shared.signatures`.
+The signatures are the same as those of gRPC calls, see `shared.signatures`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HANDSHAKE_DEADLINE_S = 5.0
 
 
 class NoToken(ProtocolError):
-    """It begins to talk as if nobody asked for a token."""
+    """The other side offers no token, although one is required."""
 
 
 def prove_to_server(sock: socket.socket, token: bytes, job: str) -> None:
     """The client's part. Blocks for at most `HANDSHAKE_DEADLINE_S`.
 
     Raises:
-        SmpUnavailable: the other side has another token or job, or none.
+        SmpUnavailable: the other side has another token, another job, or no token.
     """
     limit = time.monotonic() + HANDSHAKE_DEADLINE_S
     signer = Signer(token, job)
@@ -43,11 +43,11 @@ def prove_to_server(sock: socket.socket, token: bytes, job: str) -> None:
         sign = signer.sign("", METHOD, b"")
         sock.sendall(sign)
         if not signer.is_genuine(sign, _exactly(sock, MAC_BYTES, limit), b""):
-            raise SmpUnavailable("what answers there does not know this job's token")
+            raise SmpUnavailable("the process that answers there does not know this job's token")
     except (ProtocolError, EOFError) as error:
         raise SmpUnavailable(
-            "the other side ended the connection when it was offered a token: every SMP of a job, and whoever asks "
-            "them, needs the same HOLDFAST_TOKEN_FILE and job id"
+            "the other side closed the connection when it was offered a token: every SMP of a job, and every process "
+            "that connects to one, needs the same HOLDFAST_TOKEN_FILE and job id"
         ) from error
 
 
@@ -55,7 +55,7 @@ def check_client(sock: socket.socket, token: bytes, job: str) -> None:
     """The server's part. Blocks for at most `HANDSHAKE_DEADLINE_S`, and reads 108 bytes.
 
     Raises:
-        ProtocolError: it offers no token, or not this one.
+        ProtocolError: the client offers no token, or another one.
         EOFError, OSError: the connection ended, or took too long.
     """
     limit = time.monotonic() + HANDSHAKE_DEADLINE_S
@@ -73,7 +73,7 @@ def _check_magic(said: bytes) -> None:
 
 
 def _exactly(sock: socket.socket, count: int, limit: float) -> bytes:
-    """The next `count` bytes, all of them by `limit` (`time.monotonic`), however slowly they come."""
+    """The next `count` bytes. They must all arrive by `limit` (`time.monotonic`), however slowly each comes."""
     data = bytearray(count)
     view = memoryview(data)
     while view:

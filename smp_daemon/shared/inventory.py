@@ -1,4 +1,4 @@
-"""What one SMP holds, as it tells its trainers. Plain data; restore planning works on nothing else."""
+"""What one SMP holds, as reported to trainers and other SMPs. Plain data, and the only input of restore planning."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Inventory:
 
     Attributes:
         host, control_port, bulk_port: where it listens.
-        more_bulk: where else it serves raw bytes, if its node has several network cards.
+        more_bulk: its further addresses for raw bytes, if its node has several network cards.
         epoch: the newest epoch it has seen; 0 if none.
         protected: the newest snapshot that the whole job agreed is protected, as far as this SMP was told.
-        trainers: how many are connected to it.
+        trainers: number of trainers connected to it.
         layouts: by (epoch, revision), for every epoch that it holds bytes of.
         shards: sealed shards, as (snapshot, coordinate).
         parities: complete parity slots, as (snapshot, tag of the group, position).
-        never_acknowledged: of the snapshots that it holds, those that were certainly never reported as protected: this
-            node took part, and was not done with them.
-        leaving: it is being drained: others may read what it holds, and shall count on it for nothing.
-        record: how the job was started last, and how that ended here.
+        never_acknowledged: snapshots among these that were certainly never reported as protected, because this node
+            took part in them and was not done.
+        leaving: it is being drained. Others may read what it holds, but must not rely on it.
+        record: the newest start of the job that it knows, and how that start ended on this node.
     """
 
     node: str
@@ -48,28 +48,28 @@ class Inventory:
 
     @property
     def control(self) -> tuple[str, int]:
-        """Where it answers what is small, and what names it."""
+        """Address for small messages; it also identifies the SMP."""
         return (self.host, self.control_port)
 
     @property
     def bulk(self) -> Address:
-        """Where it serves raw bytes."""
+        """Its first address for raw bytes."""
         return (self.host, self.bulk_port)
 
     @property
     def bulk_addresses(self) -> tuple[Address, ...]:
-        """Everywhere that it does, one address for each network card: `bulk` first."""
+        """All addresses for raw bytes, one for each network card, `bulk` first."""
         return (self.bulk, *self.more_bulk)
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
-        """What `read` reads back. Of layouts whose digests are `known` it has no more than those: in a large job they
-        are most of it."""
+        """Plain data that `read` reads back. Layouts whose digests are `known` are replaced by their digests: in a
+        large job, layouts are most of the data."""
         layouts = [each.digest if each.digest in known else to_plain(each) for each in self.layouts.values()]
         return {**to_plain(replace(self, layouts={})), "layouts": layouts}
 
     @classmethod
     def read(cls, data: object, known: Mapping[str, Layout] | None = None) -> Inventory:
-        """As `plain.from_plain`. `known`: layouts by their digests."""
+        """The inverse of `to_plain`. `known`: layouts by digest. Raises `ProtocolError`."""
         told = data if isinstance(data, dict) else {}
         try:
             layouts = [(known or {})[each] if isinstance(each, str) else Layout.read(each) for each in told["layouts"]]
@@ -81,14 +81,14 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Persisted:
-    """What an SMP sees at the place where snapshots are persisted.
+    """What an SMP finds at the place where snapshots are persisted.
 
     Attributes:
-        place: its name; empty if this SMP has no persist tier.
-        epoch: the newest epoch of which there is anything; 0 if there is nothing.
-        snapshots: those that are whole.
-        others: why each of the others is not.
-        problem: why nothing could be seen; empty if it could.
+        place: name of the place; empty if this SMP has no persist tier.
+        epoch: the newest epoch with any data; 0 if there is no data.
+        snapshots: snapshots that are whole.
+        others: for each other snapshot, why it is not whole.
+        problem: why the place could not be read; empty if it could.
     """
 
     place: str

@@ -1,4 +1,4 @@
-"""What a job looks like to its SMPs: nodes, shards, groups, geometry. Pure data, the same on every node.
+"""The layout of a job: nodes, shards, groups and code. Pure data, the same on every node.
 
 A shard is named by its coordinate, a string such as ``pp0-tp1-cp0-ep0-dp3``; the SMP does not look inside it.
 """
@@ -32,7 +32,7 @@ from holdfast.smp_daemon.shared.plain import Address, Count, Port, from_plain, t
 
 
 class SnapshotId(NamedTuple):
-    """Names a snapshot; orders by age: a higher epoch is newer, then a higher step."""
+    """The name of a snapshot. Sorts by age: first by epoch, then by step, a higher one being newer."""
 
     epoch: Count
     step: Count
@@ -54,7 +54,7 @@ class Node:
     """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in.
 
     Attributes:
-        more_bulk: where else the SMP serves raw bytes, if the node has several network cards.
+        more_bulk: further addresses of the SMP for raw bytes, if the node has several network cards.
     """
 
     name: str
@@ -67,36 +67,37 @@ class Node:
 
     @property
     def state_bytes(self) -> int:
-        """Of all its shards."""
+        """Total length of its shards."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def bulk(self) -> Address:
-        """Where the SMP serves raw bytes."""
+        """The SMP's first address for raw bytes."""
         return (self.host, self.bulk_port)
 
     @property
     def bulk_addresses(self) -> tuple[Address, ...]:
-        """Everywhere that it does, one address for each network card: `bulk` first."""
+        """The SMP's addresses for raw bytes, one for each network card, `bulk` first."""
         return (self.bulk, *self.more_bulk)
 
     @property
     def control(self) -> tuple[str, int]:
-        """Where the SMP answers what is small, and what names it."""
+        """The SMP's address for small messages; it also identifies the SMP."""
         return (self.host, self.control_port)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A job in one epoch. Groups hold indices into `nodes`; a node's place in its group is its position.
+    """The layout of a job in one epoch. Groups hold indices into `nodes`; a node's place in its group is its position.
 
     Attributes:
-        revision: 0 as the trainers arranged it; counts how often the SMPs regrouped their groups since.
+        revision: 0 as the trainers arranged it, then the number of times that the SMPs have regrouped.
         data: k, data units per stripe; fewer in a group that is too small for k + m.
-        parity: m, parity units per stripe; 0 means that nodes do not protect each other.
+        parity: m, parity units per stripe, fewer in a group of m nodes or less; 0 means that nodes do not protect each
+            other.
         slots: slot files per shard.
-        parity_slots: of each node; None: as many.
-        left: nodes of earlier revisions that were drained, and are missed by nobody.
+        parity_slots: parity slots per node; None: as many as `slots`.
+        left: nodes of earlier revisions that were drained, so they do not count as missing.
     """
 
     job: str
@@ -148,7 +149,7 @@ class Layout:
 
     @property
     def slots_of_parity(self) -> int:
-        """Parity slots of each node."""
+        """Parity slots per node."""
         return self.slots if self.parity_slots is None else self.parity_slots
 
     @property
@@ -175,7 +176,7 @@ class Layout:
         return tuple(self.nodes[i] for i in self.groups[group])
 
     def code(self, group: int) -> tuple[int, int]:
-        """(k, m) of a group: as asked for, or less in a group that is too small; m = 0 if it protects nothing."""
+        """(k, m) of a group: `data` and `parity`, or less in a group that is too small; m = 0 if it has no parity."""
         size = len(self.groups[group])
         parity = min(self.parity, size - 1)
         return max(1, min(self.data, size - parity)), parity
@@ -185,21 +186,21 @@ class Layout:
         return self.code(group)[1] > 0
 
     def has_parity(self, group: int, position: int) -> bool:
-        """Whether there is such a position, and parity on it."""
+        """Whether that position exists and has parity."""
         if not 0 <= group < len(self.groups) or not 0 <= position < len(self.groups[group]):
             return False
         return self.protects(group) and self.stripes(group).parity_bytes(position) > 0
 
     def stripes(self, group: int) -> Stripes:
-        """The geometry of a group that `protects`."""
+        """The stripes of a group, which must have parity (`protects`)."""
         return self._stripes[group]
 
     def tag(self, group: int) -> str:
-        """Names a group by what is in it: equal in two layouts exactly if its parity is."""
+        """The tag of a group, a digest of its content: equal in two layouts exactly if the group's parity is equal."""
         return self._tags[group]
 
     def group_of(self, tag: str) -> int | None:
-        """The group with that tag, if it is one of this layout's."""
+        """The group with that tag, or None if this layout has none."""
         return self._by_tag.get(tag)
 
     def shard_bytes(self, coord: str) -> int:
@@ -207,16 +208,16 @@ class Layout:
         return self.locate(coord).bytes
 
     def move_deadline(self, coord: str) -> float:
-        """See `limits.move_deadline`: for the state of the node that has `coord`."""
+        """`limits.move_deadline` for the state of the node that has `coord`."""
         place = self.locate(coord)
         return move_deadline(self.members(place.group)[place.position].state_bytes)
 
     def ways_to(self, bulk: Address) -> tuple[Address, ...]:
-        """Every address of the node that serves raw bytes at this one; itself alone if no node of the layout does."""
+        """All raw-byte addresses of the node whose first one is `bulk`; only `bulk` if no node of the layout has it."""
         return self._ways.get(bulk, (bulk,))
 
     def locate(self, coord: str) -> Located:
-        """Where `coord` stands in the layout."""
+        """The place of `coord` in the layout."""
         try:
             return self._located[coord]
         except KeyError:
@@ -224,7 +225,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Names it: who knows it already need not be sent it again."""
+        """Digest of the whole layout, so that a layout need not be sent to a process that knows it."""
         return xxhash.xxh3_64_hexdigest(json.dumps(to_plain(self)).encode())
 
     @cached_property
@@ -271,8 +272,7 @@ class Layout:
 
     @classmethod
     def read(cls, data: object) -> Layout:
-        """As `from_plain`. Equal layouts are read once: every rank is told of every node's, and they are the same as a
-        rule."""
+        """`from_plain` for a layout, with a cache: every rank receives the layouts of all nodes, and most are equal."""
         try:
             return _read(json.dumps(data))
         except (TypeError, ValueError, RecursionError) as error:
@@ -285,7 +285,8 @@ def _read(text: str) -> Layout:
 
 
 class Located(NamedTuple):
-    """A shard's group, its node's position in it, and which of the node's segments it is."""
+    """The place of a shard: its group, its node's position in the group, its index among the node's shards, and its
+    length."""
 
     group: int
     position: int

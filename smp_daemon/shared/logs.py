@@ -1,11 +1,12 @@
-"""Structured logs: one line per event, with job, node, epoch and step; of trainers with rank and coordinate too.
+"""Structured logs: one line per event, with job, node, epoch and step, and in trainers also rank and coordinate.
 
-What an event is about is given beside its text (`about`), never in it alone. What goes wrong again and again is one
-event that lasts (`Episodes`): it is logged when it begins and when it is over, and counted in between.
+The subject of an event is given in fields (`about`), never in its text alone. A failure that repeats is an episode
+(`Episodes`): it is logged when it begins and when it ends, and counted in between.
 
 A line is logfmt, ``time=... level=... job=... node=... epoch=... step=... at=... msg="..."``, or JSON with the same
-fields if ``HOLDFAST_LOG=json``. In a process that is not ours nothing is set up: the fields are attributes of the
-`logging.LogRecord`, for whatever formatter the job has, and ``HOLDFAST_LOG`` makes the lines go to standard error.
+fields if ``HOLDFAST_LOG=json``. In a process that is not ours, such as a trainer, logging is not set up: the fields are
+attributes of the `logging.LogRecord`, for the job's own formatter, and ``HOLDFAST_LOG`` sends the lines to standard
+error.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from typing import TYPE_CHECKING, Any
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.smp_daemon.shared.layout import SnapshotId  # which imports NumPy, and that makes threads
+    from holdfast.smp_daemon.shared.layout import SnapshotId  # this imports NumPy, which starts threads
 
 ENV = "HOLDFAST_LOG"
 FORMATS = ("logfmt", "json")
 IDENTITY = ("job", "node", "epoch", "step", "rank", "coord")
 MAX_BYTES = 256 << 10
 MAX_EPISODES = 1024
-"""That are remembered; the one that began first is forgotten first."""
+"""Episodes that are remembered; the one that began first is forgotten first."""
 
 EVENTS_KEPT = 12
 MAX_EVENT_CHARACTERS = 160
@@ -45,7 +46,7 @@ _identity: dict[str, Any] = {}
 
 
 def identify(**fields: Any) -> None:
-    """Say who this process is, once: some of `IDENTITY`. A callable is asked for each line; None: not known now."""
+    """Set fields of `IDENTITY` for all lines of this process. Callables are called for each line. None: unknown now."""
     unknown = fields.keys() - set(IDENTITY)
     if unknown:
         raise ValueError(f"{sorted(unknown)} are not fields of every line: use one of {IDENTITY}")
@@ -53,13 +54,13 @@ def identify(**fields: Any) -> None:
 
 
 def about(snapshot: SnapshotId | None = None, **fields: Any) -> dict[str, Any]:
-    """What an event is about, as ``extra`` of a logging call."""
+    """The fields of an event, to be passed as ``extra`` to a logging call."""
     place = {"epoch": snapshot.epoch, "step": snapshot.step} if snapshot is not None else {}
     return {**place, "fields": fields}
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose records say who this process is. Thread-safe."""
+    """A logger whose records carry the identity of this process. Thread-safe."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         given = kwargs.get("extra") or {}
@@ -80,21 +81,21 @@ class _Episode:
 
 
 class Episodes:
-    """Failures that repeat, each named by a key. Thread-safe.
+    """Failures that repeat, each identified by a key. Thread-safe.
 
-    ``begin`` logs the first of them and counts the others, until ``end`` says how many there were.
+    ``begin`` logs the first failure and counts the others, until ``end`` logs how many there were.
     """
 
     def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
-        self._lock = threading.Lock()  # guards the episodes; innermost: lines are written without it
+        self._lock = threading.Lock()  # guards `_going_on`; innermost: lines are logged without it
         self._going_on: dict[Hashable, _Episode] = {}
 
     def begin(
         self, key: Hashable, text: str, *args: Any, level: int = logging.WARNING, extra: dict[str, Any] | None = None
     ) -> bool:
-        """It failed. Returns whether this is the first time, and so was logged."""
+        """Note a failure of `key`. Returns whether it is the first, and was therefore logged."""
         with self._lock:
             known = self._going_on.get(key)
             if known is not None:
@@ -107,7 +108,7 @@ class Episodes:
         return True
 
     def end(self, key: Hashable, text: str, *args: Any, extra: dict[str, Any] | None = None) -> None:
-        """It works. Says so if it did not before; costs next to nothing if it did."""
+        """Note that `key` works. Logs this if it had failed; otherwise costs next to nothing."""
         if key not in self._going_on:
             return
         with self._lock:
@@ -119,7 +120,7 @@ class Episodes:
 
 
 class Formatter(logging.Formatter):
-    """Makes a line of a record, of ours or of anybody's."""
+    """Formats a record, ours or anyone else's, as one line."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: one of `FORMATS`."""
@@ -127,7 +128,7 @@ class Formatter(logging.Formatter):
         self._kind = kind
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever is in the message."""
+        """Format a record as one line, even if its message has several."""
         fields = self._fields(record)
         if self._kind == "json":
             return json.dumps(fields, default=str, separators=(",", ":"))
@@ -153,7 +154,7 @@ class Formatter(logging.Formatter):
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """A line of the log, for operators: when (seconds since 1970), how bad, and the first of its text."""
+    """A line of the log, for operators: time in seconds since 1970, level, and the beginning of the text."""
 
     at: float
     level: str
@@ -161,7 +162,7 @@ class LogEvent:
 
 
 class _LastEvents(logging.Handler):
-    """Keeps the last lines that this process has logged."""
+    """Keeps the last lines that this process has logged. The handler's own lock guards `events`, except in `say`."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -172,7 +173,7 @@ class _LastEvents(logging.Handler):
         self.events.appendleft(LogEvent(record.created, record.levelname.lower(), text))
 
     def say(self, text: str) -> None:
-        """An event of the log itself."""
+        """Add an event about the log itself."""
         self.events.appendleft(LogEvent(time.time(), "error", text[:MAX_EVENT_CHARACTERS]))
 
 
@@ -180,7 +181,7 @@ _last = _LastEvents()
 
 
 def last_events() -> tuple[LogEvent, ...]:
-    """The last `EVENTS_KEPT` lines that this process has logged by `log_to`, the newest first. Thread-safe."""
+    """The last `EVENTS_KEPT` lines that this process has logged since `log_to`, the newest first. Thread-safe."""
     with _last.lock or nullcontext():
         return tuple(_last.events)
 
@@ -194,7 +195,7 @@ def _quoted(value: Any) -> str:
 
 
 def chosen_format() -> str:
-    """What ``HOLDFAST_LOG`` says, or logfmt. Raises `ConfigError`."""
+    """The format that ``HOLDFAST_LOG`` names, or logfmt. Raises `ConfigError`."""
     kind = os.environ.get(ENV) or FORMATS[0]
     if kind not in FORMATS:
         raise ConfigError(f"{ENV}={kind!r}: use one of {', '.join(FORMATS)}")
@@ -202,7 +203,7 @@ def chosen_format() -> str:
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
-    """If the process crashes in native code, where each thread was is written to the same file, as plain text.
+    """A log file. If the process crashes in native code, the stacks of all threads are written to it as plain text.
 
     Attributes:
         problem: why the last line is not in the file; empty if it is.
@@ -222,7 +223,7 @@ class _LogFile(logging.handlers.RotatingFileHandler):
             _last.say(self.problem)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk, as a rule. Nobody else is told: there is no other place for lines of the log."""
+        """Note why a line could not be written, usually because the disk is full. There is no other place to log to."""
         self.problem = _unwritable(self.baseFilename, sys.exc_info()[1])
 
 
@@ -236,9 +237,9 @@ _unopened = ""
 
 
 def log_to(path: Path, **identity: Any) -> None:
-    """Have this process log to a file that is never larger than `MAX_BYTES`, beside one older one of that size.
+    """Have this process log to a file of at most `MAX_BYTES`, with one older file of that size beside it.
 
-    A file that cannot be written is no reason to end: lines go to standard error then, and `log_file_problem` says so.
+    If the file cannot be opened, the process continues: it logs to standard error, and `log_file_problem` says why.
     """
     global _file, _unopened
     identify(**identity)
@@ -256,12 +257,12 @@ def log_to(path: Path, **identity: Any) -> None:
 
 
 def log_file_problem() -> str:
-    """Why lines are missing from the file that `log_to` was given; empty if none are. Thread-safe."""
+    """Why lines are missing from the file given to `log_to`; empty if none are. Thread-safe."""
     return _file.problem if _file is not None else _unopened
 
 
 def log_here(**identity: Any) -> None:
-    """In a trainer: lines of ours go to standard error, if ``HOLDFAST_LOG`` is set; else they stay the job's own."""
+    """Set up logging in a trainer: to standard error if ``HOLDFAST_LOG`` is set, else the job's own handlers apply."""
     identify(**identity)
     if not os.environ.get(ENV):
         return

@@ -1,6 +1,6 @@
-"""Every message that an SMP answers: what its trainers ask over the unix socket, and other SMPs over the network.
+"""Every message that an SMP answers: from its trainers over the unix socket, and from other SMPs over the network.
 
-A message is a JSON object; `op` says which of these it is. Replies without a type here are objects without fields.
+A message is a JSON object whose `op` names its type. Requests without a reply type are answered by an empty object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.versions import RELEASE, UNSAID, Range, check_ra
 MAX_KNOWN = 4096
 MAX_WAIT_US = 1 << 40
 MAX_TERMS = 255
-"""Nodes in a chain: no code has more units in a stripe."""
+"""Most nodes in a chain: no code has more units in a stripe."""
 
 Microseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_US)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
@@ -32,11 +32,11 @@ Version = Annotated[str, msgspec.Meta(max_length=64)]
 
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_NODES)]
 Digests = Annotated[frozenset[str], msgspec.Meta(max_length=MAX_KNOWN)]
-"""Of layouts, see `Layout.digest`: those that the asker knows need not be sent."""
+"""Digests of layouts (`Layout.digest`) that the sender of the request knows, so that the reply can leave them out."""
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="op"):
-    """A message that is answered."""
+    """A message that expects an answer."""
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -47,12 +47,14 @@ class Reply(msgspec.Struct, kw_only=True):
 
 
 class Hello(Request, tag="hello", kw_only=True):
-    """The first message.
+    """The first message on a connection.
 
     Attributes:
-        version: the oldest protocol that is spoken. `newest`: the newest, if there are several.
-        release: of holdfast.
-        coord: of a trainer that wants to be watched. `epoch`: that it has joined already.
+        version: the oldest protocol that the sender speaks.
+        newest: the newest one, if it speaks several.
+        release: its version of holdfast.
+        coord: its coordinate, if it is a trainer that wants to be watched.
+        epoch: the epoch that it has joined, if it reconnects.
     """
 
     job: str
@@ -64,12 +66,16 @@ class Hello(Request, tag="hello", kw_only=True):
 
     @property
     def speaks(self) -> Range:
-        """Which protocols."""
+        """The range of protocols that the sender speaks."""
         return self.version, self.version if self.newest is None else self.newest
 
 
 class Greeted(Reply, kw_only=True):
-    """Who answers; `row`: of the board, for a watched trainer's heartbeat. `speaks`, `release`: of the SMP."""
+    """Which SMP answers, and which protocols and version of holdfast it has.
+
+    Attributes:
+        row: row of the board for the heartbeats of a watched trainer.
+    """
 
     node: str
     pid: Count
@@ -79,17 +85,17 @@ class Greeted(Reply, kw_only=True):
 
 
 class AskInventory(Request, tag="inventory", kw_only=True):
-    """What is held here? Answered by an `Inventory`."""
+    """Ask what this SMP holds. Answered by an `Inventory`."""
 
 
 class AskInventories(Request, tag="inventories", kw_only=True):
-    """What do the SMPs at these addresses hold?"""
+    """Ask what the SMPs at these addresses hold."""
 
     addresses: Addresses
 
 
 class Inventories(Reply, kw_only=True):
-    """An `Inventory` of each that answered, without its layouts."""
+    """An `Inventory` of each SMP that answered, without layouts."""
 
     inventories: tuple[dict[str, Any], ...]
 
@@ -97,7 +103,9 @@ class Inventories(Reply, kw_only=True):
 class Join(Request, tag="join", kw_only=True):
     """Enter an epoch, and fence older ones.
 
-    `start`: if the job starts with it. `near`: on this NUMA node the trainer's slots shall lie.
+    Attributes:
+        start: set if the job starts with this epoch.
+        near: the NUMA node on which to place the trainer's slots.
     """
 
     epoch: Count
@@ -106,14 +114,14 @@ class Join(Request, tag="join", kw_only=True):
 
 
 class Configure(Request, tag="configure", kw_only=True):
-    """Reserve memory for a layout. `wait`: until all of it is there."""
+    """Reserve memory for a layout. `wait`: answer only once all of it is reserved."""
 
     layout: Layout
     wait: bool = True
 
 
 class AwaitReserved(Request, tag="await_reserved", kw_only=True):
-    """Answer once `count` slots of every shard of that epoch's layout, and of parity, may be used, or after seconds."""
+    """Answer once `count` slots of every shard of that epoch's layout, and of parity, may be used, or after a while."""
 
     epoch: Count
     count: Count
@@ -126,10 +134,14 @@ class Reserved(Reply, kw_only=True):
 
 
 class Begin(Request, tag="begin", kw_only=True):
-    """Give a slot for a shard. What is not in `keep` may go; `protected`: the newest that is, job-wide.
+    """Ask for a slot to write a shard into.
 
-    `with_parity`: of what is kept, only these keep their parity, or are still to get it; None: all. `ahead`: `snapshot`
-    is a guess, so what is younger than all of `keep` stays: another rank may have begun what comes before it.
+    Attributes:
+        keep: the snapshots to keep; all others may be freed.
+        protected: the newest snapshot that the whole job knows to be protected.
+        with_parity: those of `keep` that keep their parity, or are still to get it; None: all.
+        ahead: `snapshot` is a guess. Snapshots younger than all of `keep` then stay, as another rank may have begun one
+            that comes before it.
     """
 
     snapshot: SnapshotId
@@ -141,7 +153,7 @@ class Begin(Request, tag="begin", kw_only=True):
 
 
 class SlotFile(Reply, kw_only=True):
-    """A slot: a file of the arena, and which one of that name."""
+    """A slot: the name of its file in the arena, and the inode, as a file may be replaced by another of that name."""
 
     file: str
     inode: Count
@@ -149,7 +161,7 @@ class SlotFile(Reply, kw_only=True):
 
 
 class AskSlots(Request, tag="slots", kw_only=True):
-    """Which slots are there for shards of `coord` in that epoch's layout?"""
+    """Ask which slots exist for shards of `coord` in that epoch's layout."""
 
     epoch: Count
     coord: Identifier
@@ -162,7 +174,12 @@ class SlotFiles(Reply, kw_only=True):
 
 
 class Seal(Request, tag="seal", kw_only=True):
-    """All bytes are written. `encode`: the snapshot is to be protected."""
+    """Seal a shard: all its bytes are written.
+
+    Attributes:
+        protected: as in `Begin`.
+        encode: whether the snapshot is to be protected.
+    """
 
     snapshot: SnapshotId
     coord: Identifier
@@ -171,7 +188,7 @@ class Seal(Request, tag="seal", kw_only=True):
 
 
 class Abandon(Request, tag="abandon", kw_only=True):
-    """The slot will not be sealed; `unused`: nothing was to be written into it after all."""
+    """Give back a slot that will not be sealed. `unused`: it was not needed after all; else the snapshot fails."""
 
     snapshot: SnapshotId
     coord: Identifier
@@ -192,13 +209,16 @@ class Outcome(Reply, kw_only=True):
 
 
 class InEpoch(Request, kw_only=True):
-    """Changes something here, and names no snapshot of the epoch at hand: who has joined one says which."""
+    """A request that changes something but names no snapshot of the current epoch.
+
+    A trainer that has joined an epoch sends `epoch`, and is refused if that epoch is over.
+    """
 
     epoch: Count | None = None
 
 
 class Recover(InEpoch, tag="recover", kw_only=True):
-    """Hold a shard again. `check`: read one that is held already."""
+    """Recover a shard. `check`: if this SMP holds it already, read and verify it."""
 
     sources: Sources
     coord: Identifier
@@ -206,7 +226,7 @@ class Recover(InEpoch, tag="recover", kw_only=True):
 
 
 class Recovered(SlotFile, kw_only=True):
-    """Where it is, how it came there, and its digests; see `client.RecoveredShard`."""
+    """Where a recovered shard is, how it was recovered, and its digests; see `client.RecoveredShard`."""
 
     how: str
     bytes_fetched: Count
@@ -215,27 +235,27 @@ class Recovered(SlotFile, kw_only=True):
 
 
 class Lend(InEpoch, tag="lend", kw_only=True):
-    """From now on give units of that snapshot."""
+    """Choose the snapshot whose units `AskUnit` returns from now on."""
 
     sources: Sources
 
 
 class AskUnit(InEpoch, tag="unit", kw_only=True):
-    """A unit of what is lent; its bytes follow the reply."""
+    """Ask for a unit of the lent snapshot. Its bytes follow the reply."""
 
     coord: Identifier
     unit: Count
 
 
 class LentUnit(Reply, kw_only=True):
-    """Its digest, and what was fetched over the network since `Lend`."""
+    """The unit's digest, and the bytes fetched over the network since `Lend`."""
 
     digest: Unsigned
     bytes_fetched: Count
 
 
 class RepairParity(InEpoch, tag="repair_parity", kw_only=True):
-    """Compute the parity of a position again, in the background, unless it is here or somebody is at it."""
+    """Recompute the parity of a position in the background, unless this SMP holds it or is computing it already."""
 
     sources: Sources
     group: Count
@@ -255,47 +275,47 @@ class Persist(Request, tag="persist", kw_only=True):
 
 
 class Accepted(Reply, kw_only=True):
-    """Whether it is done."""
+    """Whether the SMP does what was asked."""
 
     accepted: bool
 
 
 class AskPersisted(Request, tag="persisted", kw_only=True):
-    """What is persisted? Answered by a `Persisted`."""
+    """Ask what is persisted. Answered by a `Persisted`."""
 
 
 class AskPersistedLayout(Request, tag="persisted_layout", kw_only=True):
-    """In which layout was that taken? Answered by a `Layout`."""
+    """Ask in which layout a persisted snapshot was taken. Answered by a `Layout`."""
 
     snapshot: SnapshotId
 
 
 class AskCounters(Request, tag="counters", kw_only=True):
-    """What was counted? Answered by numbers by name, as `Scrub` is."""
+    """Ask for the SMP's counters. Answered by an object of numbers by name."""
 
 
 class Scrub(Request, tag="scrub", kw_only=True):
-    """Check every sealed unit now."""
+    """Check every sealed unit now. Answered by an object of numbers by name."""
 
 
 class Verify(Request, tag="verify", kw_only=True):
-    """Check the newest shards in the background. Answered by `Accepted`: False if that is under way already."""
+    """Check the newest shards in the background. Answered by `Accepted`: False if such a check is running already."""
 
 
 class Say(InEpoch, tag="say", kw_only=True):
-    """Show this to operators."""
+    """Show a text to operators."""
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SAYING)]
 
 
 class Suspect(Request, tag="suspect", kw_only=True):
-    """A node seems to be dead."""
+    """Report that a node seems to be dead."""
 
     node: Identifier
 
 
 class Ended(InEpoch, tag="ended", kw_only=True):
-    """How the job ends for a trainer."""
+    """Report how the job ends for a trainer."""
 
     coord: Identifier
     step: Count
@@ -303,13 +323,13 @@ class Ended(InEpoch, tag="ended", kw_only=True):
 
 
 class Finish(Request, tag="finish", kw_only=True):
-    """The job has ended well."""
+    """Report that the job has ended well: the SMP removes its arena and ends."""
 
     epoch: Count
 
 
 class Stop(Request, tag="stop", kw_only=True):
-    """End. `remove`: the arena, too; `force`: though trainers are connected."""
+    """Stop the SMP. `remove`: remove the arena too. `force`: stop even while trainers are connected."""
 
     remove: bool = False
     force: bool = False
@@ -352,7 +372,12 @@ read_trainer_request = reader(TrainerRequest, ANSWERED)
 
 
 class PeerRequest(Request, kw_only=True):
-    """`job`: whose SMP is meant. `speaks`, `release`: of whoever asks; `introduced` adds them."""
+    """A request from another SMP or a command.
+
+    Attributes:
+        job: the job of the SMP that is meant.
+        speaks, release: protocols and version of the sender; `introduced` adds them.
+    """
 
     job: str
     speaks: Speaks = UNSAID
@@ -363,11 +388,11 @@ P = TypeVar("P", bound=PeerRequest)
 
 
 class Ping(PeerRequest, tag="ping", kw_only=True):
-    """Are you there, and whose are you?"""
+    """Ask whether an SMP is there, and of which job and node it is."""
 
 
 class Pong(Reply, kw_only=True):
-    """`revision`: of its newest layout, see `Layout.revision`."""
+    """Which SMP answers. `revision`: that of its newest layout, see `Layout.revision`; 0 if it has none of `epoch`."""
 
     job: str
     node: str
@@ -376,7 +401,7 @@ class Pong(Reply, kw_only=True):
 
 
 class ParityDone(PeerRequest, tag="parity_done", kw_only=True):
-    """The sender's parity of a snapshot is complete and committed. `epoch`: the sender's now."""
+    """Report that the sender's parity of a snapshot is committed. `epoch`: the sender's current epoch."""
 
     epoch: Count
     snapshot: SnapshotId
@@ -385,35 +410,35 @@ class ParityDone(PeerRequest, tag="parity_done", kw_only=True):
 
 
 class PeerInventory(PeerRequest, tag="inventory", kw_only=True):
-    """What is held there? Answered by an `Inventory`."""
+    """Ask what the SMP holds. Answered by an `Inventory`."""
 
     known: Digests = frozenset()
 
 
 class PeerStatus(PeerRequest, tag="status", kw_only=True):
-    """How is it there? Answered by an `ops.status.Status`."""
+    """Ask for the SMP's status. Answered by an `ops.status.Status`."""
 
     known: Digests = frozenset()
 
 
 class Regroup(PeerRequest, tag="regroup", kw_only=True):
-    """See whether the groups are complete."""
+    """Have the SMP in charge check whether the groups are complete, and regroup if not. Answered at once."""
 
 
 class Move(PeerRequest, tag="move", kw_only=True):
-    """Somebody leaves: regroup now. `spares`: SMPs that may take something over."""
+    """Regroup now, because a node is leaving. `spares`: further SMPs that may take over some of its data."""
 
     spares: Addresses = ()
 
 
 class Enlist(PeerRequest, tag="enlist", kw_only=True):
-    """Take part in this job, as a spare."""
+    """Have the SMP take part in the job as a spare."""
 
     epoch: Count
 
 
 class Drain(PeerRequest, tag="drain", kw_only=True):
-    """Give what is held there to others, and end. Answered by a `coding.drain.Drained`."""
+    """Move everything that the SMP holds to other nodes, then end it. Answered by a `coding.drain.Drained`."""
 
     deadline_s: Seconds
     spares: Addresses = ()
@@ -421,7 +446,7 @@ class Drain(PeerRequest, tag="drain", kw_only=True):
 
 
 class Phase(PeerRequest, kw_only=True):
-    """A node's share of a phase of regrouping, see `coding.regroup`."""
+    """A node's part in one phase of regrouping, see `coding.regroup`."""
 
     epoch: Count
     sources: Sources
@@ -429,11 +454,11 @@ class Phase(PeerRequest, kw_only=True):
 
 
 class Adopt(Phase, tag="adopt", kw_only=True):
-    """Keep the new layout, and hold its shards."""
+    """Store the new layout, and get hold of this node's shards in it."""
 
 
 class Encode(Phase, tag="encode", kw_only=True):
-    """Have the parity of the new groups."""
+    """Compute this node's part of the new groups' parity."""
 
 
 class Release(Phase, tag="release", kw_only=True):
@@ -467,7 +492,7 @@ class ParityUnit(msgspec.Struct, frozen=True, tag_field="op", tag="parity_unit")
 
 
 class Term(msgspec.Struct, frozen=True):
-    """A unit of a sum: who has it, and what it is multiplied by."""
+    """A unit of a sum: the SMP that holds it, and the factor that it is multiplied by."""
 
     at: Address
     what: ShardUnit | ParityUnit
@@ -475,11 +500,11 @@ class Term(msgspec.Struct, frozen=True):
 
 
 class PartialSum(msgspec.Struct, frozen=True, tag_field="op", tag="partial"):
-    """A sum of units, of which the first is held by whoever is asked, and the rest by those that it asks in turn.
+    """A sum of units. The SMP that is asked holds the first unit, and asks the next SMP for the sum of the rest.
 
     Attributes:
-        length: of the sum, in bytes; shorter units end in zeros.
-        position: of the node whose unit it is. Who holds parity knows its digest by that.
+        length: length of the sum in bytes; shorter units are padded with zeros.
+        position: position of the node whose unit the sum is. Holders of parity find that unit's digest by it.
     """
 
     terms: Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=MAX_TERMS)]
@@ -488,13 +513,13 @@ class PartialSum(msgspec.Struct, frozen=True, tag_field="op", tag="partial"):
 
 
 class AskShard(PeerRequest, tag="shard", kw_only=True):
-    """What is the newest of a shard that is held there?"""
+    """Ask for the newest sealed shard of `coord` that the SMP holds."""
 
     coord: Identifier
 
 
 class HeldShard(Reply, kw_only=True):
-    """A sealed shard: of which snapshot, how long, and in units of how many bytes."""
+    """A sealed shard: its snapshot, its length and the length of its units, in bytes."""
 
     snapshot: SnapshotId
     bytes: Count
@@ -502,7 +527,7 @@ class HeldShard(Reply, kw_only=True):
 
 
 class AskShardUnit(PeerRequest, tag="shard_unit", kw_only=True):
-    """A `ShardUnit` of a snapshot."""
+    """Ask for a `ShardUnit` of a snapshot."""
 
     snapshot: SnapshotId
     coord: Identifier
@@ -510,7 +535,7 @@ class AskShardUnit(PeerRequest, tag="shard_unit", kw_only=True):
 
 
 class AskParityUnit(PeerRequest, tag="parity_unit", kw_only=True):
-    """A `ParityUnit` of a snapshot."""
+    """Ask for a `ParityUnit` of a snapshot."""
 
     snapshot: SnapshotId
     tag: Identifier
@@ -519,7 +544,7 @@ class AskParityUnit(PeerRequest, tag="parity_unit", kw_only=True):
 
 
 class AskPartialSum(PeerRequest, tag="partial", kw_only=True):
-    """A `PartialSum` of a snapshot."""
+    """Ask for a `PartialSum` of a snapshot."""
 
     snapshot: SnapshotId
     terms: Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=MAX_TERMS)]
@@ -528,11 +553,11 @@ class AskPartialSum(PeerRequest, tag="partial", kw_only=True):
 
 
 class UnitReply(Reply, kw_only=True):
-    """The bytes of a unit follow.
+    """A unit; its bytes follow the reply.
 
     Attributes:
-        digest: of them.
-        sources: for parity, the digests of what was accumulated into it, by position.
+        digest: digest of the bytes.
+        sources: for parity, the digests of the data units accumulated into it, by position.
     """
 
     digest: Unsigned
@@ -540,12 +565,12 @@ class UnitReply(Reply, kw_only=True):
 
 
 class SumReply(Reply, kw_only=True):
-    """The bytes of a sum follow.
+    """A partial sum; its bytes follow the reply.
 
     Attributes:
-        digest: of them.
-        expected: of the whole unit, if somebody on the way knows it.
-        waits: how long each of those on the way, but the last, waited for the next, in microseconds.
+        digest: digest of the bytes.
+        expected: digest of the complete unit, if an SMP in the chain knows it.
+        waits: how long each SMP in the chain, except the last, waited for the next, in microseconds.
     """
 
     digest: Unsigned
@@ -556,23 +581,23 @@ class SumReply(Reply, kw_only=True):
 PeerControl = (
     Ping | ParityDone | PeerInventory | PeerStatus | Regroup | Move | Enlist | Drain | Adopt | Encode | Release
 )
-"""Small messages, over gRPC."""
+"""Small messages, which go over gRPC."""
 
 read_peer_control = reader(PeerControl, ANSWERED)
 
 PeerBulk = Accumulate | AskShard | AskShardUnit | AskParityUnit | AskPartialSum
-"""What carries raw bytes, or is answered with some, over connections of its own."""
+"""Messages that carry raw bytes or are answered with some. They go over separate connections."""
 
 read_peer_bulk = reader(PeerBulk, ANSWERED)
 
 
 def introduced(request: P) -> P:
-    """A request, with which protocols this process speaks."""
+    """A copy of the request, with the protocols and the version of this process."""
     return msgspec.structs.replace(request, speaks=spoken(), release=RELEASE)
 
 
 def check_request(request: PeerRequest, job: str) -> None:
-    """Raises `VersionMismatch` if no protocol is common with whoever asks, `ProtocolError` if it is not of this job."""
-    check_range("whoever asks", request.speaks, request.release)
+    """Raises `VersionMismatch` if the sender shares no protocol with this process, `ProtocolError` for another job."""
+    check_range("the caller", request.speaks, request.release)
     if request.job != job:
         raise ProtocolError(f"this SMP serves job {job!r}, not {request.job!r}")

@@ -1,4 +1,4 @@
-"""Where an SMP's arena lies and what stands in it for others to find."""
+"""Where an SMP's arena is, and the files in it through which others find the SMP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arena_path(job: str, base: Path | None = None) -> Path:
     """The arena of `job` on this node.
 
     Raises:
-        ConfigError: the job id cannot be a name.
+        ConfigError: the job id is not a valid name.
     """
     if not is_identifier(job):
         raise ConfigError(f"{job!r} cannot be a job id: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
@@ -40,14 +40,14 @@ def socket_path(arena: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who owns an arena, as its ``smp.json`` says.
+    """The SMP that owns an arena, as recorded in ``smp.json``.
 
     Attributes:
-        host, control_port, bulk_port: where it listens.
-        more_bulk: where else it serves raw bytes, if this node has several network cards.
-        created: start time of the process in seconds since 1970, so that a reused pid is not taken for it.
-        http_host, http_port: where it shows itself; port 0: nowhere.
-        version: of holdfast, that it is.
+        host, control_port, bulk_port: where the SMP listens.
+        more_bulk: its further addresses for raw bytes, if this node has several network cards.
+        created: start time of its process in seconds since 1970, which tells it from another with a reused pid.
+        http_host, http_port: where it serves its page; port 0: nowhere.
+        version: its version of holdfast.
     """
 
     pid: int
@@ -64,32 +64,32 @@ class Owner:
 
     @property
     def control(self) -> tuple[str, int]:
-        """Where it answers what is small, and what names it."""
+        """Address for small messages; it also identifies the SMP."""
         return (self.host, self.control_port)
 
     @property
     def bulk_addresses(self) -> tuple[Address, ...]:
-        """Where it serves raw bytes, one address for each network card."""
+        """Addresses for raw bytes, one for each network card."""
         return ((self.host, self.bulk_port), *self.more_bulk)
 
     @property
     def url(self) -> str:
-        """Of its page, as this machine reaches it."""
+        """URL of its page, as reached from this machine."""
         return f"http://{LOOPBACK if self.http_host == '0.0.0.0' else self.http_host}:{self.http_port}/"
 
 
 def read_owner(arena: Path, system: System = MACHINE) -> Owner | None:
-    """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""
+    """The owner of `arena`, or None if it never had one. Raises `ProtocolError` if ``smp.json`` cannot be read."""
     data = read_json(arena / "smp.json", system)
     return from_plain(Owner, data, f"an owner, in {arena / 'smp.json'}") if data else None
 
 
 def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:
-    """Who owns the arenas below `base`, of `job` or of any, in order of their paths; other files are passed over."""
+    """The owners of the arenas of `job`, or of any job, below `base`, sorted by path. Other files are skipped."""
     for path in sorted((base or arena_base()).glob("**/smp.json")):
         try:
             owner = read_owner(path.parent)
         except HoldfastError:
-            continue  # it is no arena
+            continue  # not an arena
         if owner is not None and (job is None or owner.job == job):
             yield owner

@@ -1,4 +1,4 @@
-"""Processes that need not be children: waiting for the end of one, and whether it still runs."""
+"""Waiting for the end of processes that need not be children, and whether one still runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 from pathlib import Path
 
 OVER = "TZXx"
-"""States in ``/proc``: stopped by a signal, a zombie, dead."""
+"""States in ``/proc`` of a process that does not run: stopped by a signal, zombie, dead."""
 
 PF_EXITING = 0x4
 
 
 def await_end(pidfd: int, deadline_s: float) -> bool:
-    """Block until the process of `pidfd` has ended, or until the deadline; whether it has.
+    """Block until the process of `pidfd` has ended, or until the deadline. Returns whether it has ended.
 
-    By ``poll``, as ``select`` takes no descriptor above 1,023, and a trainer may well have more.
+    Uses ``poll``: ``select`` takes no descriptor above 1,023, and a trainer may have more.
     """
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
@@ -23,9 +23,9 @@ def await_end(pidfd: int, deadline_s: float) -> bool:
 
 
 def is_running(pid: int, pidfd: int) -> bool:
-    """Whether a process goes on with its work: it is not stopped, has not ended, and is not ending.
+    """Whether a process is not stopped, has not ended, and is not ending.
 
-    One that has been killed may take seconds to give its memory back.
+    A killed process may take seconds to give its memory back.
     """
     try:
         signal.pidfd_send_signal(pidfd, 0)

@@ -1,5 +1,5 @@
-"""Values as JSON can carry them, and back. What each must be, the types of its class say: nothing is converted, and
-what is missing, of another type or out of range is refused. Fields that have defaults may be left out.
+"""Conversion of values to and from JSON. The types of a class decide which data it accepts: nothing is converted, and a
+field that is missing, of another type or out of range is refused. Fields with defaults may be left out.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from holdfast.smp_daemon.shared.limits import (
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
-"""Of epochs, steps, bytes, and of what is counted."""
+"""An epoch, a step, a number of bytes, or another count."""
 
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
-"""Such as a digest. JSON readers take no more than 64 bits."""
+"""An unsigned number such as a digest. JSON readers take no more than 64 bits."""
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
 Address = tuple[str, Port]
@@ -37,15 +37,15 @@ Identifier = Annotated[str, msgspec.Meta(pattern=f"^{IDENTIFIER}\\Z")]
 
 
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
-_first_use = threading.Lock()
+_first_use = threading.Lock()  # held while a decoder is made, by any thread; innermost. `_decoders` is read without it
 
 
 def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """The one decoder of a type.
 
-    msgspec reads what a class says of its fields when it first decodes one, keeps that with the class, and lets other
-    threads see it half done: two that do so at once end the process (msgspec 0.22). So one thread at a time does it,
-    for the classes of its fields too, and nothing else here hands a type to msgspec.
+    msgspec collects the fields of a class when a decoder first needs them, stores them with the class, and lets other
+    threads see them unfinished: two threads that do this at once crash the process (msgspec 0.22). So decoders, which
+    cover the classes of all fields too, are made under a lock, and nothing else here passes a type to msgspec.
     """
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -55,22 +55,22 @@ def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def to_plain(value: object) -> Any:
-    """Dicts, lists, texts and numbers, from which `from_plain` makes an equal value."""
+    """`value` as dicts, lists, strings and numbers, from which `from_plain` makes an equal value."""
     return msgspec.to_builtins(value)
 
 
 def from_plain(kind: type[T], data: object, name: str = "") -> T:
-    """A value of that type. Raises `ProtocolError` if `data` is none: it says that this is not ``name``, and why."""
+    """A value of type `kind`. Raises `ProtocolError` if `data` does not fit; the message says "not `name`" and why."""
     return _read(_decoder(kind), data, name or kind.__name__)
 
 
 def reader(kind: Any, name: str) -> Callable[[object], Any]:
-    """`from_plain`, for a union of which much is read: to look one up takes longer than to read a message."""
+    """`from_plain` for a union that is read often: looking up its decoder takes longer than reading a message."""
     return partial(_read, _decoder(kind), name=name)
 
 
 def _read(decoder: msgspec.json.Decoder[T], data: object, name: str) -> T:
-    """By way of JSON: `msgspec.convert` looks at all classes of a union anew each time, which takes far longer."""
+    """Goes through JSON: `msgspec.convert` examines all classes of a union on each call, which takes far longer."""
     try:
         return decoder.decode(encode_json(data))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -78,12 +78,12 @@ def _read(decoder: msgspec.json.Decoder[T], data: object, name: str) -> T:
 
 
 def encode_json(value: object) -> bytes:
-    """`to_plain`, as JSON."""
+    """The result of `to_plain` as JSON."""
     return msgspec.json.encode(value)
 
 
 def decode_json(kind: type[T], text: bytes | bytearray | str, name: str) -> T:
-    """What `encode_json` was given; else as `from_plain`."""
+    """The inverse of `encode_json`; raises as `from_plain`."""
     try:
         return _decoder(kind).decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
@@ -91,10 +91,10 @@ def decode_json(kind: type[T], text: bytes | bytearray | str, name: str) -> T:
 
 
 def pack(value: object) -> bytes:
-    """`encode_json`, for a message: compressed if it is long. Layouts become 18 times shorter.
+    """`encode_json` for a message, compressed if it is long. Layouts become 18 times shorter.
 
     Raises:
-        ProtocolError: it is longer than a message may be.
+        ProtocolError: the message is too long.
     """
     text = packed = encode_json(value)
     if len(text) >= PACKED_FROM_BYTES:
@@ -108,7 +108,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes | bytearray, name: str) -> T:
-    """What `pack` was given; else as `from_plain`. Takes no more memory than `MAX_UNPACKED_BYTES`."""
+    """The inverse of `pack`; raises as `from_plain`. Decompresses to at most `MAX_UNPACKED_BYTES`."""
     if data[:4] != zstandard.FRAME_HEADER:
         return decode_json(kind, data, name)
     try:

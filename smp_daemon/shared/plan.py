@@ -1,4 +1,4 @@
-"""Which snapshot to go back to, and where each byte of it comes from. A pure function of the SMPs' inventories."""
+"""Which snapshot to restore, and where each of its bytes comes from. Pure functions of the SMPs' inventories."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RestorePlan:
     """What to restore.
 
     Attributes:
-        sources: who holds what of the chosen snapshot.
-        decoded: coordinates that nobody holds and that are computed from parity.
-        repair: (group, position) whose parity nobody holds, to be computed again.
+        sources: which SMPs hold which parts of the chosen snapshot.
+        decoded: coordinates whose shards no SMP holds, to be computed from parity.
+        repair: (group, position) of parities that no SMP holds, to be recomputed.
     """
 
     sources: Sources
@@ -33,7 +33,7 @@ class RestorePlan:
 
     @property
     def snapshot(self) -> SnapshotId:
-        """The snapshot to go back to."""
+        """The snapshot to restore."""
         return self.sources.snapshot
 
 
@@ -43,18 +43,20 @@ def plan_restore(
     without: Collection[SnapshotId] = frozenset(),
     choice: Choice | None = None,
 ) -> RestorePlan | None:
-    """The newest snapshot of which every byte is held or can be decoded; None if none was ever protected.
+    """Plan to restore the newest snapshot whose every byte is held or can be decoded.
+
+    None if there is no such snapshot and none was ever protected.
 
     Args:
         inventories: one per SMP that answers.
-        coords: the coordinates of the ranks that are to be restored; None: any.
-        without: snapshots that turned out not to be recoverable, and that were never promised: they are passed over.
-        choice: which snapshots may be gone back to; None: any.
+        coords: coordinates of the ranks to restore; None: any.
+        without: snapshots to skip, as they turned out not to be recoverable and were never reported as protected.
+        choice: which snapshots may be restored; None: any.
 
     Raises:
-        Unrecoverable: a snapshot was protected, and neither it nor a younger one can be recovered any more. Never an
-            older one: that would silently undo what was promised.
-        StateMismatch: the snapshot is of other coordinates than `coords`.
+        Unrecoverable: a snapshot was protected, and neither it nor a younger one can be recovered. An older one is
+            never chosen: that would silently undo training that was promised to be safe.
+        StateMismatch: the snapshot has other coordinates than `coords`.
     """
     protected = newest_protected(inventories, choice)
     reasons: list[str] = []
@@ -89,14 +91,15 @@ def plan_restore(
 
 
 def plan_persisted(snapshot: SnapshotId, layout: Layout, coords: Collection[str]) -> RestorePlan:
-    """Every shard from where it was persisted. Raises `StateMismatch` if it is of other coordinates."""
+    """Plan to restore every shard from storage. Raises `StateMismatch` if the snapshot has other coordinates."""
     check_world(layout, coords)
     return RestorePlan(Sources(snapshot, layout, {}, {}, persisted=True), (), ())
 
 
 def newest_protected(inventories: Sequence[Inventory], choice: Choice | None = None) -> SnapshotId | None:
-    """The newest snapshot that any SMP was told to be protected; None if none was. With a choice, of those that it
-    admits; what was chosen counts as such.
+    """The newest snapshot that any SMP was told is protected; None if there is none.
+
+    With a choice, only snapshots that it admits count, and the chosen one counts as protected.
     """
     known = [inventory.protected for inventory in inventories if inventory.protected]
     if choice is not None:
@@ -105,13 +108,13 @@ def newest_protected(inventories: Sequence[Inventory], choice: Choice | None = N
 
 
 def candidates(inventories: Sequence[Inventory], protected: SnapshotId | None) -> list[SnapshotId]:
-    """Every snapshot that anybody holds some of and that is not older than `protected`, the newest first."""
+    """Every snapshot of which any SMP holds a part and that is not older than `protected`, the newest first."""
     found = {s for inv in inventories for s, _ in inv.shards} | {s for inv in inventories for s, _, _ in inv.parities}
     return sorted((s for s in found if protected is None or s >= protected), reverse=True)
 
 
 def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
-    """The newest snapshot of which every byte is held or can be computed, not older than what was protected."""
+    """The newest snapshot whose every byte is held or can be computed, not older than the newest protected one."""
     protected = newest_protected(inventories)
     for snapshot in candidates(inventories, protected):
         sources = choose_sources(inventories, snapshot)
@@ -121,7 +124,7 @@ def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
 
 
 def whole_snapshots(inventories: Sequence[Inventory]) -> list[SnapshotId]:
-    """Every snapshot of which every byte is held or can be computed, older ones too, the newest first."""
+    """All snapshots whose every byte is held or can be computed, however old, the newest first."""
     found = []
     for snapshot in candidates(inventories, None):
         sources = choose_sources(inventories, snapshot)
@@ -131,9 +134,10 @@ def whole_snapshots(inventories: Sequence[Inventory]) -> list[SnapshotId]:
 
 
 def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> Sources | None:
-    """Who holds what, in the layout of the snapshot's epoch that serves best; None if nobody knows one.
+    """The sources of a snapshot in the best layout of its epoch; None if no SMP knows a layout of that epoch.
 
-    That is the first of: every byte can be recovered and no parity is missing; every byte can be recovered; the newest.
+    The best layout is one in which every byte can be recovered and no parity is missing, else one in which every byte
+    can be recovered, else the newest.
     """
     best: list[Sources] = []
     for those in _by_start(inventories, snapshot.epoch):
@@ -144,18 +148,18 @@ def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> So
 
 
 def _by_start(inventories: Sequence[Inventory], epoch: int) -> list[Sequence[Inventory]]:
-    """Who may have taken part in one start of the job, for each start that began this epoch; the largest first.
+    """For each start of the job that began this epoch, the SMPs that may have taken part in it; the largest first.
 
-    There is more than one if no node of one start took part in the next, because it was lost or cut off. The next then
-    began an epoch of the same number, and its snapshots have the names of other ones. The layouts with which the
-    starts began tell them apart.
+    Two starts begin an epoch of the same number if no node of the first took part in the second, because all of them
+    were lost or cut off. Different snapshots then have the same name. The layouts with which the starts began tell them
+    apart.
     """
     key = (epoch, 0)
     began: list[Layout] = []
     for inventory in inventories:
         layout = inventory.layouts.get(key)
         if layout is not None and layout not in began:
-            began.append(layout)  # by comparison, not by digest: that takes sixty times as long
+            began.append(layout)  # compared directly: digests take sixty times as long
     if len(began) < 2:
         return [inventories]
     began.sort(key=lambda layout: (-len(layout.nodes), layout.digest))
@@ -194,7 +198,7 @@ def undecodable(sources: Sources) -> list[str]:
 
 
 def missing_parities(sources: Sources) -> list[tuple[int, int]]:
-    """(group, position) whose parity nobody holds."""
+    """(group, position) of every parity that no SMP holds."""
     layout = sources.layout
     return [
         (group, position)
@@ -205,13 +209,13 @@ def missing_parities(sources: Sources) -> list[tuple[int, int]]:
 
 
 def parity_repairer(layout: Layout, group: int, position: int) -> str:
-    """The coordinate whose node computes that parity again: one of the lost node's, which has taken its place."""
+    """The coordinate whose node recomputes that parity: one of the lost node's, whose new node has replaced it."""
     own = layout.members(group)[position].shards
     return own[0].coord if own else layout.coords[0]
 
 
 def check_world(layout: Layout, coords: Collection[str], otherwise: str = "") -> None:
-    """Raises `StateMismatch` unless a layout is of just these coordinates. `otherwise`: what else can be done."""
+    """Raises `StateMismatch` unless a layout has exactly these coordinates. `otherwise`: another remedy to name."""
     wanted, held = set(coords), set(layout.coords)
     if wanted != held:
         raise StateMismatch(

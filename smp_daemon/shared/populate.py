@@ -1,4 +1,4 @@
-"""Touching all pages of a mapping at once, so that no later copy waits for the kernel."""
+"""Touching all pages of a mapping ahead of time, so that no later copy waits for the kernel."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import os
 from collections.abc import Iterator
 
 SLICE_BYTES = 64 << 20
-"""As much is touched by one call: whoever else maps or unmaps memory of this process waits for its end."""
+"""Bytes touched by one call. Other threads of this process that map or unmap memory wait until a call ends."""
 
 _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``, since Linux 5.14."""
 
 
 def slices(length: int) -> Iterator[tuple[int, int]]:
-    """Where each slice of so many bytes begins, and its length."""
+    """Offset and length of each slice of `length` bytes."""
     for start in range(0, length, SLICE_BYTES):
         yield start, min(SLICE_BYTES, length - start)
 
 
 def populate(mapped: mmap.mmap, start: int = 0, count: int | None = None) -> None:
-    """Touch all pages of a writable mapping, or `count` bytes of it from `start` on, which is a page's. Blocks for
-    seconds with a large one; other Python threads go on, as they would not beside ``MAP_POPULATE`` or `mmap.madvise`.
+    """Touch all pages of a writable mapping, or of `count` bytes from `start`, which must be a page boundary.
+
+    Blocks for seconds on a large mapping. Other Python threads keep running, unlike with ``MAP_POPULATE`` or
+    `mmap.madvise`.
 
     Raises:
-        OSError: this kernel cannot, or there is no memory.
+        OSError: the kernel does not support this, or there is no memory.
     """
     if not len(mapped):
         return
@@ -38,4 +40,4 @@ def populate(mapped: mmap.mmap, start: int = 0, count: int | None = None) -> Non
                 code = ctypes.get_errno()
                 raise OSError(code, os.strerror(code))
     finally:
-        del begin  # or the mapping could not be closed
+        del begin  # else the mapping could not be closed

@@ -1,4 +1,4 @@
-"""How much an SMP's work may press on the training beside it."""
+"""The scheduling priority of an SMP's threads, relative to the training on the same node."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PRIORITIES = ("auto", "normal", "idle")
-"""auto: what nobody waits for (encoding, accumulating, the scrub) gives way to others. normal: all as usual. idle:
-everything runs only on cores that nobody else wants."""
+"""auto: work that no trainer waits for (encoding, accumulating, the scrub) yields to other processes. normal: all
+threads have the default priority. idle: all threads run only on cores that no other process wants."""
 
 SESSION_NICE = 19
 
 
 def make_idle() -> None:
-    """From now on the calling thread, and those that it starts, run only when nobody else wants the core.
+    """Let the calling thread, and threads that it starts from now on, run only when no other thread wants the core.
 
-    Where a process may not choose ``SCHED_IDLE``, the lowest nice value comes closest.
+    Where the process may not use ``SCHED_IDLE``, the highest nice value comes closest.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -27,10 +27,10 @@ def make_idle() -> None:
 
 
 def make_session_nice() -> None:
-    """Have this process's session take no more of a busy processor than about 3 %.
+    """Limit this process's session to about 3 % of a busy processor.
 
     Where the kernel groups tasks by session (``sched_autogroup_enabled``, as on most distributions), a policy or a nice
-    value orders the threads *within* a session only: an idle SMP would take a full share from the trainers' session.
+    value orders only the threads *within* a session: an idle SMP would take as large a share as the trainers' session.
     """
     try:
         Path("/proc/self/autogroup").write_text(str(SESSION_NICE))
@@ -39,6 +39,6 @@ def make_session_nice() -> None:
 
 
 def make_background(priority: str) -> None:
-    """The calling thread does what nobody waits for: it is made idle if `priority` says so."""
+    """For a thread whose work no trainer waits for: make the calling thread idle if `priority` is ``auto``."""
     if priority == "auto":
         make_idle()

@@ -1,7 +1,7 @@
 """Sizes, times and rates as people write and read them: a number and its unit.
 
-Every option, variable and text that means one of these is read here. A number without a unit is refused, for nobody can
-see whether 64 are bytes or gigabytes; 0 is the same in all of them.
+Every option, variable and text with one of these is parsed here. A number without a unit is refused, as nobody can tell
+whether 64 means bytes or gigabytes. Only 0 needs no unit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """One kind: what it is called, what to write, and how much each unit is."""
+    """One kind of quantity: its name, examples for error messages, and the factor of each unit."""
 
     name: str
     examples: str
@@ -53,29 +53,29 @@ _TIME = _Quantity(
 
 
 def parse_size(text: str, what: str = "") -> int:
-    """Bytes, from ``"64GB"``, ``"60GiB"`` or ``"0"``.
+    """Parse a size such as ``"64GB"``, ``"60GiB"`` or ``"0"``. Returns bytes.
 
     Args:
         what: names the option or variable in the error.
 
     Raises:
-        ConfigError: it has no unit, or another's, or is no number.
+        ConfigError: the text is not a number, or has no unit or the wrong one.
     """
     return int(_SIZE.read(text, what))
 
 
 def parse_rate(text: str, what: str = "") -> float:
-    """Bytes per second, from ``"2GB/s"``, ``"500MiB/s"`` or ``"0"``; else as `parse_size`."""
+    """Parse a rate such as ``"2GB/s"``, ``"500MiB/s"`` or ``"0"``, like `parse_size`. Returns bytes per second."""
     return _RATE.read(text, what)
 
 
 def parse_time(text: str, what: str = "") -> float:
-    """Seconds, from ``"90s"``, ``"800ms"``, ``"36h"``, ``"1000d"`` or ``"0"``; else as `parse_size`."""
+    """Parse a time such as ``"90s"``, ``"800ms"``, ``"36h"`` or ``"0"``, like `parse_size`. Returns seconds."""
     return _TIME.read(text, what)
 
 
 def duration(seconds: float) -> str:
-    """A time, to three digits."""
+    """Format a time, to three digits."""
     for unit, scale in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -83,7 +83,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(count: float) -> str:
-    """Bytes, to three digits."""
+    """Format a number of bytes, to three digits."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}" if count < 999 * scale else f"{count / scale:.0f} {unit}"

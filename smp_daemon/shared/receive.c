@@ -1,7 +1,7 @@
-/* Receives raw bytes from a connected socket and digests them as they come.
+/* Receives raw bytes from a connected socket and digests them as they arrive.
  *
- * A digest that is taken later reads from memory what the kernel has just written through the cache. Here it reads the
- * cache. And one call receives the whole of a unit, so Python's lock is free until it is there.
+ * A later digest would read from memory what the kernel has just written through the cache; here it reads the cache.
+ * One call receives a whole unit, so the GIL stays free until the unit is there.
  */
 #include <errno.h>
 #include <poll.h>
@@ -48,8 +48,8 @@ static long long fill(int fd, char *target, size_t bytes, size_t piece, long lon
     return (long long)done;
 }
 
-/* How many bytes came: fewer than `bytes` if the other side ended the connection; or a negative errno, ETIMEDOUT if
- * they did not all come in `timeout_ms`. */
+/* Returns how many bytes arrived, fewer than `bytes` if the other side closed the connection; or a negative errno,
+ * ETIMEDOUT if not all arrived within `timeout_ms`. Writes their xxh3-64 to `digest`. */
 long long holdfast_receive(int fd, char *target, size_t bytes, size_t piece, int timeout_ms, const struct hash *hash,
                            unsigned long long *digest) {
     void *state = hash->create();

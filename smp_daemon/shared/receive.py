@@ -1,6 +1,6 @@
-"""Raw bytes from a socket, digested as they come, in one call for each unit and with the GIL released.
+"""Receives raw bytes from a socket and digests them as they arrive, in one call per unit, with the GIL released.
 
-`smp_daemon/shared/receive.c` is compiled when the package is installed; it takes xxHash from the library inside the
+`smp_daemon/shared/receive.c` is compiled when the package is installed, and uses xxHash from the library inside the
 ``xxhash`` package. Where either is missing, `shared.transport` receives and digests piece by piece.
 """
 
@@ -15,24 +15,24 @@ from functools import cache
 from typing import Any
 
 PIECE_BYTES = 256 << 10
-"""Digested at a time: less than what a core's own cache holds."""
+"""Bytes digested at a time: fewer than a core's own cache holds."""
 
 _HASH = ("XXH3_createState", "XXH3_64bits_reset", "XXH3_64bits_update", "XXH3_64bits_digest", "XXH3_freeState")
 
 
 def is_compiled() -> bool:
-    """Whether there is `receive`."""
+    """Whether `receive` is available."""
     return _library() is not None
 
 
 def receive(sock: socket.socket, payload: memoryview, timeout_s: float) -> tuple[int, int]:
-    """Fill `payload` from a socket of the kernel's. Blocks; other Python threads go on.
+    """Fill `payload` from a kernel socket. Blocks; other Python threads keep running.
 
     Returns:
-        How many bytes came, fewer than `payload` has if the other side has ended the connection, and their xxh3-64.
+        How many bytes arrived, and their xxh3-64. Fewer than `payload` holds if the other side closed the connection.
 
     Raises:
-        OSError: the connection broke; `TimeoutError` if not all came within `timeout_s`.
+        OSError: the connection broke; `TimeoutError` if not all bytes arrived within `timeout_s`.
     """
     library = _library()
     assert library is not None
@@ -50,7 +50,7 @@ def receive(sock: socket.socket, payload: memoryview, timeout_s: float) -> tuple
 
 @cache
 def _library() -> tuple[Any, Any] | None:
-    """The function, and those of xxHash in a row as it wants them."""
+    """The compiled function, and the table of xxHash functions that it takes; None if either is missing."""
     found = importlib.util.find_spec("holdfast.smp_daemon.shared._receive")
     hashing = importlib.util.find_spec("xxhash._xxhash")
     if found is None or found.origin is None or hashing is None or hashing.origin is None:
@@ -58,7 +58,7 @@ def _library() -> tuple[Any, Any] | None:
     hashes = ctypes.CDLL(hashing.origin)
     try:
         functions = [ctypes.cast(getattr(hashes, name), ctypes.c_void_p).value for name in _HASH]
-    except AttributeError:  # this build of the package keeps them to itself
+    except AttributeError:  # this build of the package does not export them
         return None
     function = ctypes.CDLL(found.origin).holdfast_receive
     function.argtypes = [

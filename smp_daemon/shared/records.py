@@ -1,4 +1,4 @@
-"""Small JSON records beside the slots: written last, in one step, and the only thing that makes a slot count."""
+"""Small JSON records beside the slots. A record is written last, atomically, and a slot without one does not count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.plain import Count, Unsigned, encode_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 PART = ".part"
-"""At the end of the name of what is being written."""
+"""Suffix of the name of a file that is still being written."""
 
 UnitBytes = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -58,10 +58,11 @@ class ParityRecord:
 
     Attributes:
         group: the tag of the group, see `Layout.tag`.
-        lengths: of this position's parity units, in stripe order: each as long as the longest data unit of its stripe.
-        digests: of the same.
-        sources: for each of them, ``{position: digest}`` of the data units accumulated into it. This is how a lost
-            node's bytes are checked once they are rebuilt.
+        lengths: lengths of this position's parity units, in stripe order. Each equals the longest data unit of its
+            stripe.
+        digests: digests of the same parity units.
+        sources: for each parity unit, ``{position: digest}`` of the data units accumulated into it. A lost node's
+            bytes are checked against these digests once they are rebuilt.
     """
 
     snapshot: SnapshotId
@@ -85,10 +86,10 @@ class ParityRecord:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace `path` by `data` in one step: a reader sees the old file or the new one, whole.
+    """Replace `path` by `data` atomically: a reader sees either the whole old file or the whole new one.
 
     Raises:
-        ArenaTooSmall: it cannot be written: the file system is full, or a limit of this process is reached.
+        ArenaTooSmall: `path` cannot be written: the file system is full, or a limit of this process is reached.
     """
     part = path.with_name(path.name + PART)
     _failpoint(path, data, "before")
@@ -103,7 +104,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def kind_of(name: str) -> str:
-    """What a JSON file of an arena with that name says; one of `points.RECORDS`."""
+    """The kind of record in an arena's JSON file of that name, one of `failpoints.RECORDS`."""
     if name.endswith(".safetensors.json"):
         return "shard"
     return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]
@@ -113,7 +114,7 @@ def read_json(path: Path, system: System = MACHINE) -> Any | None:
     """The JSON in `path`, or None if there is no such file.
 
     Raises:
-        ProtocolError: too large, a link, not a file, or not JSON.
+        ProtocolError: the file is too large, a link, not a regular file, unreadable, or not JSON.
     """
     files = system.os
     try:
@@ -125,7 +126,7 @@ def read_json(path: Path, system: System = MACHINE) -> Any | None:
     try:
         status = files.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
-            raise ProtocolError(f"{path} is no file, or larger than {MAX_RECORD_BYTES} bytes")
+            raise ProtocolError(f"{path} is not a regular file, or is larger than {MAX_RECORD_BYTES} bytes")
         return json.loads(files.read(fd, status.st_size))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is not JSON: {error}") from error

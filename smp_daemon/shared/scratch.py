@@ -1,7 +1,7 @@
-"""Folders on tmpfs for as long as one command runs, beside the arenas of jobs.
+"""Scratch folders on tmpfs, beside the arenas of jobs, each for as long as one command runs.
 
-Each is locked by the process that made it, so that `holdfast gc` can tell what a command left that was killed. A name
-begins with a dot, as no job's does.
+The process that makes a folder locks it, so that `holdfast gc` can recognize the folders of killed commands. Their
+names begin with a dot, which no job's name does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_base
 
 EMPTY_AGE_S = 60.0
-"""One that is empty and younger may be about to be locked."""
+"""How old an empty folder must be to count as abandoned: a younger one may be about to be locked."""
 
 _numbers = itertools.count()
 _ours: set[Scratch] = set()
@@ -30,7 +30,7 @@ class Scratch:
     """One folder; a context manager that makes and removes it. Not thread-safe.
 
     Attributes:
-        path: where it will be, is, or was.
+        path: path of the folder, also before it is made and after it is removed.
     """
 
     def __init__(self, kind: str) -> None:
@@ -38,13 +38,13 @@ class Scratch:
         self._lock = -1
 
     def __enter__(self) -> Self:
-        """Make it. Raises `ConfigError` if it cannot be."""
+        """Make and lock the folder. Raises `ConfigError` if that fails."""
         _ours.add(self)
         try:
             self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
             self.path.mkdir(mode=0o700)
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)  # nobody holds it for longer than a look
+            fcntl.flock(self._lock, fcntl.LOCK_EX)  # others hold it only for the moment of a check
         except OSError as error:
             self.remove()
             raise ConfigError(f"{self.path}: {error.strerror}: choose another folder with {ARENA_ENV}") from error
@@ -54,7 +54,7 @@ class Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it, and all that is in it. Harmless if it is not there."""
+        """Remove the folder and everything in it. Harmless if it does not exist."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -63,25 +63,25 @@ class Scratch:
 
 
 def remove_ours() -> None:
-    """Remove all that this process has made and not removed."""
+    """Remove every folder that this process has made and not removed yet."""
     pid = os.getpid()
     for each in list(_ours):
-        if each.path.name.split("-")[1] == str(pid):  # and is no parent's, from before a fork
+        if each.path.name.split("-")[1] == str(pid):  # not one that a parent made before a fork
             each.remove()
 
 
 def of_a_command(path: Path, base: Path) -> Path | None:
-    """The scratch folder below `base` that `path` lies in; None: in none."""
+    """The scratch folder below `base` that contains `path`; None if there is none."""
     first = path.relative_to(base).parts[:1]
     return base / first[0] if first and first[0].startswith(".") else None
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether the process that made a scratch folder has ended."""
+    """Whether the process that made a scratch folder has ended: its lock is free, and it is not about to be locked."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return False  # it has just been removed, or is another user's
+        return False  # it was just removed, or is another user's
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return any(os.scandir(folder)) or time.time() - os.fstat(lock).st_mtime > EMPTY_AGE_S

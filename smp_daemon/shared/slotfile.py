@@ -1,5 +1,5 @@
-"""The slot file: a valid safetensors file whose header is padded so that the data starts on a page. (One exception:
-``C128`` is our own; safetensors has no complex128.)
+"""The slot file: a valid safetensors file whose header is padded so that the data starts on a page boundary. One
+exception: the dtype ``C128`` is our own, as safetensors has no complex128.
 
 ::
 
@@ -7,9 +7,9 @@
     header    JSON {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets"}, ...}, padded with spaces
     data      leaves one after another without a gap, wide dtypes first, so that each is aligned to its own size
 
-The metadata stands first and its epoch and step have a fixed width, so stamping a new snapshot into a slot
-rewrites `STAMP_BYTES` and moves nothing. The last leaf, `RECORD`, is JSON padded with spaces: everything that is
-not a tensor.
+The metadata comes first, and its epoch and step have a fixed width, so stamping a new snapshot into a slot
+rewrites `STAMP_BYTES` and moves nothing. The last leaf, `RECORD`, is JSON padded with spaces. It holds everything that
+is not a tensor.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ class Leaf:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Length of its data."""
+        """Length of its data in bytes."""
         return DTYPE_BYTES[self.dtype] * self.elements
 
 
 @dataclass(frozen=True, slots=True)
 class SlotFormat:
-    """Where everything stands in a slot file of one shard.
+    """Positions of everything in a slot file of one shard.
 
     Attributes:
-        header: the bytes before the data, with an empty stamp.
-        offsets: for each leaf its place in the file and itself.
+        header: the bytes before the data. `plan_slot` leaves its stamp at epoch 0, step 0.
+        offsets: by name, the offset of each leaf in the file, and the leaf.
     """
 
     header: bytes
@@ -95,7 +95,8 @@ def plan_slot(job: str, coord: str, leaves: Iterable[Leaf], record_capacity: int
     """The format of a slot for `leaves` and a record of at most `record_capacity` bytes.
 
     Raises:
-        ProtocolError: a name is empty, too long or used twice, a dtype is unknown, or there are too many leaves.
+        ProtocolError: a name is empty, too long or used twice; a dtype is unknown; a shape or the header is beyond its
+            limit; or there are too many leaves.
     """
     ordered = sorted(leaves, key=lambda leaf: (-DTYPE_BYTES.get(leaf.dtype, 0), leaf.dtype, leaf.name))
     ordered.append(Leaf(RECORD, "U8", (record_capacity,)))
@@ -126,7 +127,7 @@ def plan_slot(job: str, coord: str, leaves: Iterable[Leaf], record_capacity: int
 
 
 def write_stamp(slot: memoryview, snapshot: SnapshotId) -> None:
-    """Write which snapshot a slot holds into its header, in place."""
+    """Write into a slot's header, in place, which snapshot it holds."""
     slot[8 : 8 + STAMP_BYTES] = _STAMP.format(epoch=snapshot.epoch, step=snapshot.step).encode()
 
 
@@ -134,7 +135,7 @@ def read_stamp(slot: memoryview) -> SnapshotId:
     """Which snapshot the slot's header says it holds.
 
     Raises:
-        ProtocolError: there is no stamp where it must stand.
+        ProtocolError: there is no stamp in its place.
     """
     match = _STAMP_PATTERN.match(bytes(slot[8 : 8 + STAMP_BYTES]))
     if match is None:
@@ -146,10 +147,10 @@ def read_format(slot: memoryview, total_bytes: int | None = None) -> tuple[SlotF
     """Parse and check a slot file's header. Returns its format and its metadata.
 
     Args:
-        total_bytes: length of the slot file, if `slot` is no more than its header.
+        total_bytes: length of the slot file, if `slot` is only its beginning.
 
     Raises:
-        ProtocolError: the header is damaged or beyond a limit; the message says where.
+        ProtocolError: the header is damaged or exceeds a limit; the message says where.
     """
     if slot.nbytes < 8:
         raise ProtocolError(f"a slot file of {slot.nbytes} bytes has no header")
@@ -202,7 +203,7 @@ def _check_leaf(leaf: Leaf) -> None:
 
 
 def _utf8_bytes(name: str) -> int:
-    """Length of `name` in a header; 0 if it cannot stand there."""
+    """Length of `name` in a header; 0 if it cannot be encoded."""
     try:
         return len(name.encode())
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Who holds what of a snapshot: all that an SMP needs to get bytes of it back."""
+"""Which SMPs hold which parts of a snapshot: all that an SMP needs to recover its bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sources:
         layout: a layout of the snapshot's epoch.
         shards: by coordinate, the SMP that holds that shard.
         parities: by group of `layout`, then by position, the SMP that holds that parity.
-        persisted: whether it is read from where it was persisted, not from memory.
+        persisted: whether to read it from storage instead of memory.
     """
 
     snapshot: SnapshotId
@@ -28,17 +28,17 @@ class Sources:
     persisted: bool = False
 
     def holders(self, coord: str) -> tuple[Address, ...]:
-        """Who hold a shard, as far as is known."""
+        """The SMPs that are known to hold a shard."""
         address = self.shards.get(coord)
         return () if address is None else (address,)
 
     def parity_holder(self, group: int, position: int) -> Address | None:
-        """Who holds that parity, as far as is known."""
+        """The SMP that is known to hold that parity, or None."""
         return self.parities.get(group, {}).get(position)
 
 
 def sources_of(inventories: Iterable[Inventory], snapshot: SnapshotId, layout: Layout) -> Sources:
-    """Who holds what of `snapshot`, of those who were asked: the first, by node name, of every shard and parity."""
+    """The `Sources` of `snapshot` among these SMPs: for each shard and parity the first holder by node name."""
     shards: dict[str, Address] = {}
     parities: dict[int, dict[int, Address]] = {}
     for inventory in sorted(inventories, key=lambda inventory: inventory.node):

@@ -1,4 +1,4 @@
-"""Starting an SMP, and removing what dead jobs left behind."""
+"""Starting an SMP, and removing the leftovers of dead jobs."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.quantities import parse_size
 
 START_DEADLINE_S = 120.0
-"""It takes half a second, but not where all ranks of a node read their modules from a file server at that time. An SMP
-that cannot start says so at once."""
+"""Timeout for the start of an SMP. A start takes half a second, but longer if all ranks of a node read their modules
+from a file server at the same time. An SMP that cannot start reports that at once."""
 
 STOP_DEADLINE_S = 10.0
 ZEROED_PER_S = 500e6
-"""Bytes of memory that the kernel makes ready in a second, at the least."""
+"""Lowest rate at which the kernel zeroes memory, in bytes per second."""
 
 RUBBISH_AGE_S = 60.0
-"""An arena in which nothing counts is removed by another SMP once it is so old: its own may be about to start."""
+"""How old an arena without usable data must be before another SMP removes it: its own SMP may be about to start."""
 
 _OURS = re.compile(r"lock|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity)(\.part)?")
 
@@ -50,7 +50,7 @@ log = get_log(__name__)
 
 
 def start_deadline_s(memory: str | None = None) -> float:
-    """How long an SMP may take to start: longer, the more memory it reserves (default ``HOLDFAST_MEMORY``)."""
+    """How long an SMP that reserves `memory` (default ``HOLDFAST_MEMORY``) may take to start, in seconds."""
     text = memory or os.environ.get("HOLDFAST_MEMORY", "0")
     return START_DEADLINE_S + parse_size(text, "HOLDFAST_MEMORY") / ZEROED_PER_S
 
@@ -58,11 +58,11 @@ def start_deadline_s(memory: str | None = None) -> float:
 def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", insecure: bool = False) -> Owner:
     """Start an SMP that outlives this process, and wait until it serves.
 
-    Of several processes that start one in the same arena, one does; the others are told so once it serves.
+    If several processes do this in the same arena, one succeeds, and the others fail once its SMP serves.
 
     Raises:
-        HoldfastError: what the SMP could not do, in its own words.
-        DeadlineExceeded: it said nothing for `start_deadline_s`.
+        HoldfastError: the error that the SMP reported.
+        DeadlineExceeded: the SMP reported nothing for `start_deadline_s`.
     """
     command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
     with _one_at_a_time(arena.parent):
@@ -70,11 +70,11 @@ def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", inse
 
 
 def launch(command: Sequence[str], deadline_s: float) -> Owner:
-    """Run a command line that starts an SMP and returns; what it reports.
+    """Run a command that starts an SMP and then exits. Returns what the SMP reports.
 
     Raises:
-        HoldfastError: what the SMP could not do, in its own words.
-        DeadlineExceeded: it said nothing for `deadline_s`.
+        HoldfastError: the error that the SMP reported.
+        DeadlineExceeded: the command did not end within `deadline_s`.
     """
     try:
         done = subprocess.run(
@@ -87,7 +87,7 @@ def launch(command: Sequence[str], deadline_s: float) -> Owner:
 
 @contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which leaves no file behind; nobody holds it longer than one start takes."""
+    """Hold a lock on the directory itself, so that no lock file stays behind. It is held for at most one start."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,7 +101,7 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
 
 
 def smp_command(job: str, node: str, arena: Path, host: str, module: str = "holdfast.smp_daemon") -> list[str]:
-    """The command line that runs an SMP, or what stands in for it, in the foreground."""
+    """The command line that runs an SMP, or a stand-in for it, in the foreground."""
     return [
         sys.executable,
         "-m",
@@ -114,11 +114,11 @@ def smp_command(job: str, node: str, arena: Path, host: str, module: str = "hold
 
 
 def parse_report(text: str, errors: str = "") -> Owner:
-    """What an SMP said when it started. Raises the error that it reported."""
+    """Parse the report of an SMP that was started. Raises the error that it reported."""
     try:
         report = json.loads(text)
     except ValueError as error:
-        raise SmpUnavailable(f"the SMP ended without a word: {errors.strip()[-2000:] or repr(text)}") from error
+        raise SmpUnavailable(f"the SMP ended without a report: {errors.strip()[-2000:] or repr(text)}") from error
     if "error" in report:
         raise BY_NAME.get(report["error"], HoldfastError)(report["message"])
     return from_plain(Owner, report["ready"], "what an SMP says when it serves")
@@ -126,11 +126,11 @@ def parse_report(text: str, errors: str = "") -> Owner:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What nobody trains with: an arena, or the scratch folder of a command that was killed.
+    """An arena without trainers, or the scratch folder of a command that was killed.
 
     Attributes:
-        job: whose arena; empty of a scratch folder.
-        smps: of those that still run.
+        job: the job of the arena; empty for a scratch folder.
+        smps: its SMPs that still run.
     """
 
     path: Path
@@ -142,9 +142,9 @@ class Leftover:
 def find_leftovers(
     base: Path | None = None, *, job: str | None = None, older_than_s: float = 0.0
 ) -> Iterator[Leftover]:
-    """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`.
+    """Arenas below `base` whose trainers are all gone, and whose files did not change for `older_than_s`.
 
-    Unless one `job` is asked for, also scratch folders whose command was killed, however young: no job needs them.
+    Without a `job`, also scratch folders whose command was killed, whatever their age: no job needs them.
     """
     base = base or arena_base()
     if job is None:
@@ -175,18 +175,18 @@ def find_leftovers(
 def _abandoned(folder: Path) -> Leftover | None:
     smps = tuple(filter(None, (running_process(path.parent) for path in folder.glob("**/smp.json"))))
     if _has_trainers(folder, smps):
-        return None  # the command was killed, and what it had started was not
+        return None  # the command was killed, but processes that it started still run
     size = sum(path.lstat().st_blocks * 512 for path in folder.glob("**/*"))
     return Leftover(folder, "", size, smps)
 
 
 def is_arena(path: Path) -> bool:
-    """Whether a directory is, or was, an arena: this user's alone, and of files that we know."""
+    """Whether a directory is, or was, an arena: this user's, closed to others, with files of known names only."""
     try:
         status = path.stat()
         names = [entry.name for entry in path.iterdir()]
     except OSError:
-        return False  # it has just been removed, or is somebody else's
+        return False  # it was just removed, or is another user's
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         return False
     known = [name for name in names if _OURS.fullmatch(name)]
@@ -194,10 +194,10 @@ def is_arena(path: Path) -> bool:
 
 
 def remove(leftover: Leftover, *, zero: bool = False) -> None:
-    """End the leftover's SMPs, and delete its folder; with `zero` its slots are overwritten first.
+    """Kill the leftover's SMPs and delete its folder. `zero`: overwrite its slots first.
 
     Raises:
-        DeadlineExceeded: the SMP did not end.
+        DeadlineExceeded: an SMP did not end.
     """
     for smp in leftover.smps:
         end(smp)
@@ -209,8 +209,8 @@ def remove(leftover: Leftover, *, zero: bool = False) -> None:
 
 
 def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S) -> list[Path]:
-    """Remove arenas in `base` that no restart can go back to: dead ones that no trainer ever joined, or that were being
-    removed when their SMP was killed. Others stay, whatever their age: `holdfast gc` is for those. Which were removed.
+    """Remove arenas in `base` that no restart can use: dead ones that no trainer ever joined, or whose SMP was killed
+    while it removed them. Others stay, whatever their age: `holdfast gc` removes those. Returns the removed paths.
     """
     removed = []
     for lock in sorted(base.glob("*/lock")):
@@ -228,14 +228,14 @@ def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S
                 if dead and not (arena / "node.json").exists():
                     remove(dead[0], zero=zero)
                     removed.append(arena)
-                    log.warning("removed %s, in which nothing counted: %d bytes", arena, dead[0].bytes)
+                    log.warning("removed %s, an arena that no restart can use: %d bytes", arena, dead[0].bytes)
         except OSError as error:
-            log.info("%s is left alone: %s", arena, error)  # an SMP has it, or it is somebody else's, or just gone
+            log.info("%s is left alone: %s", arena, error)  # an SMP owns it, or it is another user's, or just gone
     return removed
 
 
 def end(process: psutil.Process) -> None:
-    """Kill a process and wait until it has ended. It need not be reaped for that: not every container's init does.
+    """Kill a process and wait until it has ended. It need not be reaped: not every container's init reaps.
 
     Raises:
         DeadlineExceeded: it does not end.
@@ -249,19 +249,19 @@ def end(process: psutil.Process) -> None:
         if not await_end(ended, STOP_DEADLINE_S):
             raise DeadlineExceeded(f"process {process.pid} did not end within {STOP_DEADLINE_S:.0f} s")
     except psutil.NoSuchProcess:
-        pass  # it was faster
+        pass  # it has ended already
     finally:
         os.close(ended)
 
 
 def running_owner(arena: Path) -> Owner | None:
-    """Who owns `arena`, if that process is there. Raises `ProtocolError` if ``smp.json`` is not readable."""
+    """The owner of `arena` if its process runs, else None. Raises `ProtocolError` if ``smp.json`` cannot be read."""
     owner = read_owner(arena)
     return owner if _running(owner) is not None else None
 
 
 def running_process(arena: Path) -> psutil.Process | None:
-    """The SMP of `arena`, if it runs; None, too, where ``smp.json`` is not readable."""
+    """The process of the SMP of `arena`; None if it does not run, or ``smp.json`` cannot be read."""
     try:
         return _running(read_owner(arena))
     except (ProtocolError, TypeError):
@@ -269,7 +269,7 @@ def running_process(arena: Path) -> psutil.Process | None:
 
 
 def _running(owner: Owner | None) -> psutil.Process | None:
-    """The owner's process, if it is still that process and not one that got its pid."""
+    """The owner's process if it still runs, told by its start time from one that reuses its pid."""
     if owner is None:
         return None
     try:
@@ -281,7 +281,7 @@ def _running(owner: Owner | None) -> psutil.Process | None:
 
 
 def _has_trainers(folder: Path, smps: Sequence[psutil.Process]) -> bool:
-    """Whether another process than the SMPs has files below the folder mapped."""
+    """Whether a process other than the SMPs has files below the folder mapped."""
     needle, others = f"{folder.resolve()}/", {smp.pid for smp in smps}
     for process in psutil.process_iter():
         if process.pid in others:
@@ -290,5 +290,5 @@ def _has_trainers(folder: Path, smps: Sequence[psutil.Process]) -> bool:
             if needle in Path(f"/proc/{process.pid}/maps").read_text():
                 return True
         except (OSError, psutil.Error):
-            continue  # it ended, or it is another user's and cannot use this arena
+            continue  # it ended, or is another user's and cannot use this arena
     return False

@@ -1,7 +1,7 @@
-"""How the starts of a job ended, and whether they go round in a circle. Pure, but for what it reads of an exception.
+"""How the starts of a job ended, and whether they keep failing in the same way. Pure.
 
-Every start is told to all SMPs when its epoch begins, and how it ends for each trainer to the SMP of its node. So the
-next start can be told by any SMP that is left.
+Each start is reported to all SMPs when its epoch begins, and each trainer's end to the SMP of its node. So any SMP that
+is left can tell the next start what happened.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from holdfast.smp_daemon.shared.limits import MAX_FAILURE
 from holdfast.smp_daemon.shared.plain import Address, Count, Identifier
 
 KILLED = "killed"
-"""How a trainer ended that could not say it."""
+"""`TrainerEnd.failure` of a trainer that died before it could report how it ended."""
 
 WELL = ""
-"""How a trainer ended that was done, or was told to stop."""
+"""`TrainerEnd.failure` of a trainer that finished, or was told to stop."""
 
 Failure = Annotated[str, msgspec.Meta(max_length=MAX_FAILURE)]
-"""How a trainer ended, in words."""
+"""Text that describes how a trainer ended."""
 
 _ECHO = re.compile(
     r"\b(gloo|nccl|ucc|mpi)\b|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|another rank|"
@@ -35,25 +35,26 @@ _ECHO = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """How a start ended for one trainer, with `step` steps finished; `failure` is `WELL` or says what happened."""
+    """How a start ended for one trainer, after `step` finished steps; `failure` is `WELL` or says what happened."""
 
     step: Count
     failure: Failure
 
     @property
     def is_echo(self) -> bool:
-        """Whether it only says that another trainer is gone."""
+        """Whether the failure only reports that another trainer is gone."""
         return _ECHO.search(self.failure) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class CrashLoop:
-    """Starts in a row that ended at the same step, in the same way, and came no further.
+    """Consecutive starts that ended at the same step in the same way.
 
     Attributes:
-        times: how many.
-        base: the newest step that any of them went back to.
-        step: where they ended. `failure`: how.
+        times: number of such starts.
+        base: newest step that any of them went back to.
+        step: step at which they ended.
+        failure: how they ended.
     """
 
     times: Count
@@ -68,7 +69,10 @@ class CrashLoop:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """To go back to `snapshot`, whatever is newer, and to what was taken after that: in epoch `since` or later."""
+    """A decision to go back to `snapshot` although newer ones exist.
+
+    `since` is the epoch of the start that decided it. Snapshots of that epoch or later may be used as well.
+    """
 
     snapshot: SnapshotId
     since: Count
@@ -83,12 +87,12 @@ class Start:
     """One start of the job.
 
     Attributes:
-        epoch: that it began.
+        epoch: the epoch that it began.
         base: the step that it went back to; 0 on a cold start.
         before: how the starts before it ended; None if the last one ended well.
-        choice: what it was told to go back to; None: the newest.
-        newcomers: SMPs that the layout of what it went back to does not know. They may hold some of that by now, and
-            nothing else says where they are until a snapshot of this start is protected.
+        choice: the snapshot that it was told to go back to; None: the newest.
+        newcomers: SMPs that are not in the layout of the snapshot that it went back to. They may hold parts of that
+            snapshot by now, and nothing else says where they are until a snapshot of this start is protected.
     """
 
     epoch: Count
@@ -100,29 +104,30 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one SMP knows: the newest start it was told of, and how that ended for trainers here, by coordinate."""
+    """What one SMP knows: the newest start it was told of, and how it ended for this node's trainers, by coordinate."""
 
     start: Start | None = None
     ends: Mapping[Identifier, TrainerEnd] = field(default_factory=dict)
 
     def ended(self, coord: str, end: TrainerEnd) -> Record:
-        """With one trainer's end. What was said first stays."""
+        """A copy with one trainer's end added. The first end reported for a trainer stays."""
         return Record(self.start, {coord: end, **self.ends})
 
     def goes_on(self, coord: str) -> Record:
-        """Without the end of a trainer that was taken for killed, and only had lost its connection."""
+        """A copy without the end of a trainer that was taken for killed but had only lost its connection."""
         ends = {other: end for other, end in self.ends.items() if (other, end.failure) != (coord, KILLED)}
         return Record(self.start, ends)
 
     def protected(self, snapshot: SnapshotId) -> Record:
-        """Now that this snapshot is: if it is of this start, its own layout says where all of it is."""
+        """A copy for when `snapshot` is protected: without `newcomers` if it was taken since this start, as its own
+        layout then says where all of it is."""
         if self.start is None or not self.start.newcomers or snapshot.epoch < self.start.epoch:
             return self
         return Record(replace(self.start, newcomers=()), self.ends)
 
 
 def failure_text(error: BaseException) -> str:
-    """An exception in a line: its type and message. `WELL` for one that only ends the program, as asked."""
+    """An exception in one line: its type and message. `WELL` for one that only ends the program as requested."""
     if isinstance(error, KeyboardInterrupt | GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
         return WELL
     return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_FAILURE]

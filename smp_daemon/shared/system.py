@@ -1,7 +1,7 @@
-"""What holdfast takes from the machine in order to run: threads and what they wait on, the clock, sockets, the files of
-an arena, and processes.
+"""What holdfast uses of the machine: threads and their synchronization, the clock, sockets, the files of an arena, and
+processes.
 
-Whatever needs one of these is given a `System` by who makes it, so that a simulation can hand in another, in which
+Objects that need one of these take a `System` as an argument, so that a simulation can pass another one, in which
 threads take turns in an order of its choice, hours pass in a moment, and arenas and connections are objects in memory.
 """
 
@@ -25,9 +25,9 @@ from holdfast.smp_daemon.shared.uids import is_of_this_user
 
 
 class System:
-    """This machine. What is here behaves as in the modules of the standard library that it is named after.
+    """This machine. Attributes behave like their namesakes in the standard library.
 
-    A subclass replaces all of it: locks, threads and clock must be of one kind.
+    A subclass must replace all of them, since locks, threads and clock have to work together.
     """
 
     Thread = threading.Thread
@@ -52,21 +52,21 @@ class System:
     await_end: Any = staticmethod(await_end)
 
     def credentials(self) -> Credentials:
-        """What this process shows to SMPs, and asks of those who come; see `credentials.current`."""
+        """The credentials that this process shows to SMPs and asks of those that connect; see `credentials.current`."""
         return current()
 
     def created_s(self) -> float:
-        """When this process was made, in seconds since 1970: its number alone may be another's by now."""
+        """When this process started, in seconds since 1970. With the pid it identifies the process: pids are reused."""
         import psutil
 
         return psutil.Process().create_time()
 
     def grpc(self) -> Any:
-        """The module. Trainers, which may fork, never ask for it."""
+        """The module `grpc`. Never called in trainers, which may fork."""
         import grpc
 
         return grpc
 
 
 MACHINE = System()
-"""Stateless, so that one is enough for all."""
+"""The one instance needed, as it has no state."""

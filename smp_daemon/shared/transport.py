@@ -1,7 +1,7 @@
-"""Messages over sockets: a JSON object and, if any, raw bytes. Listening is `smp_daemon.net.listener`.
+"""Messages over sockets: a JSON object and, optionally, raw bytes. `smp_daemon.net.listener` listens for connections.
 
 Frame: magic ``HFST``, length of the JSON (4 bytes), length of the raw bytes (8 bytes), both little endian; then
-the JSON; then the bytes, straight from and into the caller's memory. A reply that carries ``error`` becomes an
+the JSON; then the raw bytes, sent from and received into the caller's memory. A reply that carries ``error`` becomes an
 exception again on the asking side.
 """
 
@@ -40,7 +40,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.uids import peer_of
 
 Message = dict[str, Any]
-"""As it comes; what it must be, `messages` says."""
+"""A message as it arrives; `messages` has its types."""
 
 Outbound = msgspec.Struct | Message
 _FRAME = struct.Struct("<4sIQ")
@@ -54,7 +54,7 @@ class MessageStream(Protocol):
     """One ordered two-way connection. Not thread-safe."""
 
     def send(self, message: Outbound, payload: memoryview | None = None) -> None:
-        """Send a message and, if given, raw bytes. Blocks until handed to the network; may raise as `receive`."""
+        """Send a message and, if given, raw bytes. Blocks until the network has taken them; raises as `receive`."""
         ...
 
     def receive(self) -> tuple[Message, int] | None:
@@ -62,33 +62,35 @@ class MessageStream(Protocol):
 
         Raises:
             DeadlineExceeded: nothing came in time.
-            ProtocolError: what came is no message, or larger than the limits.
+            ProtocolError: the data is not a message, or exceeds the limits.
             SmpUnavailable: the connection broke in the middle.
         """
         ...
 
     def receive_into(self, payload: memoryview) -> int:
-        """Fill `payload` with the raw bytes that follow the last message; their xxh3-64. Raises as `receive`."""
+        """Fill `payload` with the raw bytes after the last message. Returns their xxh3-64; raises as `receive`."""
         ...
 
     def set_deadline(self, seconds: float | None) -> None:
-        """How long each further call may wait for the network."""
+        """Set how long each further call may wait for the network. None: a call may wait for a message for ever."""
         ...
 
     def close(self) -> None:
-        """End the connection; harmless if it is over."""
+        """Close the connection; harmless if it is closed already."""
         ...
 
 
 Patience = Callable[[float], None]
-"""Called once a second with how long a call has waited for the network, in seconds. What it raises ends the wait."""
+"""Called once a second with the seconds that a call has waited for the network. An exception that it raises ends the
+wait."""
 
 
 class SocketStream:
-    """`MessageStream` over a connected TCP or unix socket.
+    """`MessageStream` over a connected TCP or unix socket. `close` may be called from any thread.
 
     Attributes:
-        patience: of calls that send, or wait for a message; None: they wait until the deadline. Not asked over TLS.
+        patience: called while a call sends or waits for a message; None: the deadline alone decides. Not called over
+            TLS.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class SocketStream:
         self._use = _Use(sock, system)
         self._deadline_s = deadline_s
         self.patience: Patience | None = None
-        self._is_plain = type(sock) is socket.socket  # the kernel's alone: not TLS's, nor a simulation's
+        self._is_plain = type(sock) is socket.socket  # neither TLS nor a simulation's
         sock.settimeout(deadline_s)
 
     def send(self, message: Outbound, payload: memoryview | None = None) -> None:
@@ -108,7 +110,7 @@ class SocketStream:
             if not payload:
                 self._send_all(data)
                 return
-            self._send_all(data, socket.MSG_MORE)  # or the other side is woken for these few bytes
+            self._send_all(data, socket.MSG_MORE)  # else these few bytes wake the other side
             self._send_all(payload)
 
     def _send_all(self, data: bytes | memoryview, flags: int = 0) -> None:
@@ -124,7 +126,7 @@ class SocketStream:
                     left = left[self._sock.send(left, flags | socket.MSG_DONTWAIT) :]
 
     def _await(self, event: int) -> None:
-        """Until the socket is ready, as patiently as `patience` says. Raises `TimeoutError` after the deadline."""
+        """Wait until the socket is ready, and call `patience` meanwhile. Raises `TimeoutError` after the deadline."""
         if self.patience is None or not self._is_plain:
             return
         ready, began = select.poll(), self._monotonic()
@@ -142,13 +144,13 @@ class SocketStream:
             first = self._sock.recv_into(head)
             if first == 0:
                 return None
-            if self._deadline_s is None:  # a message may be waited for without end, the rest of one may not
+            if self._deadline_s is None:  # the wait for a message has no limit, but the wait for its rest has
                 self._sock.settimeout(CALL_DEADLINE_S)
             if first < len(head):
                 self._fill(memoryview(head)[first:])
             length, payload = _lengths(head)
             body = bytearray()
-            while len(body) < length:  # takes no more memory than twice what has come
+            while len(body) < length:  # allocates at most twice what has arrived
                 start = len(body)
                 body += bytes(min(length - start, max(start, FIRST_PIECE_BYTES)))
                 self._fill(memoryview(body)[start:])
@@ -178,7 +180,7 @@ class SocketStream:
             if count == 0:
                 raise SmpUnavailable(CUT_OFF)
             buffer = buffer[count:]
-            if buffer and self._monotonic() > limit:  # it comes byte by byte, to keep us waiting
+            if buffer and self._monotonic() > limit:  # the sender trickles bytes to keep us waiting
                 raise TimeoutError
 
     def set_deadline(self, seconds: float | None) -> None:
@@ -191,15 +193,16 @@ class SocketStream:
 
     @property
     def closed(self) -> bool:
-        """Whether this side has closed it."""
+        """Whether this side has closed the connection."""
         return self._use.over
 
 
 class _Use:
-    """Calls under way on a socket that another thread may end.
+    """Counts the calls in progress on a socket, which another thread may end.
 
-    Those are woken at once, and the last of them gives the descriptor back: were it closed before, its number could
-    be another file's by the time a thread on its way into the kernel waits on it, and that thread would wait for ever.
+    `end` wakes these calls at once, and the last of them closes the descriptor. If the descriptor were closed earlier,
+    its number could belong to another file by the time a thread on its way into the kernel waits on it, and that thread
+    would wait for ever.
     """
 
     def __init__(self, sock: socket.socket, system: System) -> None:
@@ -227,8 +230,8 @@ class _Use:
         with self._lock:
             if not self.over:
                 self.over = True
-                with suppress(OSError):  # the other side was faster
-                    self._shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own would pull it from under a call
+                with suppress(OSError):  # the other side has closed it already
+                    self._shutdown(self._sock, socket.SHUT_RDWR)  # `SSLSocket.shutdown` would drop TLS during a call
                 self._release()
 
     def _release(self) -> None:
@@ -237,18 +240,16 @@ class _Use:
 
 
 def frame(message: Outbound, payload: int = 0) -> bytes:
-    """A message as it stands on the wire, before its `payload` raw bytes. Raises `ProtocolError` if it is too long."""
+    """A message encoded for the wire, without its `payload` raw bytes. Raises `ProtocolError` if it is too long."""
     body = pack(message)
     return _FRAME.pack(_MAGIC, len(body), payload) + body
 
 
 def _lengths(head: bytearray) -> tuple[int, int]:
-    """Of the JSON and of the raw bytes, checked. Raises `ProtocolError`."""
+    """The checked lengths of the JSON and of the raw bytes. Raises `ProtocolError`."""
     magic, length, payload = _FRAME.unpack(head)
     if magic == TOKEN_MAGIC:
-        raise ProtocolError(
-            "the other side offers a token, and none is asked for here: set HOLDFAST_TOKEN_FILE on both"
-        )
+        raise ProtocolError("the other side offers a token, but this side has none: set HOLDFAST_TOKEN_FILE on both")
     if magic != _MAGIC:
         raise ProtocolError("this is not a holdfast message")
     if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
@@ -257,7 +258,7 @@ def _lengths(head: bytearray) -> tuple[int, int]:
 
 
 def _mapped(error: OSError) -> HoldfastError:
-    """What a socket raised, as our exception."""
+    """The `HoldfastError` for an error of a socket."""
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("the other side did not answer in time")
     return SmpUnavailable(f"the connection broke: {error}")
@@ -273,11 +274,12 @@ def connect(
     """Connect to a TCP address or a unix socket. Over TCP both sides show their credentials, if this process has any.
 
     Args:
-        job: whose SMP is expected there.
-        source: address of this machine to connect from; empty: whichever the system chooses.
+        job: the job of the SMP that is expected there.
+        source: local address to connect from; empty: the system chooses.
 
     Raises:
-        SmpUnavailable: nobody listens there, or somebody who is not of this job or, on a unix socket, of this user.
+        SmpUnavailable: nothing listens there, the other side has not this job's credentials, or the process behind a
+            unix socket is another user's.
         DeadlineExceeded: no answer within `deadline_s`.
     """
     unix = not isinstance(address, tuple)
@@ -308,7 +310,7 @@ def connect(
 
 
 def _shown_credentials(sock: socket.socket, job: str, credentials: Credentials) -> socket.socket:
-    """The connection, once both sides know each other; `sock` itself if this process has no credentials."""
+    """Exchange credentials, if this process has any. Returns the connection: `sock`, or a TLS socket around it."""
     try:
         if credentials.tls is not None:
             sock = credentials.tls.client.wrap_socket(sock, server_hostname=credentials.tls.name)
@@ -323,14 +325,16 @@ def _shown_credentials(sock: socket.socket, job: str, credentials: Credentials) 
 def _check_server(sock: socket.socket, path: object) -> None:
     pid, uid = peer_of(sock)
     if uid not in (os.getuid(), 0):
-        raise SmpUnavailable(f"{path} is served by process {pid} of user {uid}, which may be anybody's: remove it")
+        raise SmpUnavailable(
+            f"{path} is served by process {pid} of user {uid}, not by this user's SMP: remove the socket"
+        )
 
 
 def call(stream: MessageStream, message: Outbound, payload: memoryview | None = None) -> tuple[Message, int]:
-    """Send a message and wait for its reply: the reply, and how many raw bytes follow it.
+    """Send a message and wait for its reply. Returns the reply and how many raw bytes follow it.
 
-    Whatever is raised before the reply is here, by the handler of a signal for example, ends the connection: the reply
-    would be taken for that of the next call.
+    An exception before the reply has arrived, from a signal handler for example, closes the connection: the next call
+    would take this reply for its own. Only a message that is too long leaves the connection open.
 
     Raises:
         HoldfastError: the error that the other side replied with, or what `MessageStream.receive` raises.
@@ -341,7 +345,7 @@ def call(stream: MessageStream, message: Outbound, payload: memoryview | None = 
         reply = _next_reply(stream)
         outstanding = False
     except ProtocolError:
-        outstanding = False  # the message is too long, and nothing of it was sent; or `_next_reply` has seen to it
+        outstanding = False  # the message is too long and was not sent, or `_next_reply` has closed the connection
         raise
     finally:
         if outstanding:
@@ -351,9 +355,9 @@ def call(stream: MessageStream, message: Outbound, payload: memoryview | None = 
 
 
 def receive_reply(stream: MessageStream) -> tuple[Message, int]:
-    """Wait for the reply to the oldest message that has none yet: the reply, and how many raw bytes follow it.
+    """Wait for the reply to the oldest unanswered message. Returns the reply and how many raw bytes follow it.
 
-    Whatever is raised before it is here ends the connection; see `call`.
+    An exception before it has arrived closes the connection; see `call`.
 
     Raises:
         HoldfastError: the error that the other side replied with, or what `MessageStream.receive` raises.
@@ -375,7 +379,7 @@ def _next_reply(stream: MessageStream) -> tuple[Message, int]:
 
 
 def checked_reply(reply: Message) -> Message:
-    """The same. Raises the error that it carries, if it does."""
+    """Return `reply`, or raise the error that it carries."""
     if "error" in reply:
         raise BY_NAME.get(str(reply["error"]), HoldfastError)(str(reply.get("message")))
     return reply

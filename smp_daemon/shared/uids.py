@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection, as the kernel says it."""
+"""Which user's process is at the other end of a connection, according to the kernel."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from pathlib import Path
 Address = tuple[str, int]
 
 TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-"""Every TCP socket of this network namespace, with the uid of whoever made it. Who closes one is forgotten: its uid is
-then 0, and its inode too."""
+"""Every TCP socket of this network namespace, with the uid of the process that made it. For a closed socket the uid and
+the inode are 0."""
 
 MAPPED = "0000000000000000FFFF0000"
-"""How an IPv4 address begins as one of IPv6; gRPC makes such sockets."""
+"""Prefix of an IPv4 address that is mapped to IPv6; gRPC makes such sockets."""
 
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
 DIAG_UID_OFFSET = 16 + 4 + 48 + 12
-"""In the answer: after ``nlmsghdr`` and the head, id, timer and queues of ``inet_diag_msg``; the inode follows."""
+"""Offset of the uid in the answer: after ``nlmsghdr`` and the head, id, timer and queues of ``inet_diag_msg``. The
+inode follows the uid."""
 
 ASK_DEADLINE_S = 1.0
 SCARCE = (errno.EMFILE, errno.ENFILE)
-"""There is no descriptor left to ask with: that says nothing of who is there."""
+"""Errors that say that no descriptor was left for the query, and nothing about the peer."""
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) at the other end of a unix socket, as it was when that was connected."""
+    """(pid, uid) of the process at the other end of a unix socket, as of when it connected."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(pid), int(uid)
 
 
 def is_of_this_user(sock: socket.socket) -> bool:
-    """Whether a TCP connection comes from this user (or root) or from another machine. Loopback alone keeps nobody of
-    this machine out.
+    """Whether a TCP connection comes from this user (or root) or from another machine.
+
+    Listening on loopback alone does not keep other users of this machine out.
     """
     return may_come(sock.getpeername()[:2], sock.getsockname()[:2])
 
 
 def may_come(peer: Address, ours: Address) -> bool:
-    """As `is_of_this_user`, of the connection from `peer` to `ours`."""
+    """`is_of_this_user` for the connection from `peer` to `ours`."""
     if not ipaddress.ip_address(peer[0]).is_loopback:
         return True
     return uid_of(peer, ours) in (os.getuid(), 0)
 
 
 def uid_of(peer: Address, ours: Address) -> int | None:
-    """Who made the socket at `peer`, an IPv4 address of this machine, that is connected to `ours`; its host may be
-    ``0.0.0.0`` where it is not known.
+    """The uid of the process that made the socket at `peer`, an IPv4 address of this machine, connected to `ours`.
 
-    None if it is closed, or the kernel does not tell: nobody must be let in then. Raises `OSError` if there is no
-    descriptor left to ask with.
+    The host of `ours` may be ``0.0.0.0`` if it is not known. None if the socket is closed, or the kernel does not tell:
+    the caller must then refuse the connection. Raises `OSError` if no descriptor is left for the query.
     """
     host = peer[0] if ours[0] == "0.0.0.0" else ours[0]
     uid = _asked(peer, (host, ours[1]))
@@ -61,7 +62,7 @@ def uid_of(peer: Address, ours: Address) -> int | None:
 
 
 def _asked(peer: Address, ours: Address) -> int | None:
-    """As the kernel answers for this one connection, where it can (``sock_diag(7)``)."""
+    """The uid from a kernel query for this one connection (``sock_diag(7)``), or None."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG) as asked:
             asked.settimeout(ASK_DEADLINE_S)
@@ -82,7 +83,7 @@ def _asked(peer: Address, ours: Address) -> int | None:
 
 
 def _looked_up(peer: Address, port: int) -> int | None:
-    """As it stands in the table of all connections, which takes the kernel milliseconds to write."""
+    """The uid from the table of all connections, or None. The kernel takes milliseconds to write that table."""
     local = f"{struct.unpack('=I', socket.inet_aton(peer[0]))[0]:08X}:{peer[1]:04X}"
     # Local and remote address, four fields, uid, timeout, inode.
     wanted = re.compile(rf" (?:{MAPPED})?{local} [0-9A-F]+:{port:04X} (?:\S+ +){{4}}(\d+) +\d+ [1-9]")

@@ -1,11 +1,11 @@
-"""Which versions of holdfast may meet. docs/upgrades.md is for operators; here is what the code goes by.
+"""Which versions of holdfast can work together. docs/upgrades.md is for operators; this is the rule in the code.
 
-A trainer, an SMP and its peers each speak a range of protocols, and say which: a trainer in its `Hello`, whoever asks
-an SMP in every request. They may meet if the ranges have one in common. Fields that have defaults may be added within a
-protocol: who does not know one passes over it. Whatever else changes in what is said, or in what a trainer and an SMP
-have mapped in common, is a new one.
+Each process speaks a range of protocols, and says which: a trainer in its `Hello`, peers and commands in every request
+to an SMP. Two processes can work together if their ranges overlap. Fields with defaults may be added within a protocol,
+as a receiver ignores fields that it does not know. Any other change to the messages, or to the memory that a trainer
+and an SMP share, needs a new protocol.
 
-What lies in an arena has a number of its own: an SMP takes over what it can read, and nothing else.
+The files in an arena have a format number of their own. An SMP takes over an arena only if it reads that format.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from holdfast.smp_daemon.shared.errors import VersionMismatch
 RELEASE = version("holdfast-train")
 
 PROTOCOL_VERSION = 4
-"""The newest that is spoken here."""
+"""The newest protocol that this version speaks."""
 
 OLDEST_PROTOCOL = 4
-"""The oldest that is understood here: that of the release before this one, so that a job can be upgraded node by node.
-The first release knows nothing of ranges: one that does not understand 4 must begin its frames with another magic."""
+"""The oldest protocol that this version speaks: that of the release before, so that a job can be upgraded node by node.
+The first release does not know ranges, so a version without protocol 4 must begin its frames with another magic."""
 
 ARENA_FORMAT = 1
-"""Of what lies in an arena: records, layouts, slots and the board."""
+"""Format of the files in an arena: records, layouts, slots and the board."""
 
 FIRST_FORMAT = 1
-"""Of an arena that does not say."""
+"""Format of an arena whose `node.json` names none."""
 
 UNSAID = (4, 4)
-"""What is spoken by whoever says nothing of it, as the first release does."""
+"""Protocols of a sender that names none, such as the first release."""
 
 Range = tuple[int, int]
 
 
 def spoken() -> Range:
-    """(oldest, newest) of this process."""
+    """The oldest and the newest protocol that this process speaks."""
     return OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 
 def check_range(who: str, said: Range, release: str = "") -> None:
-    """Whether this process and `who` may talk. Raises `VersionMismatch`."""
+    """Raises `VersionMismatch` unless this process and `who`, which speaks `said`, have a protocol in common."""
     oldest, newest = spoken()
     if said[0] <= newest and oldest <= said[1]:
         return
     theirs = f"holdfast {release}" if release else "another version of holdfast"
     older = "older" if said[1] < oldest else "newer"
     raise VersionMismatch(
-        f"{who} is of {theirs} and speaks {_text(said)}; it met holdfast {RELEASE}, which speaks "
-        f"{_text((oldest, newest))}. It is {older} by more than one release: install the same on both "
+        f"{who} runs {theirs}, which speaks {_text(said)}; the other side runs holdfast {RELEASE}, which speaks "
+        f"{_text((oldest, newest))}. The first is {older} by more than one release: install the same version on both "
         "(docs/upgrades.md)"
     )
 

@@ -1,3 +1,3 @@
-"""Whether trainers live."""
+"""Watches whether trainers are alive."""
 
 __all__ = ["liveness", "on_hang", "watchdog"]

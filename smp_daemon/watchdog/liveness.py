@@ -1,6 +1,6 @@
-"""Is it alive? What is judged from a trainer's heartbeats and a peer's lease, and by when. Pure.
+"""Judges whether a trainer is alive by its heartbeats, and a peer by its lease, and sets the deadlines. Pure.
 
-A trainer's heartbeat is a word of the board that changes (`shared.board`); `watchdog.watchdog` notices when.
+A trainer's heartbeat is a change of a word of the board (`shared.board`); `watchdog.watchdog` watches for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from holdfast.smp_daemon.shared.quantities import parse_time
 DEADLINES = "--deadlines (HOLDFAST_DEADLINES)"
 
 LATE_AT = 0.5
-"""What has taken more than this fraction of its deadline is late."""
+"""Fraction of a deadline after which a trainer or a peer is late."""
 
 
 class Health(StrEnum):
-    """Of a trainer or a peer, the best first."""
+    """The health of a trainer or a peer, from best to worst."""
 
     ALIVE = "alive"
     LATE = "late"
@@ -34,10 +34,11 @@ class Deadlines:
     """How long a trainer may be quiet in each phase, in seconds; 0: for ever.
 
     Attributes:
-        start: from connecting to the end of the first step: building, compiling.
-        restore: from the call until the state is back.
-        step: between two forwards or optimizer steps; or `factor` times the median step, if that is longer.
-        copy: from the end of a step until its snapshot is sealed.
+        start: from connecting to the end of the first step, which includes building and compiling the model.
+        restore: from the call to restore until the state is loaded.
+        step: between two forwards or optimizer steps.
+        copy: from the start of a snapshot's copy until the snapshot is sealed.
+        factor: a step may also take `factor` times the median step, if that is longer than `step`.
     """
 
     start: float = 900.0
@@ -47,7 +48,8 @@ class Deadlines:
     factor: float = 10.0
 
     def of(self, phase: str, step_s: float | None) -> float:
-        """Of one phase, where the median step takes `step_s`, if that is known. Who says goodbye may take its time."""
+        """The deadline of a phase. `step_s`: duration of the median step, if known. A trainer that has said goodbye has
+        no deadline."""
         if phase == "gone":
             return 0.0
         if phase == "step" and self.step and step_s is not None:
@@ -56,18 +58,18 @@ class Deadlines:
 
     @property
     def shortest(self) -> float:
-        """Of all that there are; 0: there is none."""
+        """The shortest deadline; 0 if there is none."""
         return min((s for s in (self.start, self.restore, self.step, self.copy) if s), default=0.0)
 
 
 def parse_deadlines(text: str) -> Deadlines:
-    """From ``"step=2min,copy=5min"``; what is not named is as it is by default. Raises `ConfigError`."""
+    """Parse deadlines such as ``"step=2min,copy=5min"``; the others keep their defaults. Raises `ConfigError`."""
     known = {field.name for field in fields(Deadlines)}
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
         if name not in known:
-            raise ConfigError(f"{DEADLINES}: {part!r}: say NAME=TIME, with the names {', '.join(sorted(known))}")
+            raise ConfigError(f"{DEADLINES}: {part!r}: use NAME=TIME, where NAME is one of {', '.join(sorted(known))}")
         found[name] = _factor(value) if name == "factor" else parse_time(value, f"{DEADLINES}: {name}")
     return Deadlines(**found)
 
@@ -78,19 +80,19 @@ def _factor(text: str) -> float:
     except ValueError:
         factor = -1.0
     if not 0 <= factor <= 1e9:
-        raise ConfigError(f"{DEADLINES}: factor: {text!r} is no factor: say by how much of a step, such as 10")
+        raise ConfigError(f"{DEADLINES}: factor: {text!r} is not a factor: use a number of median steps, such as 10")
     return factor
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What is seen of a trainer.
+    """Observations of a trainer.
 
     Attributes:
-        phase: where its training thread is.
-        quiet_s: since that thread was last heard of.
-        copying_s: how long a snapshot has been copied and sealed; None: none is.
-        ended: its process is gone.
+        phase: what its training thread is doing.
+        quiet_s: time since that thread's last heartbeat.
+        copying_s: how long the current snapshot has been copied and sealed so far; None: there is none.
+        ended: whether its process has ended.
     """
 
     phase: TrainerPhase
@@ -101,7 +103,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HealthVerdict:
-    """How a trainer is: in which phase it has been quiet for how long, and how long it may be; 0: for ever."""
+    """The health of a trainer, its phase, how long it has been quiet, and how long it may be (0: for ever)."""
 
     health: Health
     phase: str
@@ -110,7 +112,7 @@ class HealthVerdict:
 
 
 def judge(heartbeat: Heartbeat, deadlines: Deadlines, step_s: float | None) -> HealthVerdict:
-    """How a trainer is whose median step takes `step_s`, if that is known. The worst of its threads counts."""
+    """Judge a trainer by the worse of its threads. `step_s`: duration of its median step, if known."""
     main = heartbeat.phase.name.lower()
     verdict = _verdict(main, heartbeat.quiet_s, deadlines.of(main, step_s))
     if heartbeat.ended:
@@ -124,14 +126,14 @@ def judge(heartbeat: Heartbeat, deadlines: Deadlines, step_s: float | None) -> H
 
 
 def judge_lease(age_s: float, lease_s: float) -> Health:
-    """How a peer is that was last heard of `age_s` ago and is given up after `lease_s`; 0: it never is."""
+    """Judge a peer that was last heard from `age_s` ago and is given up after `lease_s`; 0: it never is."""
     if not lease_s or age_s <= LATE_AT * lease_s:
         return Health.ALIVE
     return Health.LATE if age_s <= lease_s else Health.DEAD
 
 
 def median_step(durations_s: Sequence[float]) -> float | None:
-    """Of the steps that were seen; None until there are some."""
+    """The median duration of the steps seen so far; None if there are none."""
     return median(durations_s) if durations_s else None
 
 
@@ -149,7 +151,7 @@ _DOING = {
     "copy": "while step {step:,} was copied",
     "gone": "after it had said goodbye",
 }
-"""What a trainer in each phase was about, in words."""
+"""What a trainer was doing in each phase, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class WatchedTrainer:
     """One trainer, as its node's SMP sees it.
 
     Attributes:
-        step: the last that it has finished.
+        step: the last step that it has finished.
         health, phase, quiet_s, deadline_s: see `HealthVerdict`.
     """
 

@@ -1,4 +1,4 @@
-"""What the user wants done when a trainer hangs: a command, once per hang, that holds nothing up."""
+"""Runs the user's command when a trainer hangs, once per hang, without blocking the SMP."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class OnHang:
     """Runs a shell command for each hang, in a thread and a session of its own."""
 
     def __init__(self, command: str, job: str, node: str, deadline_s: float = 60.0) -> None:
-        """`deadline_s`: after that it is killed, with all that it started in its session's process group."""
+        """`deadline_s`: timeout after which the command is killed, with its whole process group."""
         self._command = command
         self._names = {"HOLDFAST_JOB": job, "HOLDFAST_NODE": node}
         self._deadline_s = deadline_s
 
     def run(self, trainer: WatchedTrainer) -> None:
-        """Returns at once."""
+        """Run the command for a hang of `trainer`. Returns at once."""
         threading.Thread(target=self._run, args=(trainer,), name="on-hang", daemon=True).start()
 
     def _guard(self) -> list[str]:
-        """What ends the command in time even if the SMP is killed meanwhile, where there is such a thing."""
+        """A prefix that kills the command in time even if the SMP dies first; empty where there is no ``timeout``."""
         timeout = shutil.which("timeout")
         return [timeout, "-s", "KILL", f"{self._deadline_s + 1:.0f}"] if timeout else []
 

@@ -1,7 +1,7 @@
-"""The trainers of this node: who is here, who has died, who hangs. The thin shell around `watchdog.liveness`.
+"""Watches the trainers of this node: which are connected, have died, or hang. A thin shell around `watchdog.liveness`.
 
-The end of a process is learned from its pidfd, and at once. A hang is seen in the heartbeats on the board, which cost
-the trainer a store to memory. Only the SMP's own clock counts.
+A pidfd reports the end of a process at once. Heartbeats on the board, which cost the trainer a store to memory, show
+hangs. All times are by the SMP's own clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ log = get_log(__name__)
 
 @dataclass(slots=True)
 class _Watched:
-    """One trainer. `pidfd` is -1 where its process cannot be seen, as from another pid namespace."""
+    """One trainer. Guarded by the watchdog's lock. `pidfd` is -1 if its process cannot be watched, as from another pid
+    namespace."""
 
     pid: int
     coord: str
@@ -46,13 +47,13 @@ class _Watched:
     ended: bool = False
     health: Health = Health.ALIVE
     joined: bool = False
-    """Whether it has joined an epoch; until then it may be on its way into a new start."""
+    """Whether it has joined an epoch; until then it may be about to join a new start."""
     connected: bool = False
-    """Whether its connection is still to end, and with it, how far it came is still to be noted."""
+    """Whether its connection has not ended yet; how it ended is noted only then."""
 
 
 class Watchdog:
-    """Thread-safe. Nothing is watched until `start`."""
+    """Watches this node's trainers. Thread-safe. Nothing is watched until `start`."""
 
     def __init__(
         self,
@@ -68,10 +69,10 @@ class Watchdog:
         self._deadlines = deadlines
         self._on_hang = on_hang
         self._on_death = on_death
-        # Guards which trainers and connections there are, and what was read of them. Threads of connections and the
-        # watching thread take it, for moments, and take no other lock under it but that of a log: connections are hung
-        # up, and `on_death`, `on_hang` and `note_end` called, without it. `_changed` is notified when somebody may have
-        # left.
+        # Guards `_seen`, with the trainers in it, and `_callers`. Threads of connections and the watching thread hold
+        # it for moments, and take no lock under it except those of loggers. They close connections, and call
+        # `on_death`, `on_hang` and `note_end`, without it. `_changed` is notified when a trainer may have left.
+        # `_closed`, `_watching` and `_stirred` are set once each, without the lock.
         self._lock = system.Lock()
         self._changed = system.Condition(self._lock)
         self._seen: dict[str, _Watched] = {}
@@ -81,30 +82,30 @@ class Watchdog:
         self._stirred = -1
 
     def start(self) -> None:
-        """Watch, in a thread of its own until `close`."""
+        """Watch in a separate thread until `close`."""
         self._stirred = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watching = True
         self._system.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Have the thread stop watching. Returns at once."""
         self._closed = True
         self._stir()
 
-    # ------------------------------------------------------------------ who comes and goes
+    # ------------------------------------------------------------------ trainers come and go
 
     def attend(self, pid: int, coord: str, hang_up: Callable[[], None] | None = None) -> int | None:
-        """A trainer is here. The row of the board of its heartbeat; None: there are more than rows.
+        """Start to watch a trainer. Returns its row of the board for heartbeats; None if all rows are taken.
 
         Args:
-            hang_up: of its connection, as for `connected`.
+            hang_up: closes its connection, as for `connected`.
         """
         with self._lock:
             before = self._seen.get(coord)
             taken = {seen.row for seen in self._seen.values()}
             row = before.row if before else next((row for row in range(HEARTBEAT_ROWS) if row not in taken), None)
             if row is None:
-                log.warning("more than %d trainers: nobody watches over %s", HEARTBEAT_ROWS, coord)
+                log.warning("more than %d trainers on this node: %s is not watched for hangs", HEARTBEAT_ROWS, coord)
                 return None
             if before is not None:
                 _close(before)
@@ -118,19 +119,20 @@ class Watchdog:
         return row
 
     def joined(self, pid: int, coord: str) -> None:
-        """That trainer has joined an epoch: it takes part in a start of the job."""
+        """Note that a trainer has joined an epoch, so it takes part in a start of the job."""
         with self._lock:
             seen = self._seen.get(coord)
             if seen is not None and seen.pid == pid:
                 seen.joined = True
 
     def await_room(self, pid: int, deadline_s: float) -> WatchedTrainer | None:
-        """Block until no other process is at work for the job, and how far those came that have ended is noted; at most
-        `deadline_s`. One that is still at work, or None.
+        """Block until no other process is at work for the job and the ends of all that have ended are noted, at most
+        `deadline_s`. Returns a trainer that is still at work, or None.
 
-        That is a process that has joined an epoch, runs, and was heard of within its deadline: not one that is
-        stopped, hangs, or is ending, and none that is here anew, as all that survive a start are before the next one
-        joins. Those that cannot be seen from here, as in another pid namespace, do not count.
+        A process is at work if it has joined an epoch, runs, and has sent a heartbeat within its deadline. A process
+        that is stopped, hangs or is ending does not count. Nor does one that has connected again and not joined yet, as
+        all survivors of a start do before the next start. Nor does one that cannot be watched, as in another pid
+        namespace.
         """
         limit = self._system.monotonic() + deadline_s
         with self._lock:
@@ -141,7 +143,7 @@ class Watchdog:
                 left = limit - self._system.monotonic()
                 if left <= 0:
                     return other
-                self._changed.wait(min(left, LOOK_AGAIN_S))  # that a process is stopped, or is ending, no event tells
+                self._changed.wait(min(left, LOOK_AGAIN_S))  # no event reports that a process stops or is ending
         return None
 
     def _other_at_work(self, pid: int) -> WatchedTrainer | None:
@@ -161,20 +163,20 @@ class Watchdog:
         return None
 
     def _somebody_to_note(self) -> bool:
-        """Whether a process has ended whose connection has not: its thread here is only about to find out."""
+        """Whether a process has ended but its connection has not: the connection's thread has yet to find out."""
         return any(seen.connected and seen.pidfd >= 0 and await_end(seen.pidfd, 0) for seen in self._seen.values())
 
     def connected(self, pid: int, hang_up: Callable[[], None]) -> None:
-        """A process has a connection, which is to be ended with it: a child of its may keep the socket open."""
+        """Register a connection of a process, to be closed when the process ends: a child may keep the socket open."""
         with self._lock:
             self._callers.setdefault(pid, []).append(hang_up)
 
     def left(self, pid: int, hang_up: Callable[[], None], coord: str | None, note_end: Callable[[int], None]) -> None:
-        """A connection has ended, that of the trainer `coord`, if it is one's.
+        """Note that a connection has ended. `coord`: its trainer, if it is the connection of one.
 
         Args:
-            note_end: called with how many steps the trainer had finished, if it went away without a word. A new start
-                waits until it has returned.
+            note_end: called with the number of steps that the trainer had finished, if it left without saying goodbye.
+                A new start waits until it has returned.
         """
         with self._lock:
             mine = self._callers.get(pid, [])
@@ -184,7 +186,7 @@ class Watchdog:
                 self._callers.pop(pid, None)
             seen = self._seen.get(coord) if coord is not None else None
             if seen is None or seen.pid != pid or seen.hang_up != hang_up:
-                return  # it has connected anew meanwhile
+                return  # the trainer has connected again
             gone = self._board().phase(seen.row) is TrainerPhase.GONE
             step = self._board().heartbeats(seen.row)[1]
         try:
@@ -200,12 +202,12 @@ class Watchdog:
                 _close(seen)
                 del self._seen[seen.coord]
             elif seen.pidfd < 0:
-                seen.ended = True  # else the process itself will tell
+                seen.ended = True  # a pidfd would report the end itself
             self._changed.notify_all()
         self._stir()
 
     def trainers(self) -> list[WatchedTrainer]:
-        """How they are, by coordinate. Those that have died stay until they are back, or the SMP ends."""
+        """The state of all trainers, sorted by coordinate. Dead ones stay until they are back, or the SMP ends."""
         now = self._system.monotonic()
         with self._lock:
             return [self._report(seen, now) for _, seen in sorted(self._seen.items())]
@@ -224,7 +226,7 @@ class Watchdog:
             for fd, events in poll.poll(interval_s * 1000):
                 if fd == self._stirred:
                     os.eventfd_read(fd)
-                elif not events & select.POLLNVAL:  # else it was closed meanwhile
+                elif not events & select.POLLNVAL:  # else the pidfd was closed meanwhile
                     self._has_ended(watched[fd])
             self._look()
 
@@ -242,7 +244,7 @@ class Watchdog:
             hang_up()
 
     def _look(self) -> None:
-        """Read every heartbeat; log, once, what became of whom."""
+        """Read all heartbeats, and log each change of a trainer's health once."""
         now = self._system.monotonic()
         news = []
         with self._lock:

@@ -87,7 +87,7 @@ def test_messages_without_a_token_are_not_read(guarded: Guarded) -> None:
         heard = b""
         while more := sock.recv(1 << 16):
             heard += more
-    assert b"this SMP asks for a token" in heard and b"node0" not in heard
+    assert b"this SMP requires a token" in heard and b"node0" not in heard
 
 
 class Overheard:
@@ -172,7 +172,7 @@ def test_odd_handshakes_end(guarded: Guarded, hello: bytes) -> None:
         heard = b""
         while more := sock.recv(1 << 16):
             heard += more
-    assert len(heard) in (0, HELLO_BYTES) or b"this SMP asks for a token" in heard
+    assert len(heard) in (0, HELLO_BYTES) or b"this SMP requires a token" in heard
 
 
 @pytest.mark.parametrize("sign", [b"", bytes(104), bytes(103), bytes(4096), b"\x17" * 104])
