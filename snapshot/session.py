@@ -305,7 +305,7 @@ class Session:
             self._be_sure(self._unheard)
         if not self.position.declared:
             self._end_step()
-            self.capture.mark(buffers=self._beginning.blind)
+            self.capture.mark(blind=self._beginning.blind)
 
     def on_forward(self, number: int, given: Any) -> None:
         """A module runs forward, in training mode and with gradients. This begins the step unless the loop says

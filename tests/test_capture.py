@@ -1,8 +1,9 @@
-"""What is taken when a step begins, and that nothing that happens afterwards gets into it."""
+"""What is taken when a step begins; nothing that happens afterwards may get into it."""
 
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import random
 import weakref
@@ -21,7 +22,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
-from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.copy.witness import StateChanged
@@ -39,7 +40,7 @@ SLOTS = 3
 
 
 class Slots:
-    """Stands in for an SMP: hands out its slots in turn."""
+    """Stands in for an SMP; hands out its slots in turn."""
 
     def __init__(self) -> None:
         self.connection = 1
@@ -64,7 +65,7 @@ class Slots:
 
 
 class Noting(CpuEngine):
-    """Notes what is copied, and whether the live state might be changed by then."""
+    """Records what is copied, and whether the live state may have changed by then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Noting(CpuEngine):
 
 
 class Rig:
-    """A toy's state, its capture, and a copy thread."""
+    """The state of a toy, its capture, and a copy thread."""
 
     def __init__(self, adapter: Toy) -> None:
         self.adapter = adapter
@@ -104,26 +105,26 @@ class Rig:
         self.slots.reserve(self.form.total_bytes)
 
     def begin(self, *, declared: bool = True) -> CopyJob:
-        """The next step begins."""
+        """Begin the next step."""
         self._step += 1
         self.capture.mark()
         return self.begin_marked(declared=declared)
 
     def begin_marked(self, *, declared: bool = True, marked: bool = False) -> CopyJob:
-        """The same, when `mark` was called."""
+        """The same, after `mark` has been called."""
         snapshot = SnapshotId(self._epoch, self._step)
         self.engine.job = job = self.capture.begin(snapshot, (), None, declared=declared, marked=marked)
         return job
 
     def end(self, job: CopyJob) -> Held:
-        """Copy and seal it; what stands in its slot then."""
+        """Copy and seal the snapshot; return the contents of its slot."""
         self.run(job)
         job.check()
         assert self.slots.sealed[-1] == job.snapshot
         return Held(self.slots.given[job.snapshot], job.snapshot)
 
     def fail(self, job: CopyJob) -> HoldfastError:
-        """As `end`, for one that is given up; why it was."""
+        """Like `end` for a snapshot that is given up; return the error."""
         self.run(job)
         assert job.error is not None
         assert job.snapshot not in self.slots.sealed
@@ -142,7 +143,7 @@ class Rig:
         return tensor
 
     def exchange(self, name: str, tensor: torch.Tensor) -> None:
-        """Another tensor takes the place of the one called `name`."""
+        """Put another tensor in the place of the one called `name`."""
         for i, item in enumerate(self.adapter.live):
             if item.name == name:
                 self.adapter.live[i] = LiveTensor(name, tensor, item.change)
@@ -150,7 +151,7 @@ class Rig:
 
 @dataclass(frozen=True)
 class Held:
-    """A slot, as a restore reads it."""
+    """A slot, read as a restore reads it."""
 
     slot: memoryview
     snapshot: SnapshotId
@@ -169,7 +170,7 @@ class Held:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """A toy that is laid out, with a tensor of each kind: ``model.weight``, ``model.mean``, ``model.base``."""
+    """A toy with a layout, and a tensor of each kind: ``model.weight``, ``model.mean``, ``model.base``."""
     made = Rig(toy())
     made.plan()
     yield made
@@ -285,7 +286,7 @@ def test_the_record_says_where_the_loop_is_as_the_step_begins(rig: Rig) -> None:
 
 @pytest.fixture
 def drawing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """Whose early values are the random generators, as they are."""
+    """A rig whose early values are the current random generators."""
     monkeypatch.setattr(rig.adapter, "early", lambda: {"rng": rng.capture()})
     rig.capture.plan(SnapshotId(1, 1))
     return rig
@@ -365,7 +366,7 @@ def test_live_tensors_are_read_before_they_may_change_and_copies_after(rig: Rig)
 def test_the_state_is_marked_when_all_copies_of_the_boundary_are_made(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a device may read the copies before it has made them."""
+    """Otherwise a device may read the copies before it has made them."""
     order: list[str] = []
     take = Staging.take
 
@@ -427,7 +428,7 @@ def test_a_tensor_without_room_is_named(rig: Rig) -> None:
 
 @pytest.mark.parametrize("tree", ["early", "late"])
 def test_a_value_that_cannot_be_kept_is_named_as_the_step_begins(rig: Rig, tree: str) -> None:
-    """Not when the boundary is marked, of which nobody hears."""
+    """Not when the boundary is marked, since nobody would learn of it."""
     values: dict[str, Any] = getattr(rig.adapter, f"{tree}_tree")
     values["handle"] = object()
     with pytest.raises(StateMismatch, match=rf"{tree}\.handle is a builtins\.object"):
@@ -465,7 +466,7 @@ def test_a_tensor_whose_data_is_elsewhere_is_followed(rig: Rig) -> None:
 
 
 def elsewhere(tensor: torch.Tensor, value: float) -> None:
-    """Give it other memory, and what was freed to somebody else."""
+    """Move `tensor` to new memory, and have its old memory allocated to others."""
     tensor.data = torch.full_like(tensor, value)
     gc.collect()
     for _ in range(20):
@@ -476,7 +477,7 @@ BIG = 1 << 20
 
 
 def test_data_that_is_exchanged_while_it_is_copied_is_copied_as_it_was(rig: Rig) -> None:
-    """Memory that was read from as it was freed would have ended the process."""
+    """If the memory were freed while it is read, the process would crash."""
     for step in range(5):
         rig.exchange("model.base", torch.full((BIG,), float(step)))
         rig.plan()
@@ -516,7 +517,7 @@ def test_a_tensor_that_is_transposed_in_its_memory_is_named(rig: Rig, when: str)
 
 
 def test_a_square_that_is_transposed_through_data_is_named(rig: Rig) -> None:
-    """No version tells of it, nor does its shape."""
+    """Neither its version nor its shape shows the change."""
     rig.exchange("model.weight", torch.arange(9.0).view(3, 3))
     rig.plan()
     rig.take()
@@ -532,14 +533,14 @@ def memory_of(tensor: torch.Tensor) -> weakref.ref[Any]:
 
 
 def test_memory_that_moves_with_each_step_is_not_held_once_it_is_copied(rig: Rig) -> None:
-    """Else so many snapshots as are under way would keep as many generations of the state."""
+    """Otherwise, with several snapshots pending, as many generations of the state would be kept."""
     jobs, memory = [], []
     for step in range(10):
         for name in ("model.weight", "model.base"):
             rig.live(name).data = torch.full_like(rig.live(name), step)
         memory += [memory_of(rig.live(name)) for name in ("model.weight", "model.base")]
         job = rig.begin()
-        jobs.append(job)  # as the hook does until it knows what became of it
+        jobs.append(job)  # as the hook does until it knows the outcome
         assert rig.end(job)["model.base"] == [step, step]
         assert job.fence(DEADLINE_S, DEADLINE_S)
         rig.capture.let_go()
@@ -574,7 +575,7 @@ def write_through_data(tensor: torch.Tensor) -> None:
 def test_what_changes_while_it_is_copied_ends_the_snapshot_and_is_copied_at_once_from_then_on(
     rig: Rig, write: Callable[[torch.Tensor], None], name: str
 ) -> None:
-    """Whatever it is: frozen tensors are no exception."""
+    """This holds for every tensor, even a frozen one."""
     rig.take()
     rig.engine.after_copy = lambda: write(rig.live(name))
     error = rig.fail(rig.begin())
@@ -622,7 +623,7 @@ def test_what_changes_once_it_is_copied_is_of_the_next_snapshot(rig: Rig) -> Non
 
 
 def nothing(rig: Rig) -> None:
-    """Only time goes by."""
+    """Only time passes."""
 
 
 def step_the_schedule(rig: Rig) -> None:
@@ -683,11 +684,11 @@ def test_what_changes_since_the_step_seemed_to_begin_is_told_from_what_a_forward
     assert rig.capture.changed(job) == found
 
 
-# ------------------------------------------------------------------ buffers where nobody says when forward runs
+# ------------------------------------------------------------------ buffers in loops that do not say when forward runs
 
 
 def test_buffers_that_were_marked_are_those_of_the_boundary(rig: Rig) -> None:
-    rig.capture.mark(buffers=True)
+    rig.capture.mark(blind=True)
     rig.live("model.mean").fill_(9)
     assert rig.end(rig.begin_marked(marked=True))["model.mean"] == [1, 1, 1]
 
@@ -699,10 +700,70 @@ def test_buffers_that_nobody_marked_cannot_be_had_once_forward_has_run(rig: Rig)
 
 
 def test_buffers_that_were_marked_are_used_once(rig: Rig) -> None:
-    rig.capture.mark(buffers=True)
+    rig.capture.mark(blind=True)
     rig.end(rig.begin_marked(marked=True))
     rig.capture.mark()
     with pytest.raises(LayoutChanged):
+        rig.begin_marked(marked=True)
+
+
+@pytest.fixture
+def averaging(rig: Rig) -> Rig:
+    """A rig that also has tracked state: a tensor that may change at any time, and a plain value."""
+    rig.adapter.live.append(LiveTensor("tracked.average.w", torch.tensor([1.0, math.nan]), Change.ANY))
+    rig.adapter.late_tree["tracked"] = {"seen": 1}
+    rig.plan()
+    return rig
+
+
+def average_in_place(rig: Rig) -> None:
+    rig.live("tracked.average.w").add_(1)
+
+
+def average_by_data(rig: Rig) -> None:
+    rig.live("tracked.average.w").data[0] = 2
+
+
+def average_anew(rig: Rig) -> None:
+    rig.exchange("tracked.average.w", torch.tensor([2.0, math.nan]))
+
+
+def count_on(rig: Rig) -> None:
+    rig.adapter.late_tree["tracked"] = {"seen": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (average_in_place, "tracked.average.w"),
+        (average_by_data, "tracked.average.w"),
+        (average_anew, "tracked.average.w"),
+        (count_on, "tracked"),
+    ],
+)
+def test_tracked_state_that_an_unseen_forward_may_have_changed_is_named(
+    averaging: Rig, change: Callable[[Rig], None], name: str
+) -> None:
+    averaging.capture.mark(blind=True)
+    change(averaging)
+    with pytest.raises(GivenUp, match=rf"^{name} changed after optim.step\(\), and no forward was seen"):
+        averaging.begin_marked(marked=True)
+
+
+def test_tracked_state_that_stays_is_captured_though_forward_is_unseen(averaging: Rig) -> None:
+    averaging.capture.mark(blind=True)
+    averaging.live("model.mean").fill_(9)
+    held = averaging.end(averaging.begin_marked(marked=True))
+    assert held["model.mean"] == [1, 1, 1]
+    assert held["tracked.average.w"][0] == 1
+
+
+def test_tracked_values_that_nobody_marked_are_not_captured_once_forward_has_run(rig: Rig) -> None:
+    del rig.adapter.live[1]
+    rig.adapter.late_tree["tracked"] = {"seen": 1}
+    rig.plan()
+    rig.capture.mark()
+    with pytest.raises(LayoutChanged, match="forward ran unseen"):
         rig.begin_marked(marked=True)
 
 
@@ -710,7 +771,7 @@ def test_buffers_are_marked_though_memory_moves_with_each_step(rig: Rig) -> None
     for step in range(5):
         for item in rig.adapter.live:
             item.tensor.data = torch.full_like(item.tensor, step)
-        rig.capture.mark(buffers=True)
+        rig.capture.mark(blind=True)
         job = rig.begin_marked(marked=True)
         assert rig.end(job)["model.mean"] == [step] * 3
         assert job.fence(DEADLINE_S, DEADLINE_S)
@@ -728,14 +789,14 @@ def test_marking_again_and_again_takes_memory_once(rig: Rig) -> None:
     places = set()
     for value in range(10):
         rig.live("model.mean").fill_(value)
-        rig.capture.mark(buffers=True)
+        rig.capture.mark(blind=True)
         job = rig.begin_marked(marked=True)
         places.add(job.ready[0].tensor.data_ptr())
         assert rig.end(job)["model.mean"] == [value] * 3
     assert len(places) <= 2
 
 
-# ------------------------------------------------------------------ memory that is used again
+# ------------------------------------------------------------------ memory that is reused
 
 
 def test_no_more_than_two_copies_are_ever_made(rig: Rig) -> None:
@@ -766,7 +827,7 @@ def test_nothing_to_copy_takes_no_memory() -> None:
 
 
 def test_copies_of_an_older_layout_are_not_used_for_a_newer_one(rig: Rig) -> None:
-    """A snapshot may still be sealed while the next layout is made."""
+    """A snapshot may still be in the middle of its seal while the next layout is made."""
     old = rig.begin()
     rig.adapter.live.append(LiveTensor("model.a", torch.full((3,), 3.0), Change.ANY))
     rig.plan()

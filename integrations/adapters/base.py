@@ -14,14 +14,14 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.integrations.adapters.transformer_engine import put_back_scaling, scaling
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
-from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, local
 from holdfast.snapshot.state import rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
 from holdfast.snapshot.state.hidden import owners
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Stateful, Tree, Updated
-from holdfast.snapshot.state.optimizers import OptimizerState, check_names, some
+from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.state.live import Container, LiveTensor, Tree
-from holdfast.snapshot.state.optimizers import OptimizerState, some
+from holdfast.snapshot.state.optimizers import OptimizerState
 
 COPY = "master_param"
 """The entry of a parameter's state under which the optimizer also lists the copy."""

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.copy.tensors import block_of, local, piece_of
 from holdfast.snapshot.state.hidden import untracked
 from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
-from holdfast.snapshot.state.optimizers import OptimizerState, nested, says_more, some, unwrapped
+from holdfast.snapshot.state.optimizers import OptimizerState, nested, says_more, unwrapped
 
 
 class TorchAdapter(BaseAdapter):

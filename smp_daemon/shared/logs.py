@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -159,6 +159,12 @@ class LogEvent:
     at: float
     level: str
     text: str
+
+
+def some(texts: Sequence[str], most: int = 8, between: str = "; ") -> str:
+    """The first `most` texts, and how many more there are."""
+    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 class _LastEvents(logging.Handler):

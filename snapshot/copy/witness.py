@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.engines import SAMPLE_BYTES, CopyEngine, Sample, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import GivenUp
-
-SHOWN = 4
 
 
 class StateChanged(GivenUp):
@@ -28,8 +27,7 @@ class StateChanged(GivenUp):
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        super().__init__(f"{', '.join(names[:SHOWN])}{more} changed after the step had begun, before optim.step()")
+        super().__init__(f"{some(names, between=', ')} changed after the step had begun, before optim.step()")
         self.names = tuple(names)
 
 

@@ -8,13 +8,13 @@ Training would then go on from another state.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
-from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import Subjects, Witness
@@ -28,7 +28,6 @@ from holdfast.snapshot.step.boundary import BEGIN
 from holdfast.snapshot.step.capture import GENERATORS, READ, read_state
 
 ENV = "HOLDFAST_DRIFT"
-SHOWN = 6
 
 log = get_log(__name__)
 
@@ -81,13 +80,13 @@ class Resumed:
             log.warning(
                 "%s: written to between entering and the first step. A sample of their bytes is as restored of step "
                 "%d, but if other bytes differ, so will the results: write to them before entering",
-                _some(written),
+                some(written, between=", "),
                 self._step,
             )
         if not changed:
             return
         text = (
-            f"{_some(changed)}: no longer what was restored of step {self._step}, as something "
+            f"{some(changed, between=', ')}: no longer what was restored of step {self._step}, as something "
             "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
             f"at the top of the loop moves on): {BEGIN}"
         )
@@ -176,11 +175,6 @@ def check_environment() -> None:
     """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
     if os.environ.get(ENV, "") not in ("", "accept"):
         raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to continue even if the state is not as restored")
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _called(name: str) -> str:

@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.crash_loop import newest_start
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.logs import about, get_log, some
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
@@ -50,7 +50,7 @@ from holdfast.snapshot.state import streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
-from holdfast.snapshot.state.optimizers import NAMED, some
+from holdfast.snapshot.state.optimizers import NAMED
 from holdfast.snapshot.state.record import (
     BEGAN,
     LATE,
@@ -62,6 +62,7 @@ from holdfast.snapshot.state.record import (
 )
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.shares import parse_part
+from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode
 from holdfast.snapshot.step.data import ELSEWHERE
 
@@ -635,7 +636,7 @@ def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest])
         for name, digest in manifest.digests.items():
             digests.setdefault(name, set()).add(digest)
     differing = {name for name, found in digests.items() if len(found) > 1}
-    private = {item.name for item in live if item.change is Change.ANY or item.name.startswith("tracked.")}
+    private = {item.name for item in live if item.change is Change.ANY or item.name.startswith(PREFIX)}
     if bad := sorted(differing - private):
         raise StateMismatch(
             f"{some(bad)}: the old ranks hold different values, and nothing says how to combine them. "

@@ -7,12 +7,13 @@ as LoRA-FA does, is called ``named.<text>``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
@@ -31,8 +32,6 @@ PLACES = frozenset({"params", "param_names"})
 
 OWN = frozenset({"state", "param_groups", "defaults"})
 """Attributes of an optimizer that hold its own state, and no inner optimizers."""
-
-SHOWN = 8
 
 DEEPEST = 3
 """How many levels of containers in an attribute are searched."""
@@ -338,12 +337,6 @@ def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     if part is parameter or part.shape != empty.shape:
         return empty
     return torch.empty_like(parameter, dtype=empty.dtype, requires_grad=False)
-
-
-def some(texts: Sequence[str]) -> str:
-    """The first `SHOWN` texts, and how many more there are."""
-    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + more
 
 
 def check_names(what: str, held: Iterable[str], have: Iterable[str]) -> None:

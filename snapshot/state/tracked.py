@@ -15,6 +15,8 @@ from holdfast.snapshot.state.live import Change, Container, LiveTensor
 
 CHANGES = {"any": Change.ANY, "after step": Change.STEP, "step": Change.STEP, "never": Change.STEP}
 WHEN = ("forward", "step")
+PREFIX = "tracked."
+"""Of the leaves of all tracked tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Tracked:
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__qualname__
                 raise ConfigError(f"tracked {self.name!r}: {key!r} is a {kind}, no tensor: give it to get and set")
-            yield LiveTensor(f"tracked.{self.name}.{key}", local(tensor), self.change, block=block_of(tensor))
+            yield LiveTensor(f"{PREFIX}{self.name}.{key}", local(tensor), self.change, block=block_of(tensor))
 
     def watched(self) -> Iterator[Container]:
         """The containers that hold `tensors`."""
@@ -54,7 +56,7 @@ class Tracked:
         """Create the tensors of `leaves` that the dict does not hold yet because the job only makes them later."""
         if not isinstance(self.tensors, dict):
             return
-        prefix = f"tracked.{self.name}."
+        prefix = f"{PREFIX}{self.name}."
         for leaf in leaves.values():
             if leaf.name.startswith(prefix):
                 self.tensors.setdefault(leaf.name.removeprefix(prefix), empty_like_leaf(leaf, device))

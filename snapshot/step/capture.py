@@ -15,6 +15,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
@@ -39,6 +40,8 @@ from holdfast.snapshot.state.record import (
     with_loop,
 )
 from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
+from holdfast.snapshot.state.tracked import PREFIX
+from holdfast.snapshot.step.boundary import BEGIN
 from holdfast.snapshot.step.copier import CopyJob
 
 READ, GENERATORS = "read", "rng"
@@ -77,7 +80,7 @@ class Capture:
         self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
         self._early: Values | HoldfastError = LayoutChanged("nothing was marked")
-        self._buffers: tuple[SlotTensor, ...] = ()
+        self._noted: _Noted | None = None
         self._restless: set[str] = set()
         self._roams = False
         self._staging = Staging()
@@ -110,18 +113,19 @@ class Capture:
         """Names of the leaves in this rank's slots; for tensors that replicas share, of this rank's parts."""
         return frozenset(leaf.name for leaf in self._leaves)
 
-    def mark(self, *, buffers: bool = False) -> None:
+    def mark(self, *, blind: bool = False) -> None:
         """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`.
 
         Args:
-            buffers: also copy the tensors that are copied at once, as nothing will tell when forward begins.
+            blind: also capture what forward may change, as nothing will tell when forward begins.
         """
         try:
             self._early = capture_early(self._adapter, self.loop())
-            if buffers and self._form is not None:
+            if blind and self._form is not None:
                 at_once = self._current().at_once
-                self._staging.give_back(self._buffers)
-                self._buffers = self._staging.take(at_once)
+                if self._noted is not None:
+                    self._staging.give_back(self._noted.tensors)
+                self._noted = _Noted(self._staging.take(at_once), capture_late(self._adapter))
         except HoldfastError as error:
             self._early = error
 
@@ -139,12 +143,12 @@ class Capture:
         Args:
             declared: whether the loop has said that the step begins. If not, the record also holds what `began_with`
                 returns.
-            marked: whether forward has already changed buffers and drawn random numbers: take the buffers that `mark`
+            marked: whether forward has already changed buffers and drawn random numbers: take the tensors that `mark`
                 copied.
 
         Raises:
             LayoutChanged: call `plan` again; or the state cannot be captured in this way.
-            GivenUp: a CUDA graph is being captured.
+            GivenUp: a CUDA graph is being captured; or, if `marked`, it is unknown what forward has changed.
             StateMismatch: a value cannot be represented just now; the message names its path.
         """
         if isinstance(self._early, HoldfastError):
@@ -156,16 +160,13 @@ class Capture:
         early = with_loop(self._early, self.loop())
         settled = capture_late(self._adapter)
         late = with_beginning(settled, began)
-        noted: tuple[SlotTensor, ...] = ()
-        if marked:  # before `_current`, which drops them if weights have moved
-            noted, self._buffers = self._buffers, ()
+        noted = self._noted  # before `_current`, which drops it if weights have moved
         placed = self._current()
         self._check_leaves(early)
         self._check_leaves(late)
         if marked:
-            staged = noted
-            if [(p.name, p.offset) for p in staged] != [(p.name, p.offset) for p in placed.at_once]:
-                raise LayoutChanged("forward ran unseen, and has changed buffers")
+            self._noted = None
+            staged = self._before_forward(noted, placed.at_once, settled)
         else:
             staged = self._staging.take(placed.at_once)
         self._taken = _Taken(settled, began, Subjects(placed.at_once).versions())
@@ -188,6 +189,34 @@ class Capture:
             release=[partial(self._staging.give_back, staged)],
             system=self._system,
         )
+
+    def _before_forward(
+        self, noted: _Noted | None, at_once: tuple[SlotTensor, ...], late: Values
+    ) -> tuple[SlotTensor, ...]:
+        """The tensors that are copied at once, as `mark` copied them; forward has run unseen since then.
+
+        Raises:
+            LayoutChanged: `mark` did not copy them.
+            GivenUp: other state that forward may change has changed since then, in forward or before it.
+        """
+        if noted is None:
+            if at_once or any(late.encoded.get(kind) for kind in FORWARDS):
+                raise LayoutChanged("forward ran unseen, and has changed buffers")
+            return ()
+        if [(p.name, p.offset) for p in noted.tensors] != [(p.name, p.offset) for p in at_once]:
+            raise LayoutChanged("forward ran unseen, and has changed buffers")
+        unsure = [
+            now.name
+            for before, now in zip(noted.tensors, at_once, strict=True)
+            if (now.name.startswith(PREFIX) or now.name in self._restless) and not _same(before.tensor, now.tensor)
+        ]
+        if unsure := unsure + sorted(_differing(noted.late, late) & FORWARDS):
+            raise GivenUp(
+                f"{some(unsure, between=', ')} changed after optim.step(), and no forward was seen, so it is unknown "
+                f"whether that was before the next step or in it: {BEGIN}; or, for tensors that no forward changes, "
+                "`track(..., changes='after step')`"
+            )
+        return noted.tensors
 
     def entered(self) -> None:
         """Note the states of the random generators as the loop is entered, for `drawn`."""
@@ -273,7 +302,7 @@ class Capture:
         self._engine.cover({item.tensor.device for item in manifest.items})
         self._placed = place(manifest, form, self._restless)
         self._staging = Staging()
-        self._buffers = ()
+        self._noted = None
         return self._placed
 
     def _check_leaves(self, values: Values) -> None:
@@ -316,6 +345,21 @@ def read_state(early: Tree) -> Tree:
         else:
             found[kind] = streams.digest(part)
     return found
+
+
+def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bytes; not a number is equal to itself where both are dense."""
+    if before.is_contiguous() and now.is_contiguous():
+        return torch.equal(before.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8))
+    return torch.equal(before, now)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What `Capture.mark` captured of state that a forward may change: copies of tensors, and plain values."""
+
+    tensors: tuple[SlotTensor, ...]
+    late: Values
 
 
 @dataclass(frozen=True, slots=True)
