@@ -1,11 +1,10 @@
 """Deterministic simulation: a whole job, its SMPs, its network and its clock in one process, driven by a seed.
 
-The code under test is the production code, unchanged: each of its threads is a *task*, of which exactly one runs at a
-time, and which one is drawn from the seed (`chaos.sim.scheduler`). SMPs are given a `System` whose locks, events,
-queues, pools and clock are the scheduler's (`threads`). What cannot be handed in yet is replaced through the names by
-which modules know it (`chaos.sim.seams`): sockets (`network`), gRPC (`rpc`), the files of arenas, which lie in memory
-(`memory`), and the trainer's threads. Faults are drawn too (`plan`, `faults`), and an oracle that shares no code
-with what it judges compares the outcome with the promise (`oracle`).
+The code under test is the production code, unchanged. Each of its threads is a *task*; exactly one task runs at a time,
+and the seed decides which (`chaos.sim.scheduler`). Trainers and SMPs are handed a `System` (`system`) with simulated
+locks, events, queues, pools and clock (`threads`), sockets (`network`) and gRPC (`rpc`), and with arenas in memory
+(`memory`). A few of holdfast's own names are patched (`seams`). The seed also decides the faults (`plan`, `faults`). An
+oracle that shares no code with the code under test compares the outcome with the promise (`oracle`).
 
-It must never be imported by anything outside `chaos`. Begin reading at `run`.
+Nothing outside `chaos` may import this package. Start reading at `run`.
 """

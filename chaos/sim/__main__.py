@@ -1,8 +1,9 @@
-"""``python -m holdfast.chaos.sim``: run many seeds, or one of them with its trace.
+"""``python -m holdfast.chaos.sim``: run many seeds, or one seed with its trace.
 
-Exit status 0 only if no seed broke the promise. Speed is per second of one processor's time, and per second. Seeds are
-run in batches; with ``--jobs``, each in one of so many processes; what comes out is the same. Of the first seeds that
-break the promise the shortest history that does is searched for, told, and written for ``--replay``.
+The exit status is 0 only if no seed broke the promise and, with ``--again``, no seed behaved differently. Speed is
+given per second, and per second of processor time. Seeds are run in batches. With ``--jobs N``, N batches run at a
+time, each in a process of its own; the results are the same. For the first seeds that break the promise, the shortest
+history that still does is searched for, printed, and written to a file for ``--replay``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError
 SAY_EVERY_S = 10.0
 CASES = Path("build") / "sim"
 SHRUNK = 3
-"""Of so many seeds that fail the history is made short; to look for each takes seconds."""
+"""Number of failing seeds whose history is shortened; each takes seconds."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,9 +76,9 @@ def _shorten(seed: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"seed-{seed}.json"
     case.write(path)
-    print(f"\nseed {seed}, made short:")
+    print(f"\nseed {seed}, shortened:")
     print("\n".join(tell(case)))
-    print(f"again: python -m holdfast.chaos.sim --replay {path}", flush=True)
+    print(f"replay it with: python -m holdfast.chaos.sim --replay {path}", flush=True)
 
 
 def _write(path: Path | None, result: dict[str, Any]) -> None:
@@ -86,7 +87,7 @@ def _write(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
-    """All numbers, for machines."""
+    """All results as plain data, for the file of ``--json``."""
     return {
         "first": first,
         "seeds": total.seeds,
@@ -108,7 +109,7 @@ def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterable[str]:
-    """The same, for readers."""
+    """The results of `summary` as lines of text."""
     yield f"{result['seeds']} seeds from {result['first']}: {len(result['failures'])} broke the promise"
     yield (
         f"{result['seeds_per_s']} seeds/s, {result['seeds_per_cpu_s']} per second of processor time; "
@@ -118,7 +119,7 @@ def lines(result: dict[str, Any]) -> Iterable[str]:
     yield "checks, and how often each looked at something:"
     for check, count in result["checks"].items():
         yield f"{check:12} {count:>12,}  {CHECKS[check]}"
-    yield "of real modules: " + ", ".join(f"{kind} {count:,}" for kind, count in result["states"].items())
+    yield "seeds with real modules: " + ", ".join(f"{kind} {count:,}" for kind, count in result["states"].items())
     yield f"{'point':24} {'hits':>10} {'crashes':>8}"
     for point, counts in result["points"].items():
         yield f"{point:24} {counts['hits']:>10,} {counts['crashes']:>8,}"
@@ -126,7 +127,7 @@ def lines(result: dict[str, Any]) -> Iterable[str]:
     yield "every point was reached" if not never else f"never reached: {', '.join(never)}"
     if "again" in result:
         differ = ", ".join(map(str, result["differ"])) or "none"
-        yield f"of {result['again']} seeds, run again in another interpreter, differ: {differ}"
+        yield f"of {result['again']} seeds run again in another interpreter, these differ: {differ}"
     for seed, text in result["failures"].items():
         yield f"seed {seed}: {text}"
         yield f"  {replay(int(seed))}"
@@ -144,7 +145,7 @@ def _one(seed: int, trace: bool, cases: Path) -> int:
 
 
 def _replay(path: Path, trace: bool) -> int:
-    """Exit status 1 if the case still breaks the promise."""
+    """Return the exit status: 1 if the case still breaks the promise, 2 if it cannot be read."""
     try:
         case = read_case(path)
     except (OSError, ProtocolError) as error:
@@ -154,7 +155,7 @@ def _replay(path: Path, trace: bool) -> int:
         broken = case.play(print if trace else None).violations
         print("\n".join(tell(case)))
     if not broken:
-        print("it holds: this history breaks no promise any more")
+        print("this history no longer breaks the promise")
     return 1 if broken else 0
 
 
@@ -162,25 +163,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m holdfast.chaos.sim", description="Simulate jobs under faults, from seeds."
     )
-    parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
-    parser.add_argument("--jobs", type=int, default=1, help="in so many processes at the same time (default 1)")
+    parser.add_argument("--seeds", type=int, default=200, help="number of seeds (default 200)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default 1)")
     parser.add_argument(
-        "--seconds", type=float, default=0.0, help="stop after so long, after the batches at hand; 0: never"
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="stop after this many seconds, once the running batches are done; 0: never",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there, also while it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file, also during the run")
     parser.add_argument(
         "--again", type=int, default=0, metavar="N", help="run the first N again in another interpreter, and compare"
     )
-    parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the case that was written there")
+    parser.add_argument("--seed", type=int, help="run only this seed")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the case in this file")
     parser.add_argument("--trace", action="store_true", help="with --seed or --replay: print what happens, and when")
     parser.add_argument(
         "--cases",
         type=Path,
         default=CASES,
         metavar="FOLDER",
-        help=f"where the shortest histories that fail are written (default {CASES})",
+        help=f"folder for the shortened histories of failing seeds (default {CASES})",
     )
     return parser
 

@@ -1,6 +1,6 @@
-"""Many seeds, in batches, on as many processes as are wanted; and what they did together.
+"""Runs many seeds in batches, if asked in several processes, and adds up what they did.
 
-What a seed does is the same whichever process it runs in, and whatever ran there before.
+What a seed does depends neither on the process that it runs in nor on what ran there before.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from holdfast.chaos.sim.seams import installed
 from holdfast.chaos.sim.tasks import Violated
 
 BATCH = 256
-"""Seeds of a process that is then over, and its memory with it: to look for what of it is garbage takes longer."""
+"""Seeds per batch. With several processes, each runs one batch and ends, which frees its memory faster than `gc`."""
 
 BATCH_DEADLINE_S = 600.0
-"""A batch takes seconds; what takes this long hangs."""
+"""Timeout for a batch. A batch takes seconds; one that takes this long hangs."""
 
 PRELOAD = (__name__, "torch._dynamo")
-"""What a batch finds imported; torch imports the second when an optimizer is first made, and takes seconds."""
+"""Modules that are imported before a batch starts. torch imports the second one when the first optimizer is made, which
+takes seconds."""
 
 
 COUNTED = ("faults", "hits", "crashes", "checks", "states")
-"""What of a `SeedReport` is added up."""
+"""The counters of a `SeedReport`, which `SeedTotals` adds up."""
 
 
 @dataclass(slots=True)
 class SeedTotals:
-    """What many seeds did together. `cpu_s` is time of a processor, not simulated."""
+    """Totals over many seeds. `cpu_s` is real processor time, not simulated time."""
 
     seeds: int = 0
     awaits: int = 0
@@ -52,7 +53,7 @@ class SeedTotals:
     states: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: SeedReport) -> None:
-        """Count one seed."""
+        """Add one seed."""
         self.seeds += 1
         self.awaits += report.awaits
         self.turns += report.turns
@@ -63,7 +64,7 @@ class SeedTotals:
             self.failures[report.seed] = report.violations[0]
 
     def join(self, other: SeedTotals) -> None:
-        """Count what other seeds did."""
+        """Add the totals of other seeds."""
         for name in ("seeds", "awaits", "turns", "simulated_s", "cpu_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in COUNTED:
@@ -72,7 +73,7 @@ class SeedTotals:
 
 
 def run_batch(seeds: Iterable[int]) -> SeedTotals:
-    """Run these seeds, one after another, in this process."""
+    """Run these seeds one after another in this process."""
     total, cpu = SeedTotals(), time.process_time()
     with installed():
         for seed in seeds:
@@ -82,10 +83,10 @@ def run_batch(seeds: Iterable[int]) -> SeedTotals:
 
 
 def again(seeds: range) -> list[int]:
-    """Those of `seeds` that do something else in another interpreter, with another hash order. Blocks.
+    """Return those of `seeds` that behave differently in another interpreter with another hash order. Blocks.
 
     Raises:
-        subprocess.SubprocessError: it fails.
+        subprocess.SubprocessError: the other interpreter fails, or takes longer than `BATCH_DEADLINE_S`.
     """
     script = (
         "import json, sys\n"
@@ -102,15 +103,16 @@ def again(seeds: range) -> list[int]:
 
 
 def fingerprints(seeds: range) -> list[int]:
-    """Of each seed, what tells two runs apart."""
+    """Run each seed and return its fingerprint, which tells two different runs apart."""
     with installed():
         return [simulate(seed).fingerprint for seed in seeds]
 
 
 def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
-    """What each batch of `seeds` did, in order, in so many processes of their own; 1: in this one. Blocks for a batch.
+    """Yield the totals of each batch of `seeds`, in order. Blocks until a batch is done.
 
-    To close it before its end also ends the processes, after the batches that they are at.
+    With 1 job the batches run in this process; with more, each runs in a process of its own, `jobs` at a time. Closing
+    the generator early waits for the running batches, and ends their processes.
 
     Raises:
         TimeoutError: a batch hangs.

@@ -1,4 +1,4 @@
-"""Faults, as they strike: which machine each hits is drawn when it does."""
+"""Faults as they strike. Which machine a fault hits is drawn at that moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUT_S = 45.0
 
 
 class Faults:
-    """Lets the faults of a life strike at their awaits and points."""
+    """Makes the faults of a life strike, each at its await or failpoint."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -29,7 +29,7 @@ class Faults:
         Hooks.is_due = self._at_points.__contains__
 
     def begin_life(self, faults: tuple[DrawnFault, ...]) -> None:
-        """These faults are to strike from now on, and none of those before."""
+        """Schedule these faults, and drop those scheduled earlier that have not struck yet."""
         self._life += 1
         self._at_points.clear()
         world, life = self._world, self._life
@@ -45,7 +45,7 @@ class Faults:
                 world.scheduler.call_at(world.scheduler.awaits + fault.awaits, strike)
 
     def end_life(self) -> None:
-        """No more strikes."""
+        """Drop the faults that have not struck yet."""
         self.begin_life(())
 
     # ------------------------------------------------------------------ striking
@@ -119,7 +119,7 @@ class Faults:
         scheduler.at(scheduler.now + self._random.random() * FROZEN_S, lambda: scheduler.thaw(process))
 
     def _make_zombie(self, trainer: SimTrainer) -> None:
-        """It hangs; its launcher gives it up without being able to kill it; some time later it goes on."""
+        """Make a trainer hang. Its launcher gives it up but cannot kill it, and within 10 s it goes on."""
         self._count("zombie-trainer")
         scheduler = self._world.scheduler
         scheduler.freeze(trainer.process)
@@ -154,7 +154,7 @@ class Faults:
         scheduler.at(scheduler.now + 5.0, recover)
 
     def _flip(self, node: SimNode) -> None:
-        """One bit of what is sealed on a node, data or parity."""
+        """Flip one bit of a sealed slot of a node, of data or of parity."""
         sealed = sorted(path for path in node.arena.glob("*.*.*.json"))
         if not sealed:
             return
@@ -175,7 +175,7 @@ class Faults:
 
 
 def flip_bit(path: MemoryPath, where: float) -> None:
-    """Flip the bit at that fraction of a file."""
+    """Flip one bit of a file. `where`: its place, as a fraction of the file."""
     content = path.file().content
     bit = int(where * len(content) * 8)
     content[bit // 8] ^= 1 << bit % 8

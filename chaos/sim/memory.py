@@ -1,7 +1,8 @@
-"""Arenas in memory: the files and directories of simulated nodes, behind the names by which modules know the real ones.
+"""Arenas in memory: the files and directories of simulated nodes, behind the interfaces of the real ones.
 
-A file is an inode, and its mapping is its memory: who has mapped it keeps it when its name is gone, or is another
-file's. A rename is one step. What dies with a process is nothing of this; what dies with a node is its directory.
+A file is an inode, and a mapping of it is its memory itself: a process that has mapped a file keeps it when its name is
+deleted or given to another file. A rename is atomic. A process that dies loses no files; a lost node loses its
+directory.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 ROOM_BYTES = 1 << 30
-"""What the file system says it has left."""
+"""Free space that the file system reports."""
 
 USER = os.getuid()
-"""Whose all files are."""
+"""Owner of all files."""
 
 
 class FileStatus(NamedTuple):
-    """`os.stat_result`, as far as it is asked for."""
+    """The fields of `os.stat_result` that are used."""
 
     st_ino: int
     st_size: int
@@ -35,17 +36,17 @@ class FileStatus(NamedTuple):
 
 
 class Room(NamedTuple):
-    """`os.statvfs_result`."""
+    """The fields of `os.statvfs_result` that are used."""
 
     f_bavail: int
     f_frsize: int
 
 
 class Mapped(bytearray):
-    """The memory of a file: `mmap.mmap`, which every process that maps the file shares."""
+    """The memory of a file, used as an `mmap.mmap`. All processes that map the file share it."""
 
     def madvise(self, advice: int) -> None:
-        """Nothing is swapped or dumped here."""
+        """Does nothing: nothing is swapped or dumped here."""
 
 
 class File:
@@ -58,34 +59,34 @@ class File:
         self.content = Mapped()
 
     def status(self) -> FileStatus:
-        """Its `os.stat`."""
+        """The status of the file, as `os.fstat` would return it."""
         return FileStatus(self.number, len(self.content), stat.S_IFREG | 0o600, USER)
 
 
 class Disk:
-    """All directories of one run, by path (the root's is empty), each with its files by name."""
+    """All directories of one run, by path (the root's path is empty), each with its files by name."""
 
     def __init__(self) -> None:
         self.directories: dict[str, dict[str, File]] = {"": {}}
         self._numbers = itertools.count(1)
 
     def new_file(self) -> File:
-        """An empty one, without a name."""
+        """Return an empty file without a name."""
         return File(next(self._numbers))
 
     def touch(self, path: str) -> None:
-        """Make a file of that name if there is none. Raises `KeyError` if its directory is gone."""
+        """Make a file at this path if there is none. Raises `KeyError` if its directory is gone."""
         directory, _, name = path.rpartition("/")
         self.directories[directory].setdefault(name, self.new_file())
 
     def remove(self, path: str) -> None:
-        """A directory goes, with all below it."""
+        """Remove a directory and everything below it."""
         for each in [each for each in self.directories if each == path or each.startswith(path + "/")]:
             del self.directories[each]
 
 
 class MemoryPath:
-    """`pathlib.Path` on a `Disk`, as far as it is used."""
+    """The part of `pathlib.Path` that is used, on a `Disk`."""
 
     __slots__ = ("_directory", "_disk", "name")
 
@@ -125,21 +126,21 @@ class MemoryPath:
     # ------------------------------------------------------------------ names
 
     def _files(self) -> dict[str, File]:
-        """Of the directory that it is in. Raises `FileNotFoundError`."""
+        """The files of the directory that contains this path. Raises `FileNotFoundError`."""
         try:
             return self._disk.directories[self._directory]
         except KeyError:
             raise _missing(self) from None
 
     def file(self) -> File:
-        """The inode of that name. Raises `FileNotFoundError`."""
+        """The inode at this path. Raises `FileNotFoundError`."""
         try:
             return self._disk.directories[self._directory][self.name]
         except KeyError:
             raise _missing(self) from None
 
     def create(self, *, exclusive: bool = False) -> File:
-        """The inode of that name, made if there is none. Raises `FileNotFoundError`, `FileExistsError`."""
+        """The inode at this path, made if there is none. Raises `FileNotFoundError`, `FileExistsError`."""
         files = self._files()
         known = files.get(self.name)
         if known is None:
@@ -167,7 +168,7 @@ class MemoryPath:
         self.create()
 
     def chmod(self, mode: int) -> None:
-        """Everything is this user's alone as it is."""
+        """Does nothing: all files belong to this user alone."""
 
     def is_symlink(self) -> bool:
         return False
@@ -176,7 +177,7 @@ class MemoryPath:
         return self.file().status()
 
     def lstat(self) -> FileStatus:
-        """Of a directory or a file. Raises `FileNotFoundError`."""
+        """The status of a directory or a file. Raises `FileNotFoundError`."""
         if str(self) not in self._disk.directories:
             return self.stat()
         return FileStatus(0, 0, stat.S_IFDIR | 0o700, USER)
@@ -212,7 +213,7 @@ class MemoryPath:
 
 
 class Handle:
-    """An open file: `fileno` gives what `SimOs` takes."""
+    """An open file. `fileno` returns the `File`, which `SimOs` takes as a descriptor."""
 
     __slots__ = ("_file", "name")
 
@@ -226,7 +227,7 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to close."""
 
     def fileno(self) -> File:
         return self._file
@@ -236,7 +237,7 @@ class Handle:
 
 
 class MemoryOs:
-    """The calls of `os` on files. A descriptor is the `File`."""
+    """The functions of `os` on files. A descriptor is the `File` itself."""
 
     def open(self, path: MemoryPath, flags: int, mode: int = 0o600) -> File:
         return path.create(exclusive=bool(flags & os.O_EXCL)) if flags & os.O_CREAT else path.file()
@@ -259,7 +260,7 @@ class MemoryOs:
 
 
 class MemoryMmap:
-    """The module `mmap`: what is mapped is the file's memory itself."""
+    """The module `mmap`. A mapping is the file's memory itself."""
 
     PAGESIZE = mmap.PAGESIZE
     MADV_DONTDUMP = mmap.MADV_DONTDUMP

@@ -1,7 +1,7 @@
-"""A trainer as users write it, in a simulation: modules, optimizers, generators and data, under all of the hook.
+"""Simulated trainers as users write them: modules, optimizers, generators and data, under the whole hook.
 
-Nothing of holdfast's capture and restore is replaced here. What is not real is what is around it: the process group
-(`chaos.sim.trainer.SimMember`), and that copies have awaits in them.
+holdfast's capture and restore are the real ones here. Only two things are simulated: the process group
+(`chaos.sim.trainer.SimMember`), and the awaits within copies.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ WIDTH = 5
 ROWS = 4
 SAMPLES = 24
 PASSED = 20
-"""Samples of a pass through a `DataLoader`."""
+"""Number of samples in one pass through a `DataLoader`."""
 
 OVERFLOWS = 2.0**127
-"""A loss that is scaled by this has gradients that are infinite, until the scaler has gone back a few times."""
+"""The scaler's first scale: gradients of the scaled loss are infinite until the scaler has lowered it a few times."""
 
 Meet = Callable[[Any], list[Any]]
-"""Gives what every rank gave, in rank order; blocks. Raises if one is gone."""
+"""Returns the values of all ranks, in rank order. Blocks. Raises if a rank is gone."""
 
 
 # ---------------------------------------------------------------------- one process's random generators
 
 
 class Generators:
-    """The global random generators of Python, NumPy and torch, as one simulated process has them.
+    """One simulated process's states of the global random generators of Python, NumPy and torch.
 
-    All processes share one thread, and so these: what one of them had is kept while others draw.
+    All simulated processes share one thread, and so these generators: the state of one is saved while another draws.
     """
 
     _holder: ClassVar[Generators | None] = None
 
     def __init__(self, seed: str) -> None:
-        self._states: tuple[Any, ...] | None = None  # while another process draws
+        self._states: tuple[Any, ...] | None = None  # saved while another process draws
         number = random.Random(seed).getrandbits(31)
         self.hold()
         random.seed(number)
@@ -63,7 +63,7 @@ class Generators:
         torch.manual_seed(number)
 
     def hold(self) -> None:
-        """From now on this process draws."""
+        """Switch the global generators to this process."""
         assert torch.is_grad_enabled(), "a task gave way where gradients are off, which goes for the whole thread"
         before = Generators._holder
         if before is self:
@@ -77,7 +77,7 @@ class Generators:
     @classmethod
     @contextmanager
     def kept(cls) -> Iterator[None]:
-        """After the block they are this real process's again, as they were."""
+        """Give the generators back to the real process after the block, in the state that they had before it."""
         before = _generators()
         try:
             yield
@@ -96,11 +96,11 @@ def _put_back(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[2])
 
 
-# ---------------------------------------------------------------------- what a user's script is made of
+# ---------------------------------------------------------------------- the parts of a user's script
 
 
 class CallCounter(nn.Module):
-    """Counts how often it runs, and keeps that beside tensors."""
+    """Counts how often it runs, and saves the count as extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class CallCounter(nn.Module):
 
 
 class Net(nn.Module):
-    """A layer for every kind of state that a module can have."""
+    """A model with a layer for each kind of module state in `kinds`."""
 
     def __init__(self, kinds: frozenset[str]) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Net(nn.Module):
 
 
 class Replica(DistributedDataParallel):
-    """What holdfast takes for data parallelism: each rank has all of the module. The script averages gradients."""
+    """A module that holdfast takes for DDP: each rank has all of it. The script averages the gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -161,7 +161,7 @@ class Replica(DistributedDataParallel):
 
 
 class Loader:
-    """Goes through numbers in an order of its own, pass after pass."""
+    """Yields the numbers of all samples in random order, pass after pass."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -182,17 +182,17 @@ class Loader:
 
 
 class SimScript:
-    """One rank's: it makes all anew in each life, enters the hook, and trains.
+    """The training script of one rank. It makes everything anew in each life, enters the hook, and trains.
 
     Args:
-        drawn: what it has.
-        seed: of its first weights, the same on all ranks if they are replicas, and of its generators.
-        meet: how its ranks average gradients.
-        sleep: for some of a step's time.
+        drawn: what state the script has.
+        seed: seed of the first weights, which are the same on all ranks if these are replicas, and of the generators.
+        meet: exchanges gradients between the ranks.
+        sleep: sleeps for part of a step.
 
     Attributes:
-        boundary: its state as the turn of the loop began that is under way; `NEVER` while the model runs for another
-            end than to begin one.
+        boundary: the state at the start of the current turn of the loop; `NEVER` while the model runs between two
+            steps, where none begins.
     """
 
     def __init__(self, drawn: DrawnState, seed: int, rank: int, meet: Meet, sleep: Callable[[], None]) -> None:
@@ -220,16 +220,16 @@ class SimScript:
         self._passed = DataLoader(passed, ROWS, shuffle=True) if drawn.loop == "data" else None
         self._losses: list[float] = []
         self.boundary = State({})
-        self._reading: Iterator[torch.Tensor] = iter(())  # outlives the loop, or its pass over the data would be left
+        self._reading: Iterator[torch.Tensor] = iter(())  # kept: closing it ends the pass over the data
         seeded = random.Random(f"data {seed} {rank}").getrandbits(31)
         torch.manual_seed(seeded)
         np.random.seed(seeded)
         random.seed(seeded)
 
-    # ------------------------------------------------------------------ as it would be written
+    # ------------------------------------------------------------------ as a user would write it
 
     def hook(self, options: Options, system: Any) -> SnapshotHook:
-        """``InMemorySnapshot(model, optim, ...)``, and what it is told to track."""
+        """``InMemorySnapshot(model, optim, ...)``, with everything that it is told to track."""
         extra = {"loader": self._loader, "scaler": self._scaler}
         adapter = _NumberedAdapter(self._model, self._optimizers, self._schedule, extra)
         adapter.coord = self.coord
@@ -244,7 +244,7 @@ class SimScript:
         return hook
 
     def train(self, snap: SnapshotHook, to_do: Steps) -> None:
-        """As many steps more."""
+        """Train until `to_do` has no steps left."""
         batches = self._reading = self._batches(snap)
         while to_do.left:
             self.boundary = self.state()
@@ -258,7 +258,7 @@ class SimScript:
             if "written in a step" in self._kinds:
                 self._net.last.bias.data.add_(0.125)
             self._sleep()
-            with active().without_awaits():  # the engine of autograd is one for all who share a thread
+            with active().without_awaits():  # tasks share a thread, and so its autograd engine
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             to_do.begun()
             self._average_gradients()
@@ -304,13 +304,13 @@ class SimScript:
                 gradient.copy_(torch.stack(all_of_it).mean(0))
 
     def _between(self, step: int, loss: float, skipped: bool) -> None:
-        """What scripts do between two steps; `skipped`: no optimizer has stepped, as gradients were infinite."""
+        """What scripts do between two steps. `skipped`: no optimizer has stepped, as gradients were infinite."""
         kinds = self._kinds
         if self._drawn.loop == "probes":
             self.boundary = NEVER
             self._model(self._samples[:ROWS])
             self._sleep()
-            self._net.last.weight.data.nan_to_num_(0.5, 0.5, -0.5).mul_(0.99)  # what is infinite would stay as it is
+            self._net.last.weight.data.nan_to_num_(0.5, 0.5, -0.5).mul_(0.99)  # mul_ alone leaves infinity as it is
         if self._schedule is not None and not skipped:
             self._schedule.step()
         self._losses = [*self._losses[-3:], loss]
@@ -330,7 +330,7 @@ class SimScript:
             self._net.thawing.requires_grad_(True)
 
     def _evaluate(self) -> None:
-        """With the averaged weights, which are given back."""
+        """Run the model with the averaged weights, then put its own back."""
         held = {name: p.detach().clone() for name, p in self._net.named_parameters()}
         for name, p in self._net.named_parameters():
             p.copy_(held[name] if self._average is None else self._average[name])
@@ -343,14 +343,14 @@ class SimScript:
     def _take_losses(self, losses: list[float]) -> None:
         self._losses = list(losses)
 
-    # ------------------------------------------------------------------ what it has in its hands
+    # ------------------------------------------------------------------ its state, for the oracle
 
     def state(self) -> State:
-        """All of it as it is now, read by other means than holdfast's."""
+        """The whole state as it is now, read without holdfast's code."""
         return State({**self._late(), **self._early()})
 
     def _early(self) -> dict[str, bytes]:
-        """What reading a batch changes."""
+        """The state that reading a batch changes."""
         _, numbers, *others = np.random.get_state()
         return {
             "python's generator": repr(random.getstate()).encode(),
@@ -407,14 +407,14 @@ def _bytes(value: Any) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """A rank's whole state; `parts`: by what they are called. One that is None is not known, and equals any other."""
+    """A rank's whole state. `parts`: the bytes of each part by name; None means unknown, and equals anything."""
 
     parts: Mapping[str, bytes | None]
 
     def missing(self, slot: bytes) -> str:
-        """Which tensor in the slot is none of these, or of their parts; empty: all are.
+        """Return the name of the first tensor in the slot whose bytes no part of this state contains; empty if none.
 
-        Read as any reader of safetensors would.
+        The slot is read as any reader of safetensors would read it.
         """
         header = json.loads(slot[8 : 8 + int.from_bytes(slot[:8], "little")])
         begin = 8 + int.from_bytes(slot[:8], "little")
@@ -428,7 +428,7 @@ class State:
         return ""
 
     def differing(self, other: State) -> list[str]:
-        """What is not the same in both."""
+        """The names of the parts that differ."""
         names = self.parts.keys() | other.parts.keys()
         return sorted(name for name in names if not self._is_alike(other, name))
 
@@ -436,9 +436,12 @@ class State:
         return isinstance(other, State) and not self.differing(other)
 
     def of_a_new_rank(self, others: Collection[State], before: State | None, beside: Collection[State]) -> State:
-        """All as the first rank has it, but for its generators: those go on where they were. Those that all ranks had
-        alike when it was last there went on without it: if all have them alike now, so has the new one, else they are
-        anything, as they are for a rank that is new."""
+        """The state of a rank that joins: that of the first rank, except for the generators.
+
+        A generator of the rank's own goes on where the rank left it. A generator that all ranks had in the same state
+        has gone on without this rank: if it is still the same on all ranks, the new rank gets it too. Otherwise its
+        state is unknown, as are all generators of a rank that was never there.
+        """
 
         def its(name: str) -> bytes | None:
             if before is None:
@@ -456,19 +459,19 @@ class State:
 
 
 NEVER = State({})
-"""What no snapshot may be of that is sealed: the step that it is taken for does not begin there."""
+"""The state of a snapshot that must never be sealed, as it is taken where no step begins."""
 
 STREAMS = ("python's generator", "numpy's generator", "torch's generator")
 
 TENSORS = ("model", "optim", "tracked")
-"""Names of leaves that are tensors of a script's begin with one of them."""
+"""Prefixes of the names of leaves that are tensors of a script."""
 
 
-# ---------------------------------------------------------------------- where the oracle looks
+# ---------------------------------------------------------------------- what the oracle observes
 
 
 class _NumberedAdapter(TorchAdapter):
-    """A rank knows its number from the launcher."""
+    """`TorchAdapter` with a coordinate from the launcher."""
 
     coord = ""
 
@@ -477,7 +480,7 @@ class _NumberedAdapter(TorchAdapter):
 
 
 class ObservedCapture(Capture):
-    """Tells what the script has in its hands when a snapshot of it is taken."""
+    """`Capture` that calls `on_begin` for each snapshot of a script that it begins."""
 
     on_begin: Callable[[SnapshotId, str], None]
 
@@ -488,7 +491,7 @@ class ObservedCapture(Capture):
 
 
 class SteppingEngine(CpuEngine):
-    """`CpuEngine`, with awaits before, in the middle and after."""
+    """`CpuEngine` with awaits before, in the middle of and after a copy."""
 
     def mark(self) -> Transfer:
         active().point()

@@ -1,8 +1,9 @@
-"""Sockets between simulated processes: bytes take time, connections break, hosts fall silent, bits flip on the way.
+"""Sockets between simulated processes: bytes take time, connections break, hosts fall silent, bits flip in transit.
 
-`SimSocket` is what `shared.transport` knows `socket.socket`, so frames, deadlines and errors are those of
-production. A stream stays in order, as TCP's does. What is lost is lost with its connection; what was under way on a
-connection that breaks may still arrive, late, so a message that is sent again on the next may come twice, or first.
+`shared.transport` gets `SimSocket` in place of `socket.socket`, so frames, deadlines and errors are those of
+production. A stream stays in order, as with TCP. Bytes are lost only with their connection. What was in transit on a
+connection that breaks may still arrive, late. A message that is sent again on another connection may thus arrive twice,
+or overtake the first copy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from holdfast.chaos.sim.tasks import SimProcess, Task
 
 FIRST_PORT = 20_000
 HELD_EVERY_S = 0.2
-"""How often bytes try again to pass a link that is cut."""
+"""How long bytes wait at a cut link before they try again to pass, in seconds."""
 
 Address = tuple[str, int] | str
 
@@ -30,9 +31,14 @@ class Network:
 
     Attributes:
         latency_s: mean time that bytes take from host to host.
-        flip_chance: how likely a payload has a bit flipped on its way.
+        flip_chance: probability that a bit of a payload flips in transit.
+        break_chance: probability that a connection breaks when bytes are sent; also that a gRPC call or reply is lost,
+            or a call repeated.
+        capacity: how many writes may be in transit or unread on a connection before the sender blocks.
         counts: faults that struck, by kind.
-        disk: where the names of local sockets stand.
+        listeners, servers: listening sockets, and gRPC servers, by address.
+        cut, dark: hosts that are cut off for a while, and hosts that are lost.
+        disk: holds the names of local sockets.
     """
 
     def __init__(self, scheduler: Scheduler, disk: Disk) -> None:
@@ -51,32 +57,32 @@ class Network:
         self._port = FIRST_PORT
 
     def free_port(self) -> int:
-        """A port that nobody had before."""
+        """Return a port that was never used before."""
         self._port += 1
         return self._port
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether nothing passes between two hosts just now."""
+        """Whether nothing can pass between two hosts now."""
         if one == other or not (self.cut or self.dark):
             return False
         return one in self.cut or other in self.cut or one in self.dark or other in self.dark
 
     def is_dark(self, one: str, other: str) -> bool:
-        """Whether nothing will ever pass between two hosts again."""
+        """Whether nothing can ever pass between two hosts again."""
         return bool(self.dark) and one != other and (one in self.dark or other in self.dark)
 
     def delay_s(self, one: str, other: str) -> float:
-        """How long something takes from host to host; 0 within one."""
+        """Draw how long something takes from host to host; 0 within one host."""
         if one == other:
             return 0.0
         return self.random.random() * 2 * self.latency_s
 
     def lose_host(self, host: str) -> None:
-        """A host is gone, with no farewell: who waits for it waits until a deadline."""
+        """Cut a host off for ever without closing its connections: peers that wait for it wait until a deadline."""
         self.dark.add(host)
 
     def repair(self) -> None:
-        """From now on nothing breaks by itself."""
+        """Restore all cut links, and let nothing break or flip from now on."""
         self.cut.clear()
         self.flip_chance = self.break_chance = 0.0
 
@@ -85,19 +91,19 @@ _network: Network | None = None
 
 
 def network() -> Network:
-    """The one of the run at hand."""
+    """The network of the current run."""
     assert _network is not None
     return _network
 
 
 def use(one: Network) -> None:
-    """From now on sockets are of this network."""
+    """Put all sockets made from now on into this network."""
     global _network
     _network = one
 
 
 class SimSocket:
-    """`socket.socket`, as far as `smp_daemon.shared.transport` uses it."""
+    """The part of `socket.socket` that `smp_daemon.shared.transport` uses."""
 
     def __init__(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> None:
         self._network = network()
@@ -122,10 +128,10 @@ class SimSocket:
     # ------------------------------------------------------------------ set-up
 
     def setsockopt(self, *arguments: object) -> None:
-        """Options change nothing here."""
+        """Does nothing: options have no effect here."""
 
     def getsockopt(self, level: int, option: int, length: int) -> bytes:
-        """Only the credentials of a local peer are asked for."""
+        """Return the credentials of a local peer, the only option that is read."""
         return struct.pack("3i", os.getpid(), os.getuid(), os.getgid())
 
     def settimeout(self, seconds: float | None) -> None:
@@ -172,7 +178,7 @@ class SimSocket:
         listener._wake()
 
     def _pass_link(self, host: str) -> None:
-        """Wait until the other host is reached. Raises `TimeoutError` if it is not."""
+        """Wait until the other host is reached. Raises `TimeoutError` after the socket's timeout."""
         scheduler, here = self._scheduler, self.process.host
         end = None if self._timeout is None else scheduler.now + self._timeout
         while self._network.is_cut(here, host):
@@ -208,7 +214,7 @@ class SimSocket:
             self._wait("send")
             self._check_open()
         if peer._closed:
-            if not self._is_cut(peer):  # it goes into nothing, and is answered with a reset
+            if not self._is_cut(peer):  # the bytes are lost, and answered with a reset
                 delay = self._network.delay_s(self.process.host, peer.process.host)
                 self._scheduler.at(self._scheduler.now + delay, self._be_reset)
             return
@@ -278,7 +284,7 @@ class SimSocket:
         return bool(net.cut or net.dark) and not self._local and net.is_cut(self.process.host, peer.process.host)
 
     def _hazards(self, content: bytes, payload: bool) -> bytes:
-        """What may happen to bytes between hosts."""
+        """Return the bytes, perhaps with one flipped bit. Raises `ConnectionResetError` if the connection breaks."""
         net = self._network
         if net.break_chance and net.random.random() < net.break_chance:
             self._break(net.random.random() < 0.5)
@@ -292,7 +298,7 @@ class SimSocket:
         return content
 
     def _break(self, arrives: bool) -> None:
-        """The connection breaks here at once; there too, or only after all that was under way has `arrived`."""
+        """Break the connection, here at once. At the peer too, or, if `arrives`, after all bytes in transit."""
         peer = self.peer
         self._network.counts["broken connection" + (", rest arrives" if arrives else "")] += 1
         self._reset = True
@@ -307,7 +313,7 @@ class SimSocket:
         peer._wake()
 
     def _arrive(self) -> None:
-        """Timer: what is due has come, unless the link is cut."""
+        """Timer: deliver the bytes that are due, unless the link is cut."""
         if self._closed or not self._wire or self.peer is None:
             return
         now = self._scheduler.now
@@ -326,7 +332,7 @@ class SimSocket:
         if peer is None or peer._closed:
             return
         if self._is_cut(peer):
-            return  # it does not hear of it
+            return  # the peer does not hear of it
         if reset:
             peer._reset = True
         peer._ended = True

@@ -1,8 +1,8 @@
-"""Whether the promise was kept, judged from outside: by what trainers had in their hands, and what was done to nodes.
+"""Judges from outside whether the promise was kept, by the states of the trainers and by what happened to nodes.
 
-It shares no code with planning, coding or recovery. It knows the bytes of every snapshot from the trainers, what the
-job was told to be protected, which nodes were lost since, and which bits were flipped; from that it says what must come
-back.
+The oracle shares no code with planning, coding or recovery. It knows from the trainers the bytes of every snapshot. It
+knows which snapshots the job was told are protected, which nodes were lost since, and which bits were flipped. From
+these it derives what must come back.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""
 
 NONE: Snapshot = (0, 0)
-"""Older than any."""
+"""Older than any snapshot."""
 
 
 class Content(Protocol):
-    """A rank's whole state. Equal ones are alike to the last bit."""
+    """A rank's whole state. Two states are equal only if every bit is the same."""
 
     def missing(self, slot: bytes) -> str:
-        """What a slot has not, or has otherwise; empty: nothing."""
+        """Name something in which a slot differs from this state; empty if there is nothing."""
         ...
 
     def differing(self, other: Any) -> list[str]:
-        """What is not the same in both."""
+        """The names of the parts that differ."""
         ...
 
     def of_a_new_rank(self, others: Collection[Any], before: Any, beside: Collection[Any]) -> Content:
-        """What a rank goes on with that was not there when the snapshot was taken, of which this is the first rank's.
+        """The state with which a rank joins a snapshot that it did not take. Called on the first rank's state.
 
         Args:
-            others: what all ranks have in that snapshot.
-            before: what the new one had when it was last there; None: it never was. beside: what the others had then.
+            others: the states of all ranks in that snapshot.
+            before: the state of the new rank when it was last there; None if it never was.
+            beside: the states of the other ranks at that time.
         """
         ...
 
 
 class Oracle:
-    """Notes what happens in a run, and calls `violate` with the name of a check and what it found.
+    """Records what happens in a run, and calls `violate` with the name of a check and what it found.
 
     Attributes:
         checks: how often each check has looked at something.
@@ -69,15 +70,17 @@ class Oracle:
         self._told: Snapshot | None = None
         self.checks: Counter[str] = Counter()
 
-    # ------------------------------------------------------------------ what it is told
+    # ------------------------------------------------------------------ what the oracle is told
 
     def captured(self, snapshot: Snapshot, coord: str, content: Content, node: str, *, begins: bool = True) -> None:
-        """A trainer on this node takes a snapshot of its state. `begins`: as it is where a step begins; else the
-        trainer has yet to find out, and to take it anew."""
+        """A trainer on this node takes a snapshot of its state.
+
+        `begins`: whether a step begins there. Otherwise the trainer has yet to notice, and to take the snapshot again.
+        """
         snapshot = (snapshot[0], snapshot[1])
         writers = set(self._writers.setdefault(snapshot, {}).values())
         if writers and writers <= set(self._losses) and not self._began_together(snapshot[0], writers | {node}):
-            self._forget(snapshot)  # nobody who is left has heard of the start that took it
+            self._forget(snapshot)  # no survivor knows of the start of the job that took it
         self._writers[snapshot][coord] = node
         known = self._contents.setdefault(snapshot, {})
         self._losses_before.setdefault(snapshot, len(self._losses))
@@ -89,11 +92,11 @@ class Oracle:
         self.checks["exact"] += usual is not content
         if usual != content:
             self._violate(
-                "exact", f"{coord} begins step {snapshot[1]} with other {_some(content, usual)} than it once did"
+                "exact", f"{coord} begins step {snapshot[1]} with other {_some(content, usual)} than the first time"
             )
 
     def retaken(self, snapshot: Snapshot, coord: str) -> None:
-        """What this trainer took of its state is not to count: it takes the snapshot anew."""
+        """Forget the state that this trainer captured: it takes the snapshot again."""
         del self._contents[snapshot][coord]
 
     def _began_together(self, epoch: int, nodes: set[str]) -> bool:
@@ -101,7 +104,7 @@ class Oracle:
         return any(nodes <= {each["name"] for each in layout["nodes"]} for layout in self._layouts.get(epoch, []))
 
     def _forget(self, snapshot: Snapshot) -> None:
-        """Another one has taken its name."""
+        """Forget a snapshot: another one now has its name."""
         self._writers[snapshot] = {}
         self._contents.pop(snapshot, None)
         self._losses_before.pop(snapshot, None)
@@ -110,7 +113,7 @@ class Oracle:
         self._gone.discard(snapshot)
 
     def goes_back(self, snapshot: Snapshot) -> None:
-        """The trainers settle on what to go on from: parity of it may be made from now on."""
+        """The trainers agree to go on from this snapshot: from now on its parity may be made."""
         self._unwanted.discard((snapshot[0], snapshot[1]))
 
     def wanted(self, snapshot: Snapshot, protected: bool) -> None:
@@ -119,8 +122,10 @@ class Oracle:
             self._unwanted.add((snapshot[0], snapshot[1]))
 
     def sealed(self, snapshot: Snapshot | None) -> None:
-        """The job was told that this snapshot is the newest that is sealed on every node, and there is a slot for it;
-        None: none is, or there may be no slot."""
+        """The job was told that this snapshot is the newest one sealed on every node, and there is a slot to keep it.
+
+        None: there is no such snapshot, or perhaps no slot.
+        """
         snapshot = None if snapshot is None else (snapshot[0], snapshot[1])
         if snapshot is not None and self._contents.get(snapshot) and not self._is_sealed(snapshot):
             self._violate("sealed", f"the job is told that {snapshot} is sealed, and not all of it is")
@@ -133,14 +138,14 @@ class Oracle:
             self.promised = snapshot
 
     def node_lost(self, name: str) -> None:
-        """All that this node held is gone."""
+        """Everything that this node held is gone."""
         self._losses.append(name)
 
     def repaired(self, snapshot: Snapshot | None, places: dict[str, str]) -> None:
-        """All trainers went on from this snapshot, and there was quiet since: what was lost of it is there again.
+        """All trainers went on from this snapshot and no fault struck since, so what was lost of it is rebuilt.
 
-        That is only so if each lost node has one replacement to itself. Where the ranks of one have moved in with
-        others, a node holds two units of a stripe until the next snapshot is protected.
+        That holds only if each lost node has a replacement to itself. If its ranks moved to the node of others, that
+        node holds two units of a stripe until the next snapshot is protected.
 
         Args:
             places: the node of each coordinate.
@@ -151,7 +156,7 @@ class Oracle:
             names = {node["name"] for node in layout["nodes"]}
             taken: set[str] = set()
             if {shard["coord"] for node in layout["nodes"] for shard in node["shards"]} != places.keys():
-                return  # other ranks read what they need, and nobody repairs
+                return  # with other ranks, each reads what it needs, and nothing is repaired
             for node in layout["nodes"]:
                 here = {places[shard["coord"]] for shard in node["shards"]}
                 if len(here) != 1 or here & taken or not (here == {node["name"]} or here.isdisjoint(names)):
@@ -161,10 +166,10 @@ class Oracle:
         self._losses_before[snapshot[0], snapshot[1]] = len(self._losses)
 
     def all_lost(self) -> None:
-        """No node is left that ever heard of the job: it begins anew, and nobody can know."""
+        """No node is left that knows of the job: it starts from scratch, and nobody can tell."""
         self.promised = None
         if self._stored is not None:
-            return  # but storage does
+            return  # storage still knows of it
         self._contents.clear()
         self._writers.clear()
         self._parents.clear()
@@ -177,17 +182,17 @@ class Oracle:
         self._told = None
 
     def changes(self) -> None:
-        """The job has another state or other ranks than before, so one that goes back comes by other states."""
+        """The job's state or ranks change, so steps that are done again may begin with other states."""
         self._varies = True
 
     def stored(self, step: int) -> None:
-        """An SMP has seen that the newest snapshot of this step is whole on storage."""
+        """An SMP has seen that the newest snapshot of this step is complete on storage."""
         known = [snapshot for snapshot in self._contents if snapshot[1] == step]
         if known:
             self._stored = max(known) if self._stored is None else max(self._stored, *known)
 
     def bit_flipped(self, snapshot: Snapshot) -> None:
-        """A bit of this snapshot's bytes or parity was flipped where it lies."""
+        """A bit of this snapshot's stored bytes or parity was flipped."""
         self._flips[snapshot[0], snapshot[1]] += 1
 
     def committed(self, path: MemoryPath, kind: str, data: Any) -> None:
@@ -225,7 +230,7 @@ class Oracle:
             self._violate("sealed", f"{coord} of {snapshot} is sealed, and its trainer had other {missing}")
 
     def given_up(self, snapshot: Snapshot, what: str) -> None:
-        """An SMP frees a sealed slot of a shard, because the trainers say that they need it no more."""
+        """An SMP frees a sealed slot of a shard because the trainers said that they no longer need it."""
         self._given_up((snapshot[0], snapshot[1]), what)
         if self.promised is None or self._flips[self.promised] or not self.must_survive():
             return
@@ -243,8 +248,10 @@ class Oracle:
             self._violate("held", f"{what} of {snapshot}, the newest that is sealed on every node, is given up")
 
     def _newest_sealed(self) -> Snapshot | None:
-        """The newest snapshot of which every node still has all that its trainers sealed there, as far as they have not
-        given it up since, and younger than what is protected."""
+        """The newest snapshot after the promised one that is sealed on every node and intact, and was not given up.
+
+        Intact means that no node was lost since it began, and no bit of it was flipped. None if there is none.
+        """
         found = [
             snapshot
             for snapshot in self._contents
@@ -257,12 +264,12 @@ class Oracle:
         return max(found, default=None)
 
     def _is_sealed_by_all(self, snapshot: Snapshot) -> bool:
-        """Of a layout that is the only one of its epoch, or of none."""
+        """Whether all shards of the epoch's layout are sealed. False if the epoch began with no layout, or several."""
         began = [layout for layout in self._layouts.get(snapshot[0], []) if not layout["revision"]]
         coords = {shard["coord"] for layout in began for node in layout["nodes"] for shard in node.get("shards", ())}
         return len(began) == 1 and bool(coords) and all((snapshot, coord) in self._sealed for coord in coords)
 
-    # ------------------------------------------------------------------ what it judges
+    # ------------------------------------------------------------------ what the oracle judges
 
     def restored(
         self,
@@ -274,11 +281,12 @@ class Oracle:
         *,
         alone: bool = False,
     ) -> None:
-        """A trainer goes on from this snapshot, or from nothing; with `epoch` begins what it goes on to.
+        """A trainer goes on from this snapshot, or begins from nothing.
 
         Args:
-            persisted: it was read from storage.
-            alone: whatever has happened since the last snapshot, but for nodes that were lost, is over.
+            epoch: the epoch that begins.
+            persisted: whether the snapshot was read from storage.
+            alone: whether no fault has struck in this life and none of an earlier life lasts, apart from lost nodes.
         """
         self._check_crash(coord, epoch, None if snapshot is None else (snapshot[0], snapshot[1]), alone)
         if self._stored is not None and (persisted or snapshot is None):
@@ -291,7 +299,7 @@ class Oracle:
             known = self._expected(coord, snapshot)
             self.checks["restored"] += 1
             if content != known:
-                self._violate("restored", f"{coord} is restored from {snapshot}, and had other {_some(content, known)}")
+                self._violate("restored", f"{coord} is restored from {snapshot} with other {_some(content, known)}")
         if self.promised is None or not self.must_survive():
             return
         self.checks["promise"] += 1
@@ -320,10 +328,10 @@ class Oracle:
         return shards[min(shards)].of_a_new_rank(shards.values(), there.get(coord), beside)
 
     def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:
-        """Whatever was lost: what a node that is left knows to be protected is never undone.
+        """Whatever was lost, a snapshot that a surviving node knows to be protected is never undone.
 
-        If the job goes on from something newer than it was promised, and nobody who is left knows of that promise, they
-        may keep another snapshot in its place: what they know of takes it over.
+        If the job goes on from something newer than `promised` and no survivor knows of that promise, the survivors may
+        keep an older snapshot instead. The promise then becomes the newest one that they know of.
         """
         restored = None if snapshot is None else (snapshot[0], snapshot[1])
         if restored is not None and self.promised is not None and (floor or NONE) < self.promised < restored:
@@ -344,7 +352,7 @@ class Oracle:
             self._violate("together", f"trainers go on from different snapshots: {sorted(map(str, set(found)))}")
 
     def unrecoverable(self, reason: str) -> None:
-        """In a life without faults, the trainers were told that nothing can be had."""
+        """In a life without faults, the trainers were told that nothing can be restored."""
         self.checks["recoverable"] += 1
         newest = self._newest_sealed()
         if newest is not None and not self._may_have_been_promised():
@@ -353,14 +361,14 @@ class Oracle:
             self._violate("recoverable", f"{self.promised} was protected and little enough was lost, yet: {reason}")
 
     def must_survive(self) -> bool:
-        """Whether what was lost since the promised snapshot began is within the promise."""
+        """Whether the losses since the promised snapshot began are within the promise."""
         return self.promised is None or self._stands(self.promised)
 
     def _may_have_been_promised(self) -> bool:
-        """Whether too much is lost of a younger snapshot that those who are left may take for protected.
+        """Whether too much is lost of a younger snapshot that the survivors may take for protected.
 
-        Every shard of it was sealed; that the last node was not done with it, nobody can know once that is lost. To go
-        back further then could break a promise, so to fail is right.
+        All its shards were sealed. If a node that was not done with it is lost, nobody can know that it was not. Going
+        back further could then break a promise, so failing is right.
         """
         younger = [
             each for each in self._flips if self._flips[each] and (self.promised is None or each > self.promised)
@@ -372,7 +380,7 @@ class Oracle:
         return bool(shards) and all((snapshot, coord) in self._sealed for coord in shards)
 
     def _stands(self, snapshot: Snapshot) -> bool:
-        """Whether what was lost of a snapshot since it began is no more than its parity makes up for."""
+        """Whether the parity of a snapshot makes up for everything that was lost of it since it began."""
         since = self._losses[self._losses_before.get(snapshot, 0) :]
         layouts = self._layouts.get(snapshot[0], [])
         regrouped = any(layout["revision"] for layout in layouts)
@@ -387,12 +395,12 @@ class Oracle:
         return True
 
     def survivable(self) -> int:
-        """How many nodes may be lost at once just now, whichever they are."""
+        """How many nodes may be lost at once now, whichever they are."""
         layouts = self._layouts.get(self.promised[0], []) if self.promised else []
         return min((min(at["parity"], len(group) - 1) for at in layouts for group in at["groups"]), default=0)
 
     def check_arena(self, arena: MemoryPath, slots: int, parities: int) -> None:
-        """At rest: sealed slots are whole but for flipped bits, and no memory is held that serves nothing."""
+        """At rest, sealed slots are intact except for flipped bits, and no memory is held without a purpose."""
         seen: set[str] = set()
         free: Counter[tuple[str, int]] = Counter()
         for path in sorted(arena.glob("*.*.safetensors")) + sorted(arena.glob("*.*.parity")):

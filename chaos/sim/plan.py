@@ -1,4 +1,4 @@
-"""What a seed stands for: a job, how its machines behave, and which faults strike when. Pure."""
+"""What a seed determines: a job, how its machines behave, and which faults strike when. Pure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
 from holdfast.snapshot.step.ledger import ProtectEvery
 
 OF_MODULES = 1 / 40
-"""Of all seeds, so many have trainers of real modules."""
+"""The share of seeds whose trainers have real modules."""
 
 OF_STORAGE = 1 / 20
 STORED_FINALS = ("stop", "lose", "lose too many", "lose too many")
 OF_BESIDE = 1 / 4
 OF_MANY_RANKS = 1 / 1000
 MANY_RANKS = ((8, 2), (8, 8), (16, 2), (16, 4), (32, 1), (64, 1))
-"""So many nodes, and ranks on each."""
+"""The number of nodes, and of ranks on each."""
 
 RESERVING = "reserve.slice"
 POINTS_HERE = (
     *(point for point in FAILPOINTS if point not in (*PERSIST_FAILPOINTS, RESERVING)),
     "seal.digest",
 )
-"""Every named place at which a process may be killed, where nothing is persisted, nor reserved beside the training."""
+"""All failpoints at which a process may be killed, except those in persisting and in reserving in the background."""
 
 RECOVERY = ("restore.before", "restore.middle", "rebuild.middle", "repair_parity.done")
-"""Points that only a job which comes back reaches: struck more often in lives that are not the first."""
+"""Points that only a restarted job reaches. They are struck more often in every life but the first."""
 
 REGROUP = ("regroup.adopt", "regroup.encode", "regroup.done", "regroup.declined")
 """Points that only survivors without trainers reach."""
@@ -47,8 +47,8 @@ KINDS = (
     "flip-stored",
     "grow-state",
 )
-"""What a seed draws from the catalogue, `chaos.faults`: from a few of them, so that some seeds have many of a kind.
-Their order is part of what each seed stands for."""
+"""Kinds of faults from the catalogue, `chaos.faults`. Each seed draws its faults from a few kinds, so that some seeds
+have many of one kind. The order of this tuple is part of what each seed determines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ class DrawnFault:
     """One fault.
 
     Attributes:
-        awaits: after so many awaits of its life it strikes; ignored if `point` is set.
-        kind: of the catalogue; with `point`, ``kill-process`` or ``lose-node`` of whoever comes there.
-        point, nth: or at the n-th time that somebody comes to this named point, whom it then strikes.
+        kind: a kind of the catalogue; with `point`, ``kill-process`` or ``lose-node``.
+        awaits: how many awaits after the beginning of the life it strikes; ignored if `point` is set.
+        point, nth: strikes when processes come to this failpoint for the n-th time in the life; hits the process that
+            comes, or its node.
     """
 
     kind: str
@@ -90,7 +91,7 @@ KINDS_OF_STATE = (
     "evaluation",
     "two optimizers",
 )
-"""What a script with real modules may have, see `holdfast.chaos.sim.modules`; each seed draws some."""
+"""Kinds of state of a script with real modules, see `holdfast.chaos.sim.modules`. Each seed draws some of them."""
 
 OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adagrad")
 PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 1, 1, 2, 2, 3, "auto", "auto")
@@ -100,18 +101,20 @@ LOOPS = ("counted", "counted", "data", "probes")
 
 @dataclass(frozen=True, slots=True)
 class DrawnState:
-    """What trainers of real modules have.
+    """The state and the loop of trainers with real modules.
 
     Attributes:
         kinds: some of `KINDS_OF_STATE`.
         optimizer: one of `OPTIMIZERS`.
-        replicated: all ranks hold the same weights, and average gradients.
-        declared: the loop says where its steps begin.
-        thaws: the step after which a frozen layer is trained, if `kinds` says so: optimizer state is added.
-        sizes: how many ranks each life has in turn, on the same nodes; empty: as many as the plan says.
-        pace: of `PACES`: a snapshot every so many steps whatever it costs; within the default budget; or ``auto``.
-        loop: of `LOOPS`: counts its turns; goes through a shuffled `DataLoader` by ``snap.data``; or also runs forward
-            between two steps, in training mode and with gradients, and writes to weights after that.
+        replicated: whether all ranks hold the same weights, and average gradients.
+        declared: whether the loop says where its steps begin.
+        thaws: the step after which a frozen layer is trained, if `kinds` has ``thaws``: this adds optimizer state.
+        sizes: the number of ranks of each life in turn, on the same nodes; empty: as many as the plan says.
+        pace: one of `PACES`. ``steady`` takes a snapshot every `SeedPlan.every` steps whatever it costs, ``budget``
+            does so within the default budget, and ``auto`` uses ``every="auto"``.
+        loop: one of `LOOPS`. ``counted`` counts its turns, and ``data`` goes through a shuffled `DataLoader` by
+            ``snap.data``. ``probes`` also runs forward between two steps, in training mode and with gradients, and then
+            writes to weights.
     """
 
     kinds: tuple[str, ...]
@@ -125,18 +128,18 @@ class DrawnState:
 
     @property
     def gives_up(self) -> bool:
-        """Whether a snapshot may rightly be given up by name: the loop writes to what is being copied."""
+        """Whether snapshots may rightly be given up, with the reason named: the loop writes to what is being copied."""
         return "written in a step" in self.kinds or (self.loop == "probes" and not self.declared)
 
     @property
     def grows_late(self) -> bool:
-        """Whether optimizer state may come in any step: that of a layer that thaws, or as a scaler stops skipping."""
+        """Whether any step may add optimizer state: as a layer thaws, or as a scaler stops skipping steps."""
         return "thaws" in self.kinds or "scaler" in self.kinds
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What happens between two lives: `seconds` pass, with or without a replacement for lost nodes."""
+    """What surrounds a life. `replace`: whether lost nodes are replaced before it. `seconds`: the pause after it."""
 
     seconds: float
     replace: bool
@@ -144,23 +147,24 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class SeedPlan:
-    """All that is drawn before a run begins; the order of turns is drawn while it runs.
+    """Everything that is drawn before a run begins. The order of turns is drawn during the run.
 
     Attributes:
-        ranks: by rank, the number of the node it starts on.
-        lengths: of each rank's state, in bytes.
-        chance: how likely a task gives way at an await.
-        step_s: most that a training step takes.
-        persist_s: how often a snapshot is persisted, at most; 0: none is.
-        state: of real modules; None: a few bytes in place of modules, which is a hundred times as fast.
-        lives, gaps: the faults of each start of the job, and what follows it.
-        quiet: how many snapshots are to become protected in the quiet that follows; 0: the job must only come back.
-        final: what is done then; one of `FINALS`.
+        ranks: by rank, the number of the node that it starts on.
+        lengths: bytes of each rank's state.
+        chance: probability that a task gives way at an await.
+        latency_s, capacity, flip_chance, break_chance: see `holdfast.chaos.sim.network.Network`.
+        step_s: longest time that a training step takes, in seconds.
+        persist_s: shortest time between persisted snapshots, in seconds; 0: none is persisted.
+        state: the state of real modules; None: a few bytes instead, which is a hundred times as fast.
+        lives, gaps: the faults of each start of the job, and what surrounds it.
+        quiet: how many snapshots must become protected once the faults are over; 0: the job must only come back.
+        final: what is done after that; one of `FINALS`.
         generations: how many protected snapshots are kept.
-        links: connections of an SMP to each of its peers.
+        links: number of connections from an SMP to each of its peers.
         protect_every: which of the snapshots are protected.
-        order, span, turns: how tasks take turns, see `holdfast.chaos.sim.turns`; what `turns` is the seed of.
-        beside: whether memory is reserved beside the training, however little it is.
+        order, span, turns: how tasks take turns, see `holdfast.chaos.sim.turns`; `turns` is the seed of that order.
+        beside: whether memory is reserved in the background, however little it is.
     """
 
     seed: int
@@ -200,19 +204,19 @@ FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much a seed does. Each value is drawn from a tuple.
+    """How much a seed does. A value is drawn from each tuple, except from `opening`.
 
     Attributes:
-        nodes, lives, faults, steps, units: how many nodes, lives, faults a life, steps a life, bytes a unit.
-        every, regroup_after_s, finals, chances, capacities: of the plan.
-        mates: how many ranks a node has, if there are fewer than four.
-        quiet: how many snapshots are taken in the quiet after the faults.
-        opening: faults that the first life has besides.
-        later: points that are struck more often in lives that are not the first.
-        gaps: how many seconds pass between two lives.
-        replaced: how likely it is that lost nodes are replaced.
-        hazard: how much likelier it is than in a long one that a message is damaged or lost.
-        span: within how many awaits of a life its faults strike.
+        nodes, lives, faults, steps, units: number of nodes, lives, faults per life, steps per life, bytes per unit.
+        every, regroup_after_s, finals, chances, capacities: values of the plan.
+        mates: ranks per node, if there are fewer than four nodes; otherwise there is one.
+        quiet: how many snapshots are taken after the faults are over.
+        opening: faults that the first life has in addition.
+        later: points that are struck more often in every life but the first, with `REGROUPING` in all lives.
+        gaps: seconds that pass after a life.
+        replaced: probability that lost nodes are replaced.
+        hazard: how many times likelier damaged and lost messages are than in the longest seeds.
+        span: how many awaits after the beginning of a life its faults strike, at most.
     """
 
     nodes: tuple[int, ...]
@@ -303,8 +307,8 @@ REGROUPING = replace(
     replaced=0.2,
 )
 SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REGROUPING,) + (MEDIUM,) * 3 + (LARGE,)
-"""Most seeds are short, so that there can be many; one in sixty does everything at length. `RECOVERING` and
-`REGROUPING` first lose a node, so that faults can strike at what follows."""
+"""Most seeds are short, so that many can be run; one in sixty does everything at length. `RECOVERING` and `REGROUPING`
+first lose a node, so that faults can strike at what follows."""
 
 
 def draw(seed: int) -> SeedPlan:
@@ -323,14 +327,14 @@ def draw(seed: int) -> SeedPlan:
 
 
 def _with_memory(plan: SeedPlan) -> SeedPlan:
-    """The same with other slots, and not every snapshot protected, in more than half of the seeds."""
+    """The same plan with two slots in some seeds. In more than half of all seeds, not every snapshot is protected."""
     pick = random.Random(f"memory {plan.seed}")
     slots = 2 if pick.random() < 0.3 else plan.slots
     return replace(plan, slots=slots, protect_every=pick.choice(PROTECT_EVERY))
 
 
 def beside_training(plan: SeedPlan, pick: random.Random) -> SeedPlan:
-    """The same with memory that is reserved beside the training; in half of them an SMP dies at that."""
+    """The same plan with memory reserved in the background; in half of the seeds an SMP dies while it reserves."""
     fault = DrawnFault("kill-process", point=RESERVING, nth=pick.choice((1, 2, 3, 5, 8)))
     first, *others = plan.lives
     lives = ((fault, *first), *others) if pick.random() < 0.5 else plan.lives
@@ -338,7 +342,7 @@ def beside_training(plan: SeedPlan, pick: random.Random) -> SeedPlan:
 
 
 def with_storage(plan: SeedPlan, pick: random.Random) -> SeedPlan:
-    """The same with a place where snapshots are persisted; in half of them a process dies there."""
+    """The same plan with snapshots persisted; in half of the seeds a process dies while it persists one."""
     fault = DrawnFault("kill-process", point=pick.choice(PERSIST_FAILPOINTS), nth=pick.choice((1, 2, 3)))
     first, *others = plan.lives
     lives = ((*first, fault), *others) if pick.random() < 0.5 else plan.lives
@@ -347,7 +351,7 @@ def with_storage(plan: SeedPlan, pick: random.Random) -> SeedPlan:
 
 
 def with_many_ranks(plan: SeedPlan, pick: random.Random) -> SeedPlan:
-    """The same of a large job; it does little, as each of its steps takes long."""
+    """The same plan for a large job. It does little, as each of its steps takes long."""
     nodes, mates = pick.choice(MANY_RANKS)
     ranks = tuple(node for node in range(nodes) for _ in range(mates))
     lengths = tuple(pick.randint(40, 400) for _ in ranks)
@@ -355,7 +359,7 @@ def with_many_ranks(plan: SeedPlan, pick: random.Random) -> SeedPlan:
 
 
 def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
-    """The same with trainers of real modules, whose state is drawn."""
+    """The same plan with trainers that have real modules, whose state is drawn."""
     count = pick.randint(1, len(KINDS_OF_STATE) // 2)
     replicated = pick.random() < 0.5
     elastic = replicated and pick.random() < 0.5
@@ -367,11 +371,11 @@ def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
         thaws=pick.choice((1, 2, 3)),
         sizes=tuple(pick.randint(1, plan.nodes + 1) for _ in range(3)) if elastic else (),
         pace=pick.choice(PACES),
-        loop=pick.choice(LOOPS[:-2] if elastic else LOOPS),  # a place in data is found again by as many ranks
+        loop=pick.choice(LOOPS[:-2] if elastic else LOOPS),  # only as many ranks find their place in the data
     )
-    if state.loop == "probes" and replicated:  # else what has a share of it that nobody writes to sees no change
+    if state.loop == "probes" and replicated:  # else a rank may see no write to its share
         state = replace(state, declared=True)
-    if state.loop == "probes" and not state.declared:  # a restart is refused by name where forward draws, too
+    if state.loop == "probes" and not state.declared:  # a restart is refused if forward draws, too
         state = replace(state, kinds=tuple(kind for kind in state.kinds if kind != "dropout"))
     slots = max(3, plan.slots) if state.sizes else plan.slots
     return replace(plan, state=state, slots=slots, unit_bytes=pick.choice((1024, 4096)), beside=False)

@@ -1,7 +1,7 @@
-"""gRPC between simulated processes, behind the names by which `smp_daemon.net.peers` knows `grpc`.
+"""gRPC between simulated processes, in place of the module `grpc` that `smp_daemon.net.peers` uses.
 
 Requests are serialised, and answered by the production servicer in a thread of its server's own pool. They may be
-late, lost, overtaken, or come twice; whoever asked learns of a failure, as by gRPC, at once or at its deadline.
+late, lost, overtaken or repeated. As with gRPC, the caller learns of a failure at once or at its deadline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Event, ThreadPoolExecutor
 
 RETRY_S = 0.25
-"""How often a call that waits for its server looks for it."""
+"""How long a call that waits for its server, or a reply at a cut link, waits before it tries again, in seconds."""
 
 
 class SimRpcError(grpc.RpcError):
@@ -36,7 +36,7 @@ class SimRpcError(grpc.RpcError):
 
 
 class _CallContext:
-    """`grpc.ServicerContext`, as far as it is used."""
+    """The part of `grpc.ServicerContext` that is used."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], None]] = []
@@ -46,7 +46,7 @@ class _CallContext:
         return True
 
     def end(self) -> None:
-        """The reply is on its way."""
+        """Run the callbacks: the server is done with the call."""
         for done in self._callbacks:
             done()
 
@@ -55,7 +55,7 @@ class SimServer:
     """`grpc.Server`."""
 
     def __init__(self, pool: ThreadPoolExecutor, options: object = None, **more: object) -> None:
-        """Who calls is not asked, and as many may as like: `more` says otherwise."""
+        """Ignores `options` and `more`: callers are not authenticated, and their number is not limited."""
         self._pool = pool
         self._handlers: list[Any] = []
         self._address = ""
@@ -85,7 +85,7 @@ class SimServer:
         return ended
 
     def handle(self, call: _Call) -> None:
-        """A request has arrived: it is answered in the server's pool."""
+        """Answer a request that has arrived, in the server's pool."""
         self.calls[id(call)] = call
         self._pool.submit(self._answer, call)
 
@@ -107,7 +107,7 @@ class SimServer:
 
 
 class _Call:
-    """One call under way: `grpc.Future` and `grpc.Call` in one."""
+    """One call in progress: `grpc.Future` and `grpc.Call` in one."""
 
     def __init__(self, channel: SimChannel, method: str, request: bytes) -> None:
         self.method = method
@@ -151,12 +151,12 @@ class _Call:
         return self._reply
 
     def cancel(self) -> None:
-        """The channel is closed."""
+        """End the call because its channel is closed."""
         self._cancelled = True
         self.finish(None, SimRpcError(grpc.StatusCode.CANCELLED, "the channel is closed"))
 
     def replied(self, reply: bytes, error: SimRpcError | None) -> None:
-        """The server has answered; the answer is on its way."""
+        """Send the server's answer on its way, or lose it."""
         net = network()
         if net.break_chance and net.random.random() < net.break_chance:
             net.counts["lost reply"] += 1
@@ -165,7 +165,7 @@ class _Call:
         self._scheduler.at(self._scheduler.now + delay, lambda: self._arrive(reply, error))
 
     def finish(self, reply: bytes | None, error: SimRpcError | None) -> None:
-        """It is over; only the first end counts."""
+        """End the call. Only the first end counts."""
         if self._ended.is_set():
             return
         self._reply, self._error = reply, error
@@ -191,7 +191,7 @@ class _Call:
         if server is None and reachable and not self._wait_for_ready:
             self.finish(None, SimRpcError(grpc.StatusCode.UNAVAILABLE, "nobody listens there"))
         elif net.is_dark(self._process.host, self._channel.host):
-            return  # it times out
+            return  # the call times out
         elif server is None or not reachable:
             self._send_after(RETRY_S)
         elif net.break_chance and net.random.random() < net.break_chance:
@@ -247,7 +247,7 @@ class _Method:
 
 
 class SimGrpc:
-    """The module `grpc`, as `smp_daemon.net.peers` uses it."""
+    """The part of the module `grpc` that `smp_daemon.net.peers` uses."""
 
     RpcError = grpc.RpcError
     StatusCode = grpc.StatusCode

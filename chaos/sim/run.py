@@ -1,4 +1,4 @@
-"""One run: lives of a job with faults, then quiet, in which the promise must hold."""
+"""One run: lives of a job with faults, then a quiet time without faults, in which the promise must hold."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from holdfast.chaos.sim.world import World
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 LIFE_DEADLINE_S = 7200.0
-"""A life of the job comes to its end within so much simulated time, whatever happens."""
+"""Timeout for a life of the job, in simulated seconds, whatever happens."""
 
 CALM_S = 45.0
-"""After so much quiet no call is under way any more that a fault has touched."""
+"""How long it takes, without faults, until no call that a fault affected is in progress, in simulated seconds."""
 
 REST_S = 700.0
-"""Longer than any deadline: whatever still waits after so much quiet waits for ever."""
+"""Longer than any deadline: a task that still waits after this many quiet seconds waits for ever."""
 
 TURNS_A_RANK = 8_000
-"""A run of a large job may take this many for each of its ranks."""
+"""Limit on the turns of a run of a large job, for each of its ranks."""
 
 COLLECT_EVERY = 1024
-"""After so many runs in one process the memory of those that are over is given back. It is some 0.4 MB a run, and to
-look for it takes a seventh of the run: the child processes of a campaign end before that."""
+"""Number of runs in one process between two garbage collections. A run leaves some 0.4 MB, and collecting takes a
+seventh of a run's time. The child processes of a campaign end before the first collection."""
 
 _runs = itertools.count(1)
 
@@ -42,9 +42,9 @@ class SeedReport:
     """What one seed did.
 
     Attributes:
-        violations: the first is what ended the run.
+        violations: the first one ended the run.
         checks: how often each of `holdfast.chaos.sim.checks` looked at something.
-        states: what its trainers had, of real modules.
+        states: the kinds of state that its trainers had, if they had real modules.
         history: see `Scheduler`.
     """
 
@@ -68,7 +68,7 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None) -> SeedRepor
 
 
 def order_of(plan: SeedPlan) -> Turns:
-    """In which tasks take turns, as drawn."""
+    """The order in which tasks take turns, as the plan says."""
     seed = f"turns {plan.turns}"
     return Priorities(seed, plan.span) if plan.order == "priorities" else Uniform(seed, plan.chance)
 
@@ -83,9 +83,9 @@ def play(
     """Run a plan. Call it within `chaos.sim.seams.installed`, always from the same thread.
 
     Args:
-        order: of turns, instead of the plan's.
-        trace: is given a line for everything that happens.
-        telling: report the history.
+        order: the order of turns, instead of the plan's.
+        trace: called with a line for everything that happens.
+        telling: whether to record the history.
     """
     most_turns = max(DEFAULT_TURNS, TURNS_A_RANK * len(plan.ranks))
     scheduler = Scheduler(f"world {plan.seed}", order or order_of(plan), most_turns)
@@ -130,7 +130,7 @@ def _states(plan: SeedPlan) -> Counter[str]:
 
 
 class _Driver:
-    """What launchers and operators do, and the end, in which all is checked."""
+    """Does what launchers and operators do, and checks everything at the end."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -139,13 +139,13 @@ class _Driver:
         self._faults = Faults(world)
 
     def drive(self) -> None:
-        """All lives. Raises `Violation`."""
+        """Run all lives, and the quiet time. Raises `Violation`."""
         for faults, gap in zip(self._plan.lives, self._plan.gaps, strict=True):
             self._replace(gap.replace)
             self._faults.begin_life(faults)
             outcomes = self._live(self._plan.steps)
             if "unrecoverable" not in outcomes:
-                self._pass(gap.seconds)  # in which survivors may re-form, and be struck
+                self._pass(gap.seconds)  # survivors may regroup meanwhile, and be struck
             self._faults.end_life()
             if "unrecoverable" in outcomes:
                 break
@@ -154,16 +154,16 @@ class _Driver:
     # ------------------------------------------------------------------ lives
 
     def _live(self, steps: int, *, quiet: bool = False, ends: bool = False) -> set[str]:
-        """Start the trainers and wait until the last is over; how they ended."""
+        """Start the trainers and wait until the last one has ended. Returns how they ended."""
         world, scheduler = self._world, self._scheduler
         for node in world.up():
             if not node.serves and scheduler.random.random() < 0.7:
                 try:
                     world.ensure_smp(node)
-                except Exception as error:  # a fault struck: the trainers will see
+                except Exception as error:  # a fault struck: the trainers will notice
                     scheduler.note(f"the launcher goes on: {error}")
         if not world.up():
-            return {"killed"}  # the last node was lost while it was made ready
+            return {"killed"}  # the last node was lost while its SMP was started
         world.start_trainers(steps, quiet=quiet, ends=ends)
         limit = scheduler.now + LIFE_DEADLINE_S
         self._until(lambda: any(trainer.outcome for trainer in world.trainers), limit)
@@ -178,7 +178,7 @@ class _Driver:
         return {trainer.outcome for trainer in world.trainers}
 
     def _stop_life(self) -> None:
-        """A rank is gone: the others' collectives fail, and the launcher kills who does not end by itself."""
+        """If a rank is gone, make the collectives of the others fail, and kill those that do not end by themselves."""
         world, scheduler = self._world, self._scheduler
         if all(trainer.outcome in ("", "done") for trainer in world.trainers):
             return
@@ -235,7 +235,7 @@ class _Driver:
             self._pass(60.0)  # lost parity is rebuilt in the background
             places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
             restored = world.trainers[0].restored
-            if self._plan.protect_every == 1 or restored == world.oracle.promised:  # else it was only to be sealed
+            if self._plan.protect_every == 1 or restored == world.oracle.promised:  # else it may only be sealed
                 world.oracle.repaired(restored, places)
             self._lose(world.oracle.survivable())
             self._replace(True)
@@ -254,7 +254,7 @@ class _Driver:
         self._end(final == "finish")
 
     def _calm(self) -> None:
-        """Nothing goes wrong from now on, and what hung goes on."""
+        """End all faults: repair the network, thaw what hangs and end it later, and give every place a serving node."""
         self._world.network.repair()
         for process in self._faults.zombies:
             self._scheduler.thaw(process)
@@ -265,7 +265,7 @@ class _Driver:
         self._serve()
 
     def _serve(self) -> None:
-        """Have an SMP on every node: in quiet, each comes up."""
+        """Have an SMP on every node. Without faults each must come up."""
         for node in self._world.up():
             try:
                 self._world.ensure_smp(node)
@@ -278,7 +278,7 @@ class _Driver:
             world.lose(node, silent=self._scheduler.random.random() < 0.5)
 
     def _recover(self, steps: int, when: str, *, progress: bool = False) -> bool:
-        """The job must come back, and go on. False if it rightly does not."""
+        """Require that the job comes back and goes on. Returns False if it rightly does not."""
         world = self._world
         before = world.oracle.promised
         self._serve()

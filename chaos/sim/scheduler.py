@@ -1,11 +1,11 @@
-"""Who runs next, and what time it is: tasks take turns, one at a time, in an order that is decided elsewhere (`turns`).
+"""Which task runs next, and what time it is: tasks take turns, one at a time, in the order that `turns` decides.
 
 A task is a thread of the code under test. It runs until it blocks, or until it comes to an *await*, a place where
-threads could take turns, and the order says so. When nobody can run, the clock jumps to the next timer; so an hour of
-deadlines takes a moment.
+threads could take turns, and the order makes it give way. When no task can run, the clock jumps to the next timer, so
+an hour of deadlines takes a moment.
 
-A process that is killed stops where it stands: none of its tasks ever goes on, as after SIGKILL, and no ``finally`` of
-it touches an arena. Only when the run is over, and judged, are they unwound, so that what they hold is free.
+A killed process stops where it is, as after SIGKILL: none of its tasks ever goes on, and none of its ``finally`` blocks
+touches an arena. Only when the run is over and judged are its tasks unwound, which frees what they hold.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from holdfast.chaos.sim.tasks import Killed, SimProcess, Task, Violated, Violati
 from holdfast.chaos.sim.turns import Turns
 
 BEGAN_S = 1_000.0
-"""What the clock shows when a run begins."""
+"""The time that the clock shows when a run begins."""
 
 DEFAULT_TURNS = 400_000
-"""A run that takes more turns than this does not come to rest."""
+"""Limit on the turns of a run: one that takes more is taken not to come to rest."""
 
 WORD = (1 << 64) - 1
 SIMULATION = str(Path(__file__).parent)
@@ -40,7 +40,7 @@ _active: Scheduler | None = None
 
 
 class Moment(NamedTuple):
-    """What happened; `at_s`: of simulated time."""
+    """One event of a run. `at_s`: simulated seconds since the run began."""
 
     at_s: float
     who: str
@@ -48,21 +48,22 @@ class Moment(NamedTuple):
 
 
 def active() -> Scheduler:
-    """The scheduler of the run at hand."""
+    """The scheduler of the current run."""
     assert _active is not None
     return _active
 
 
 class Scheduler:
-    """One run.
+    """Runs the tasks of one run. Not thread-safe: all tasks are greenlets of the thread that made the scheduler.
 
     Args:
-        seed: what machines and networks do is drawn from it.
+        seed: seed of everything that machines and networks draw.
         order: decides whose turn it is.
+        most_turns: limit on the turns of the run.
 
     Attributes:
-        fingerprint: of all turns so far: who took each, and at which await. Two runs of a seed have the same.
-        history: what matters of what happened, in words, if `telling`.
+        fingerprint: hash of all turns so far: which task took each, at which await. It is equal for all runs of a seed.
+        history: the events that matter, in words; recorded if `telling`.
     """
 
     def __init__(self, seed: str, order: Turns, most_turns: int = DEFAULT_TURNS) -> None:
@@ -91,7 +92,7 @@ class Scheduler:
         self._main.stack = getcurrent()
         self.current = self._main
         self.next_stop = 0
-        """The await at which something is to be done; `point` is spelled out where it is passed most often."""
+        """The next await at which there is something to do. `threads.Lock` and `RLock` inline `point`, for speed."""
         self._draw_stop()
 
     # ------------------------------------------------------------------ for the simulated primitives
@@ -103,7 +104,7 @@ class Scheduler:
             self.stop_here()
 
     def block(self, where: str, timeout: float | None = None) -> bool:
-        """Wait until `wake`, at most `timeout` seconds; whether it was woken."""
+        """Wait until `wake`, at most `timeout` seconds. Returns whether the task was woken."""
         if self.unwinding:
             raise Killed
         assert not self._unbroken, "a task blocks where it must not give way"
@@ -118,7 +119,7 @@ class Scheduler:
         return task.woken
 
     def wake(self, tasks: list[Task]) -> None:
-        """Those of `tasks` that are blocked may go on; the list is empty then."""
+        """Let those of `tasks` that are blocked go on, and empty the list."""
         for task in tasks:
             if task.blocked:
                 task.blocked = False
@@ -130,7 +131,7 @@ class Scheduler:
             self._switch_at = self.next_stop = self.awaits + 1
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long."""
+        """Wait for so many simulated seconds."""
         self.block("sleep", seconds)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -151,7 +152,7 @@ class Scheduler:
 
     @contextmanager
     def without_awaits(self) -> Iterator[None]:
-        """Within the block the task goes on, whatever it passes; it must not block."""
+        """Skip all awaits within the block: the task goes on. It must not block."""
         self._unbroken = True
         try:
             yield
@@ -161,13 +162,13 @@ class Scheduler:
     # ------------------------------------------------------------------ for the driver and its faults
 
     def call_at(self, awaits: int, action: Callable[[], None]) -> None:
-        """Call `action`, which must not block, at the await of that number."""
+        """Call `action`, which must not block, at await number `awaits`."""
         self._planned.append((awaits, action))
         self._planned.sort(key=lambda item: -item[0])
         self.next_stop = min(self.next_stop, awaits)
 
     def kill(self, process: SimProcess, *, ends: bool = False) -> None:
-        """SIGKILL; `ends`: or its end."""
+        """Kill a process as by SIGKILL. `ends`: it ends by itself, which the history does not mention."""
         if not process.alive:
             return
         if ends:
@@ -193,29 +194,29 @@ class Scheduler:
         process.frozen_tasks = []
 
     def yield_if_dead(self) -> None:
-        """After a fault that may have killed the caller: it then goes no further."""
+        """Let the caller go no further if a fault has just killed or frozen its process."""
         if not self.current.process.alive or self.current.process.frozen:
             self._ready.append(self.current)
             self._give_way(self.current)
 
     def violate(self, check: str, message: str) -> None:
-        """Note what must not happen, and which of `holdfast.chaos.sim.checks` says so; the driver ends the run."""
+        """Record a violation of one of `holdfast.chaos.sim.checks`. The driver then ends the run."""
         self.tell(f"VIOLATION of {check!r}:", message.splitlines()[0])
         self.violations.append(Violated(check, message))
 
     def note(self, message: str) -> None:
-        """A line of the trace."""
+        """Write a line of the trace."""
         if self.trace is not None:
             self.trace(f"{self.now - BEGAN_S:10.4f} #{self.awaits:<6} {self.current!r:24} {message}")
 
     def tell(self, who: object, what: str) -> None:
-        """A line of the trace, and of the history."""
+        """Write a line of the trace, and record it in the history."""
         self.note(f"{who} {what}")
         if self.telling:
             self.history.append(Moment(self.now - BEGAN_S, str(who), what))
 
     def blocked_tasks(self, process: SimProcess | None = None) -> list[str]:
-        """Where tasks that have not ended wait."""
+        """The tasks that have not ended, with the places where they wait."""
         return [
             f"{task!r} at {task.where or 'its start'}"
             for task in self._tasks
@@ -223,7 +224,7 @@ class Scheduler:
         ]
 
     def unwind(self) -> None:
-        """The run is over: end every task. Called by the driver."""
+        """End every task once the run is over. Called by `chaos.sim.run.play`."""
         self.unwinding = True
         self.next_stop = 0
         for task in self._tasks:
@@ -238,7 +239,7 @@ class Scheduler:
     # ------------------------------------------------------------------ inside
 
     def run_task(self, task: Task) -> None:
-        """The whole life of a task, on the current stack."""
+        """Run a task from its beginning to its end, on the current stack."""
         try:
             task.work()
         except Killed:
@@ -252,7 +253,7 @@ class Scheduler:
         task.process.live_tasks -= 1
 
     def hand_on(self, stack: greenlet) -> tuple[Scheduler, Task]:
-        """The task on the current stack has ended, and somebody else goes on; returns whom the stack is to run next."""
+        """Let another task go on, as the one on the current stack has ended. Returns the stack's next task."""
         following = self._main if self.unwinding else self._pick()
         self.current = following
         if following.stack is None:
@@ -267,7 +268,7 @@ class Scheduler:
         self.next_stop = min(self._switch_at, self._planned[-1][0]) if self._planned else self._switch_at
 
     def stop_here(self) -> None:
-        """The rest of `point`, where something is to be done."""
+        """The rest of `point`, at an await where there is something to do."""
         if self.unwinding:
             raise Killed
         if self._unbroken:
@@ -293,7 +294,7 @@ class Scheduler:
         self._give_way(task)
 
     def _give_way(self, task: Task) -> None:
-        """Let others run; returns when it is this task's turn again."""
+        """Let other tasks run. Returns when it is this task's turn again."""
         following = self._pick()
         if following is not task:
             self.current = following
@@ -310,7 +311,7 @@ class Scheduler:
             raise Violation(*self.violations[0])
 
     def _pick(self) -> Task:
-        """Whose turn it is. Fires timers, and moves the clock, while nobody can run."""
+        """Choose the task whose turn it is. Fires timers, and moves the clock, while no task can run."""
         self.turns += 1
         if self.turns > self._most_turns or self.violations:
             return self._end_early()
@@ -342,17 +343,19 @@ class Scheduler:
                 ready.append(waiting)
 
     def _end_early(self) -> Task:
-        """The driver is to give up: it is woken where it waits, and finds the violation."""
+        """Wake the driver where it waits, so that it finds the violation and gives up."""
         if not self.violations:
-            what = "nobody can ever go on" if self.turns <= self._most_turns else "no rest after so many turns"
-            self.violations.append(Violated("rest", f"{what} ({self.turns}): " + "; ".join(self.blocked_tasks())))
+            what = "no task can ever go on" if self.turns <= self._most_turns else "tasks still run"
+            self.violations.append(
+                Violated("rest", f"{what} after {self.turns} turns: " + "; ".join(self.blocked_tasks()))
+            )
         self._main.blocked = False
         self._main.token += 1
         return self._main
 
 
 IDLE: list[greenlet] = []
-"""Stacks without a task, also of earlier runs: a new one costs as much as some turns."""
+"""Stacks without a task, also those of earlier runs: a new stack costs as much as some turns."""
 
 
 def _place() -> str:
@@ -364,7 +367,7 @@ def _place() -> str:
 
 
 def _serve(scheduler: Scheduler, task: Task) -> None:
-    """A stack runs tasks, one after another, also of later runs."""
+    """Run tasks on this stack, one after another, also those of later runs."""
     stack = getcurrent()
     while True:
         scheduler.run_task(task)

@@ -1,8 +1,8 @@
 """What the simulation replaces in the production code while a block runs, and the failpoints that it observes.
 
-Machines are not replaced but handed over (`chaos.sim.system`). What is left are names of holdfast's own: state,
-capture, copy engine and collectives of a trainer (`chaos.sim.trainer`), how an SMP's process is started, sizes that
-would make state large, and functions around which the oracle looks.
+The machine is not replaced but handed over (`chaos.sim.system`). Replaced are names of holdfast's own: state, capture,
+copy engine and collectives of a trainer (`chaos.sim.trainer`), the start of an SMP's process, sizes that would make
+state large, and functions that the oracle observes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.copier import CopyJob
 
 PAGE_BYTES = 64
-"""Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
+"""Headers of slot files are padded to this size, so that a shard takes a few hundred bytes."""
 
 
 SLICE_S = 0.02
-"""How long it takes to reserve a slot beside the training."""
+"""How long it takes to reserve one slice of a slot in the background, in simulated seconds."""
 
 DEEPEST = 100_000
-"""Calls within calls, with those of the stacks that a stack was made from."""
+"""Recursion limit. Calls on a stack count together with those on the stacks that it was made from."""
 
 
 class Hooks:
-    """What the run at hand listens to. `chaos.sim.world` fills it in."""
+    """Callbacks of the current run. `chaos.sim.world` and `chaos.sim.faults` set them."""
 
     failpoint: Callable[[str, int], None]
     start_smp: Callable[[MemoryPath], None]
@@ -62,8 +62,8 @@ class Hooks:
 
 
 class _ObservedProtecting(Protecting):
-    """Says what the job is promised as soon as it knows: what is freed from then on is judged by it. And which
-    snapshots are to be protected."""
+    """Tells the oracle which snapshots are to be protected, and what the job is promised as soon as the job knows it:
+    from then on, what is freed is judged by it."""
 
     def settle(self) -> None:
         super().settle()
@@ -77,7 +77,7 @@ class _ObservedProtecting(Protecting):
 
 
 def failpoint(point: str, step: int = -1) -> None:
-    """`smp_daemon.shared.failpoints.failpoint`: an await with a name, at which a crash may be planned."""
+    """`smp_daemon.shared.failpoints.failpoint` as a named await, at which a crash may be planned."""
     if point == "reserve.slice":
         active().sleep(SLICE_S)
     active().point()
@@ -85,7 +85,8 @@ def failpoint(point: str, step: int = -1) -> None:
 
 
 def _record_point(path: MemoryPath, data: Any, when: str) -> None:
-    """`records._failpoint`: the oracle learns of a record once it counts; who dies in the middle leaves half of it."""
+    """`records._failpoint`. Tells the oracle of a record once it counts; a process that dies in the middle of writing
+    one leaves half of it."""
     kind = kind_of(path.name)
     point = f"record.{kind}.{when}"
     if when == "done":
@@ -97,7 +98,7 @@ def _record_point(path: MemoryPath, data: Any, when: str) -> None:
     whole = part.read_text()
     part.write_bytes(b'{"cut')
     failpoint(point)
-    part.write_bytes(whole.encode())  # it lives on
+    part.write_bytes(whole.encode())  # the process survived
 
 
 def _release(
@@ -107,7 +108,7 @@ def _release(
     held: Collection[SnapshotId] = (),
     with_parity: Collection[SnapshotId] | None = None,
 ) -> None:
-    """`Arena.release`, which is told what the trainers keep: whatever of a shard it frees, they gave up."""
+    """`Arena.release`. It is told what the trainers keep, so they gave up every slot of a shard that it frees."""
     for pool in self.pools():
         if pool.suffix == SHARD_SUFFIX:
             for slot in pool.outdated({*keep, *held}, before):
@@ -131,12 +132,12 @@ load = restore._load
 
 
 def _load(attempt: Any, agreement: Any, adapter: Any, engine: Any) -> Any:
-    """`restore._load`; of a few bytes, by `trainer.load`."""
+    """`restore._load`, or `trainer.load` for the state of a few bytes."""
     return (trainer.load if isinstance(adapter, trainer.SimAdapter) else load)(attempt, agreement, adapter, engine)
 
 
 def _repair_parity(client: Any, plan: Any, *arguments: Any) -> Any:
-    """`restore.repair_parity`: the trainers have settled on what they go back to, and want parity of it."""
+    """`restore.repair_parity`: the trainers have agreed which snapshot to go back to, and want its parity."""
     Hooks.goes_back(plan.snapshot)
     return repair_parity(client, plan, *arguments)
 
@@ -145,7 +146,7 @@ repair_parity = restore.repair_parity
 
 
 def _capture(adapter: Any, *arguments: Any) -> Any:
-    """`Capture`, which the oracle listens to; of a few bytes, `trainer.SimCapture`."""
+    """`Capture`, observed by the oracle, or `trainer.SimCapture` for the state of a few bytes."""
     if isinstance(adapter, trainer.SimAdapter):
         return trainer.SimCapture(adapter, *arguments)
     capture = ObservedCapture(adapter, *arguments)
@@ -154,7 +155,7 @@ def _capture(adapter: Any, *arguments: Any) -> Any:
 
 
 def _boundary(optimizers: Any, *arguments: Any) -> Any:
-    """`Boundary`; where nobody steps, `trainer.SimBoundary`."""
+    """`Boundary`, or `trainer.SimBoundary` if there are no optimizers."""
     return Boundary(optimizers, *arguments) if optimizers else trainer.SimBoundary()
 
 
@@ -173,7 +174,7 @@ def _without_collector() -> Iterator[None]:
 
 @contextmanager
 def _on_one_core() -> Iterator[None]:
-    """torch computes on the thread that asks: the modules are tiny, and threads that help wait by spinning."""
+    """Let torch compute on the calling thread only: the modules are tiny, and helper threads spin while they wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -184,8 +185,8 @@ def _on_one_core() -> Iterator[None]:
 
 @contextmanager
 def _deep() -> Iterator[None]:
-    """A new stack counts calls from where the one that it was made on stands, and that from where its own maker stood:
-    in a large job they add up."""
+    """Raise the recursion limit. A new stack counts its calls on top of those of the stack that it was made from, which
+    did the same: in a large job they add up."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, DEEPEST))
     try:
@@ -198,8 +199,8 @@ def _deep() -> Iterator[None]:
 def installed() -> Iterator[None]:
     """Run holdfast on simulated threads, time, sockets and files, without its log.
 
-    The collector of garbage does not run by itself in the block: it would look again and again at all that was there
-    before. `chaos.sim.run.simulate` calls it.
+    The garbage collector does not run by itself in the block: it would examine again and again everything that existed
+    before. `chaos.sim.run.play` runs it now and then.
     """
     replaced: dict[str, Any] = {
         "holdfast.smp_daemon.storage.arena.Arena.release": _release,

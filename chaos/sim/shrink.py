@@ -1,9 +1,9 @@
-"""The shortest history that still breaks the promise: of a plan whose run failed, what can be left out is left out.
+"""Shortens a run that breaks the promise: leaves out everything that the failure does not need.
 
-First the plan is made smaller, with turns drawn as before: fewer lives, faults, nodes, steps, no bad network. Then the
-turns are: the plain order (`holdfast.chaos.sim.turns`) may fail as well, or with a task or two delayed somewhere; else
-those of the run are recorded, as deviations from it, and all are dropped that the same check does without. What is left
-is a `Case`: a file that plays the run again, and a few lines that tell it.
+First the plan is made smaller, with turns drawn as before: fewer lives, faults, nodes and steps, and no bad network.
+Then the turns are simplified. The plain order (`holdfast.chaos.sim.turns`) may fail as well, perhaps with up to three
+tasks delayed. Otherwise the turns of the run are recorded as deviations from the plain order, and deviations are
+dropped as long as the same check fails. The result is a `Case`: a file that replays the run, and a history in words.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from holdfast.chaos.sim.turns import Deviations, Recorder, Replayed, Turns
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 
 RUNS = 3000
-"""So many runs are made at most; each takes some hundredths of a second."""
+"""Limit on the number of runs made to shorten one; each takes some hundredths of a second."""
 
 DELAYED_RUNS = 400
-"""So many runs look for a failure with a task or two delayed."""
+"""Number of runs that look for a failure with up to three tasks delayed."""
 
 ORDERS = 4
-"""A smaller plan is tried with so many orders of turns: what fails in one may not in another."""
+"""Number of orders of turns in which a smaller plan is tried: it may fail in one order and not in another."""
 
 Deviation = tuple[str, int, int]
-"""One of `Deviations`: of which kind, its await or number, and who is picked."""
+"""One of `Deviations`: its kind, the number of its await or pick, and the index of the task that is picked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Case:
     """A run that breaks the promise.
 
     Attributes:
-        check: which of `holdfast.chaos.sim.checks` says so.
-        deviations: of its turns, from the plain order.
+        check: which of `holdfast.chaos.sim.checks` fails.
+        deviations: how its turns deviate from the plain order.
     """
 
     check: str
@@ -49,30 +49,30 @@ class Case:
     deviations: Deviations
 
     def play(self, trace: Callable[[str], None] | None = None) -> SeedReport:
-        """Run it, and tell."""
+        """Run it, and record its history."""
         return play(self.plan, Replayed(self.deviations), trace=trace, telling=True)
 
     def write(self, path: Path) -> None:
-        """For `read_case`."""
+        """Write it to a file for `read_case`."""
         path.write_bytes(encode_json(self) + b"\n")
 
 
 def read_case(path: Path) -> Case:
-    """What `Case.write` wrote. Raises `ProtocolError`, `OSError`."""
+    """Read what `Case.write` wrote. Raises `ProtocolError`, `OSError`."""
     return decode_json(Case, path.read_bytes(), f"a case, in {path}")
 
 
 def shrink(plan: SeedPlan, runs: int = RUNS) -> Case:
-    """The smallest case that was found. Call it within `holdfast.chaos.sim.seams.installed`.
+    """Return the smallest case that is found. Call it within `holdfast.chaos.sim.seams.installed`.
 
     Raises:
-        ValueError: nothing is broken.
+        ValueError: the plan breaks no promise.
     """
     return _Shrinking(plan, runs).run()
 
 
 class _Shrinking:
-    """Tries what may be left out, until nothing more can be, or `runs` runs were made."""
+    """Leaves things out until nothing more can be left out, or `runs` runs were made."""
 
     def __init__(self, plan: SeedPlan, runs: int) -> None:
         self._left = runs
@@ -92,7 +92,7 @@ class _Shrinking:
         return Case(self._check, self._plan, self._deviations)
 
     def _simplify(self, fails: Callable[[SeedPlan], SeedPlan | None]) -> bool:
-        """Take the first simpler plan that fails; whether there was one."""
+        """Take the first simpler plan that fails. Returns whether there was one."""
         for simpler in simpler_plans(self._plan):
             found = fails(simpler)
             if found is not None:
@@ -105,7 +105,7 @@ class _Shrinking:
         return next((plan for plan in each if self._fails(plan, order_of(plan))), None)
 
     def _with_delays(self) -> Deviations | None:
-        """The plain order with at most three tasks delayed, drawn, if one fails."""
+        """Look for a failure in the plain order, with none to three drawn tasks delayed. None if none is found."""
         pick = random.Random(f"delays {self._plan.seed}")
         awaits = play(self._plan, Replayed(Deviations())).awaits
         for number in range(DELAYED_RUNS):
@@ -163,7 +163,7 @@ def _as_deviations(items: Sequence[Deviation]) -> Deviations:
 
 
 def simpler_plans(plan: SeedPlan) -> Iterator[SeedPlan]:
-    """Plans in which less happens, those first that leave out most."""
+    """Yield plans in which less happens, roughly starting with those that leave out most."""
     lives, gaps = plan.lives, plan.gaps
     for number in reversed(range(len(lives))):
         yield replace(plan, lives=lives[:number] + lives[number + 1 :], gaps=gaps[:number] + gaps[number + 1 :])
@@ -208,7 +208,7 @@ def simpler_plans(plan: SeedPlan) -> Iterator[SeedPlan]:
 
 
 def _of_ranks(plan: SeedPlan, ranks: Sequence[int], lengths: tuple[int, ...]) -> SeedPlan:
-    """On as many nodes as the ranks need, numbered from 0."""
+    """The plan with only these ranks, on as many nodes as they need, numbered from 0."""
     numbers = {node: number for number, node in enumerate(sorted(set(ranks)))}
     return replace(plan, nodes=len(numbers), ranks=tuple(numbers[node] for node in ranks), lengths=lengths)
 
@@ -217,7 +217,7 @@ def _of_ranks(plan: SeedPlan, ranks: Sequence[int], lengths: tuple[int, ...]) ->
 
 
 def tell(case: Case) -> list[str]:
-    """The history of a case, a line for each thing that matters. Runs it."""
+    """Run a case, and return its history with one line for each event that matters."""
     report = case.play()
     return [_setting(case.plan), *merged(report.history), f"what must hold: {CHECKS[case.check]}"]
 
@@ -230,7 +230,7 @@ def _setting(plan: SeedPlan) -> str:
 
 
 def merged(history: Sequence[Moment]) -> Iterator[str]:
-    """A line for events that follow each other and differ in whom they happen to, at most."""
+    """Yield one line for each series of events that say the same of different subjects, with the time of the first."""
     for what, events in groupby(history, key=lambda event: event.what):
         found = list(events)
         yield f"{found[0].at_s:8.3f} s  {', '.join(dict.fromkeys(event.who for event in found))} {what}"

@@ -1,4 +1,4 @@
-"""The machine that simulated processes run on: what `smp_daemon.shared.system.System` is to real ones."""
+"""The machine that simulated processes run on, as a `smp_daemon.shared.system.System`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.system import System
 
 
 class SimOs(MemoryOs):
-    """`os`, with simulated processes' ids, and arenas in memory."""
+    """`os`, with the ids of simulated processes, and arenas in memory."""
 
     O_CLOEXEC, O_CREAT, O_EXCL, O_NOFOLLOW, O_RDWR = os.O_CLOEXEC, os.O_CREAT, os.O_EXCL, os.O_NOFOLLOW, os.O_RDWR
     O_RDONLY, O_NONBLOCK = os.O_RDONLY, os.O_NONBLOCK
@@ -26,7 +26,7 @@ class SimOs(MemoryOs):
         return USER
 
     def __init__(self, locks: dict[str, SimProcess]) -> None:
-        """`locks`: whose arenas are; every SMP has one."""
+        """`locks`: which process has locked which arena. Every SMP locks one."""
         self._locks = locks
 
     def getpid(self) -> int:
@@ -39,11 +39,11 @@ class SimOs(MemoryOs):
         raise ProcessLookupError("no such process")
 
     def close(self, fd: object) -> None:
-        """Descriptors are the files and processes themselves."""
+        """Does nothing: descriptors are the files and processes themselves."""
 
 
 class SimSystem(System):
-    """One for all processes of all runs: which of them calls, the scheduler knows."""
+    """The one instance is shared by all processes of all runs. The scheduler knows which process calls."""
 
     Thread: Any = threads.Thread
     Lock: Any = threads.Lock
@@ -66,14 +66,14 @@ class SimSystem(System):
         self.os = SimOs(self._locks)
 
     def begin_run(self) -> None:
-        """Nobody owns an arena."""
+        """Release the locks of all arenas."""
         self._locks.clear()
 
     def populate(self, mapped: object, start: int = 0, count: int | None = None) -> None:
-        """All memory is there."""
+        """Does nothing: all memory is there."""
 
     def flock(self, file: Any, how: int) -> None:
-        """The lock of an arena: a simulated process lets go of it when it dies."""
+        """Lock an arena. A simulated process releases its lock when it dies."""
         process = active().current.process
         owner = self._locks.get(file.name)
         if owner is not None and owner.alive and owner is not process:
@@ -81,7 +81,7 @@ class SimSystem(System):
         self._locks[file.name] = process
 
     def await_end(self, process: SimProcess, deadline_s: float) -> bool:
-        """Its descriptor is the process itself."""
+        """Wait until a process, which is its own descriptor, has ended. Returns whether it has."""
         ended = threads.Event()
         process.on_death[id(ended)] = ended.set
         ended.wait(deadline_s)

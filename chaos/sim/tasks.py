@@ -1,4 +1,4 @@
-"""Processes, and their tasks, each a greenlet: it has a stack of its own, and goes on where it left off."""
+"""Simulated processes and their tasks. Each task is a greenlet: it has its own stack, and goes on where it left off."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from greenlet import greenlet
 
 
 class Killed(BaseException):
-    """Ends a task of a process that is gone, once the run is over. Nothing of holdfast catches it."""
+    """Ends a task once the run is over. Nothing in holdfast catches it."""
 
 
 class Violated(NamedTuple):
-    """What must never happen has happened; `check`: which of `holdfast.chaos.sim.checks` says so."""
+    """Something happened that must never happen. `check`: which of `holdfast.chaos.sim.checks` found it."""
 
     check: str
     message: str
@@ -23,7 +23,7 @@ class Violated(NamedTuple):
 
 
 class Violation(Exception):
-    """Ends a run that has broken the promise; its arguments are those of `Violated`."""
+    """Ends a run that has broken the promise. Its arguments are those of `Violated`."""
 
     def __init__(self, check: str, message: str) -> None:
         super().__init__(check, message)
@@ -31,7 +31,7 @@ class Violation(Exception):
 
 
 class SimProcess:
-    """What dies together: tasks, and whatever registered an `on_death`."""
+    """Tasks that die together. The callbacks in `on_death` are called when they do."""
 
     def __init__(self, name: str, host: str) -> None:
         self.name = name
@@ -51,9 +51,9 @@ class Task:
     """One thread of a process.
 
     Attributes:
-        number: which of the run's tasks it is.
-        on_turn: called when it goes on after others had their turn; None: nothing is.
-        stack: where it runs; None until it is first its turn. Those of tasks that have ended are used again.
+        number: its number within the run.
+        on_turn: called when the task goes on after others had their turn; may be None.
+        stack: the greenlet that it runs on; None before its first turn. Stacks of ended tasks are reused.
     """
 
     __slots__ = (

@@ -1,7 +1,7 @@
-"""What threads block on, for tasks: names and meanings are those of `threading`, `queue`, `concurrent.futures`, `time`.
+"""Locks, queues, threads, pools and clock for tasks.
 
-Each acquisition, wait and hand-over is an await of `chaos.sim.scheduler`. Only what the modules of holdfast use is
-here.
+Names and semantics are those of `threading`, `queue`, `concurrent.futures` and `time`; only what holdfast uses exists.
+Each acquisition, wait and hand-over is an await of `chaos.sim.scheduler`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RLock:
                 self._scheduler.wake(self._waiting)
 
     def give_up(self) -> int:
-        """Release it whole, for a wait; how often it was held."""
+        """Release the lock completely, for a wait. Returns how often it was held."""
         if self._owner is not self._scheduler.current:
             raise RuntimeError("cannot wait on a condition whose lock is not held")
         count, self._count = self._count, 1
@@ -118,13 +118,13 @@ class RLock:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._count == 1 and not self._waiting and self._owner is self._scheduler.current:
-            self._owner, self._count = None, 0  # as a rule
+            self._owner, self._count = None, 0  # the common case
         else:
             self.release()
 
 
 class Condition(RLock):
-    """`threading.Condition`. Its lock is its own: the one that is given may be nobody else's."""
+    """`threading.Condition`. It is its own lock and ignores the one it is given, so nothing else may use that one."""
 
     def __init__(self, lock: RLock | None = None) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Event:
 
 
 class Thread:
-    """`threading.Thread`, of the process that makes it."""
+    """`threading.Thread`. It belongs to the process that makes it."""
 
     def __init__(
         self, target: Callable[..., Any], name: str = "thread", args: tuple[Any, ...] = (), daemon: bool = True
@@ -242,7 +242,7 @@ class SimpleQueue(Generic[T]):
 
 
 class Future(Generic[T]):
-    """`concurrent.futures.Future`, as far as a pool gives it."""
+    """The part of `concurrent.futures.Future` that users of a pool need."""
 
     def __init__(self) -> None:
         self._done = Event()
@@ -250,7 +250,7 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self, work: Callable[[], T]) -> None:
-        """Carry it out."""
+        """Do the work, and keep its result or error."""
         try:
             self._result = work()
         except Exception as error:
@@ -267,7 +267,7 @@ class Future(Generic[T]):
 
 
 class ThreadPoolExecutor:
-    """`concurrent.futures.ThreadPoolExecutor`. Its threads end when there is nothing to do."""
+    """`concurrent.futures.ThreadPoolExecutor`. Its threads end when there is no work."""
 
     def __init__(self, max_workers: int, thread_name_prefix: str = "pool") -> None:
         self._scheduler: Scheduler = active()
@@ -299,7 +299,7 @@ class ThreadPoolExecutor:
         while self._waiting:
             future, work = self._waiting.popleft()
             future.run(work)
-        self._at_work -= 1  # and none is submitted to in between: there is no await
+        self._at_work -= 1  # no await since the check above: nothing was submitted
         with self._idle:
             self._idle.notify_all()
 
@@ -311,14 +311,14 @@ class ThreadPoolExecutor:
 
 
 class Signal:
-    """Says that something outside all processes has changed. It has no lock, so none can die with it."""
+    """Tells tasks that something outside all processes has changed. It has no lock, so no process can die with one."""
 
     def __init__(self) -> None:
         self._scheduler = active()
         self._waiting: list[Task] = []
 
     def wait_for(self, happened: Callable[[], bool], timeout: float) -> bool:
-        """Block until it has, at most so many seconds; whether it has."""
+        """Block until it has `happened`, at most `timeout` seconds. Returns whether it has."""
         end = self._scheduler.now + timeout
         while not happened() and self._scheduler.now < end:
             self._waiting.append(self._scheduler.current)
@@ -326,7 +326,7 @@ class Signal:
         return happened()
 
     def notify(self) -> None:
-        """Have all who wait look again."""
+        """Let all waiting tasks look again."""
         self._scheduler.wake(self._waiting)
 
 

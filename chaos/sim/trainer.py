@@ -2,7 +2,7 @@
 
 `snapshot.hook.SnapshotHook`, its ledger, copier, outcomes, restore and reservation are the production ones. What they
 reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimEngine` (copying it), `SimMember`
-(collectives). Trainers of real modules, `chaos.sim.modules`, have the last of them alone.
+(collectives). Trainers with real modules, `chaos.sim.modules`, use only `SimMember`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ RECORD_CAPACITY = 64
 COLLECTIVE_DEADLINE_S = 120.0
 LEAF = "state"
 PATIENCE_STEPS = 500
+"""Number of extra steps within which there must be room for a snapshot once the faults are over."""
+
 WAIT_S = 0.02
-"""In quiet there is room for a snapshot within so many steps, each made longer by so much."""
+"""How much longer each of these extra steps takes, in simulated seconds."""
 
 
 class TrainingLost(Exception):
-    """Another rank is gone: the step cannot be taken."""
+    """Another rank is gone, so the step cannot be taken."""
 
 
 class Circle:
@@ -51,7 +53,7 @@ class Circle:
         self._rounds: dict[tuple[str, int], dict[int, Any]] = {}
 
     def lose(self) -> None:
-        """A rank is gone, and the others notice."""
+        """Let the other ranks notice that a rank is gone."""
         self.lost = True
         self.changed.notify()
 
@@ -59,11 +61,11 @@ class Circle:
         active().point()
         values = self._rounds.setdefault(turn, {})
         values[rank] = value
-        if len(values) == self.size:  # woken before that, all would look in vain, each as often as there are ranks
+        if len(values) == self.size:  # waking all at every post would be in vain
             self.changed.notify()
 
     def collect(self, turn: tuple[str, int]) -> list[Any] | None:
-        """What every rank posted in that turn; None if one is gone. Blocks."""
+        """Return what every rank posted in that turn, or None if a rank is gone. Blocks."""
         values = self._rounds[turn]
         self.changed.wait_for(lambda: self.lost or len(values) == self.size, COLLECTIVE_DEADLINE_S)
         if len(values) < self.size:
@@ -104,7 +106,7 @@ class SimMember:
             tensor.copy_(everyones[rank][at])
 
     def leave(self) -> None:
-        """Whoever leaves ends soon: training has lost the others, too."""
+        """Does nothing: a rank that leaves ends soon, as its training has lost the others, too."""
 
     def meet(self, step: int) -> bool:
         return False
@@ -113,7 +115,7 @@ class SimMember:
         return False
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to close."""
 
     def _post(self, value: Any) -> tuple[str, int]:
         self._turn += 1
@@ -129,7 +131,7 @@ class SimMember:
 
 
 class Steps:
-    """How many steps a loop has `left` to make. It calls `begun` in each, once that has begun."""
+    """Counts the steps that a loop has `left` to make. The loop calls `begun` once a step has begun."""
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -139,10 +141,10 @@ class Steps:
 
 
 class QuietSteps(Steps):
-    """Those of a loop that no fault strikes: as many as asked for, and one in which all that was taken is drained.
+    """The steps of a loop that no fault strikes: as many as asked for, and one that drains all pending snapshots.
 
-    While there is no room for a snapshot more steps are made, so that what was asked for follows once there is. Whether
-    there is changes as a step begins, on all ranks alike: they all make as many steps.
+    While there is no room for a snapshot, more steps are made, so that those asked for follow once there is room. All
+    ranks see the room change at the beginning of the same step, so they all make the same number of steps.
 
     Args:
         every: steps from one snapshot to the next.
@@ -171,20 +173,20 @@ class Bytes(bytes):
     """A rank's whole state."""
 
     def missing(self, slot: bytes) -> str:
-        """What of it is not in a slot; empty: nothing."""
+        """Name what the slot lacks of this state; empty if nothing."""
         return "" if slot.find(self) >= 0 else "bytes"
 
     def differing(self, other: bytes) -> list[str]:
-        """What is not the same in both."""
+        """The names of the parts that differ; a state of bytes has only one."""
         return [] if self == other else ["bytes"]
 
     def of_a_new_rank(self, others: Collection[Bytes], before: Bytes | None, beside: Collection[Bytes]) -> Bytes:
-        """There are none."""
+        """There are no new ranks."""
         raise AssertionError("a job of bytes has always the same ranks")
 
 
 class SimAdapter:
-    """One rank's state: bytes that each step makes of the ones before."""
+    """One rank's state: bytes that each step computes from the bytes before."""
 
     def __init__(self, coord: str, length: int, secret: str, on_load: Callable[[SnapshotId, Bytes], None]) -> None:
         self.coord = coord
@@ -194,7 +196,7 @@ class SimAdapter:
         self._on_load = on_load
 
     def train(self) -> None:
-        """``optim.step()``: every byte changes. An await in the middle shows whoever still reads the old ones."""
+        """``optim.step()``: every byte changes. An await in the middle exposes code that still reads the old bytes."""
         self.step += 1
         fresh = _expand(hashlib.blake2b(bytes(self.live) + self._secret.encode()).digest(), len(self.live))
         half = len(fresh) // 2
@@ -203,11 +205,11 @@ class SimAdapter:
         self.live[half:] = fresh[half:]
 
     def resize(self, length: int) -> None:
-        """The state grows or shrinks: a new layout is needed."""
+        """Let the state grow or shrink, so that a new layout is needed."""
         self.live = bytearray(_expand(bytes(self.live), length))
 
     def take_over(self, snapshot: SnapshotId, content: bytes) -> None:
-        """Restored."""
+        """Take over what was restored."""
         self._on_load(snapshot, Bytes(content))
         self.live = bytearray(content)
         self.step = snapshot.step
@@ -236,7 +238,7 @@ def _expand(seed: bytes, length: int) -> bytes:
 
 
 class SimBoundary:
-    """`snapshot.step.boundary.Boundary`: the loop says by itself when a step begins and ends."""
+    """`snapshot.step.boundary.Boundary` for a loop that says itself when a step begins and ends."""
 
     declared = False
 
@@ -244,11 +246,11 @@ class SimBoundary:
         pass
 
     def remove(self) -> None:
-        """Nothing was hooked."""
+        """Does nothing: nothing was hooked."""
 
 
 class SimCapture:
-    """`snapshot.step.capture.Capture` of a `SimAdapter`."""
+    """`snapshot.step.capture.Capture` for a `SimAdapter`."""
 
     def __init__(
         self, adapter: SimAdapter, agreement: SimMember, engine: SimEngine, job: str, coord: str, system: object
@@ -265,13 +267,13 @@ class SimCapture:
         return self._form
 
     def entered(self) -> None:
-        """There are no generators."""
+        """Does nothing: there are no generators."""
 
     def drawn(self) -> list[str]:
         return []
 
     def mark(self, *, buffers: bool = False) -> None:
-        """There are no generators."""
+        """Does nothing: there are no generators."""
 
     def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
         return lambda: None
@@ -305,14 +307,14 @@ class SimCapture:
         )
 
     def let_go(self) -> None:
-        """Memory does not move."""
+        """Does nothing: memory does not move."""
 
     def over(self, job: CopyJob) -> None:
-        """Nothing was staged."""
+        """Does nothing: nothing was staged."""
 
 
 def captured(snapshot: SnapshotId, coord: str, content: Bytes) -> None:
-    """Told of every snapshot that begins; the oracle listens here (see `chaos.sim.seams`)."""
+    """Called for every snapshot that begins. `chaos.sim.seams` replaces it, so that the oracle hears of them."""
     raise RuntimeError("nobody listens")
 
 
@@ -322,22 +324,22 @@ def _form(job: str, coord: str, length: int) -> SlotFormat:
 
 
 class SimEngine:
-    """`snapshot.copy.engines.CopyEngine` for bytes, and its `Transfer`: each piece in two halves, and awaits before,
-    between and after."""
+    """`snapshot.copy.engines.CopyEngine` for bytes, and its own `Transfer`. It copies each piece in two halves, with
+    awaits before each half and at the end."""
 
     queues = False
 
     def enter_thread(self) -> None:
-        """Threads are alike."""
+        """Does nothing: all threads are alike."""
 
     def capturing(self) -> bool:
         return False
 
     def prepare(self, slots: Sequence[memoryview], turn: object) -> None:
-        """A mapped slot is ready."""
+        """Does nothing: a mapped slot is ready."""
 
     def cover(self, devices: object) -> None:
-        """There is one."""
+        """Does nothing: there is only one device."""
 
     def mark(self) -> SimEngine:
         active().point()
@@ -356,19 +358,19 @@ class SimEngine:
         raise NotImplementedError("copies of plain bytes have no witness")
 
     def guard(self) -> None:
-        """Nothing is under way once `copy` has returned."""
+        """Does nothing: no copy is in progress once `copy` has returned."""
 
     def fence(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no copy is in progress."""
 
     def finish(self) -> None:
         active().point()
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no copy is in progress."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
 
 def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, engine: SimEngine) -> HoldfastError | None:

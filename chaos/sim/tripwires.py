@@ -1,6 +1,6 @@
-"""What a seed does not determine must not be asked while it runs: the machine's clock, its entropy, its threads.
+"""Catches code that uses what a seed does not determine while it runs: the machine's clock, entropy or threads.
 
-Hash order is not asked for by a call: `holdfast.chaos.sim.campaign.again` runs seeds once more with another.
+No call reveals the use of hash order: `holdfast.chaos.sim.campaign.again` runs seeds once more with another hash order.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WIRED: tuple[tuple[Any, str], ...] = (
     (uuid, "uuid4"),
     (threading.Thread, "start"),
 )
-"""Whose attribute of that name is wired."""
+"""The calls that are wired: each by its owner, and the name of the attribute."""
 
 
 @contextmanager
 def wired() -> Iterator[None]:
-    """Within the block, code of holdfast's that calls one of them, in this thread, ends by an `AssertionError`."""
+    """Within the block, the calls in `WIRED` raise `AssertionError` if holdfast's code makes them in this thread."""
     here = threading.get_ident()
     before = [(owner, name, vars(owner)[name]) for owner, name in WIRED]
     try:

@@ -1,8 +1,8 @@
-"""Whose turn it is: how a run decides at which awaits a task gives way, and which of those that can run goes on.
+"""Whose turn it is: decides at which awaits a task gives way, and which of the tasks that can run goes on.
 
-The plain order has no choices: a task runs until it blocks, and who has waited longest goes on. Every other order is
-that, and *deviations* from it. Those of a run can be recorded, and played again. A few of them, at the right places,
-are most of what makes a run fail; see `holdfast.chaos.sim.shrink`.
+The plain order has no choices: a task runs until it blocks, and the one that has waited longest goes on. Every other
+order is the plain one with *deviations*. Those of a run can be recorded and replayed. Usually a few of them, at the
+right places, are enough to make a run fail; see `holdfast.chaos.sim.shrink`.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import Protocol
 from holdfast.chaos.sim.tasks import Task
 
 NEVER = 1 << 62
-"""An await that no run comes to."""
+"""An await that no run reaches."""
 
 CHANGES = 3
-"""How often a priority is lowered within a run, at most: most known races take one or two such changes."""
+"""How often a run lowers a priority, at most: most known races need one or two such changes."""
 
 ORDERS = ("uniform", "priorities")
 
 
 class Turns(Protocol):
-    """Not thread-safe; one run's.
+    """Decides the order of turns of one run. Not thread-safe.
 
     Attributes:
-        eager: whether who can run again may be preferred to who is running.
+        eager: whether a task that can run again may be preferred to the one that is running.
     """
 
     eager: bool
 
     def next_switch(self, awaits: int) -> int:
-        """The await, after this one, at which whoever is running then gives way."""
+        """The first await after number `awaits` at which the running task gives way."""
         ...
 
     def gave_way(self, task: Task, await_: int) -> None:
-        """It did at this one, or because one that may be preferred can run."""
+        """The task gave way at this await, as `next_switch` said, or because one that may be preferred can run."""
         ...
 
     def pick(self, ready: Sequence[Task]) -> int:
-        """Which of at least two tasks goes on; the one that has waited longest is the first."""
+        """The index of the task that goes on, of at least two. The first one has waited longest."""
         ...
 
 
 class Uniform:
-    """All choices are drawn: `chance` of giving way at each await, and every task alike."""
+    """Draws all choices: a task gives way at each await with probability `chance`, and all tasks are equally likely."""
 
     eager = False
 
@@ -61,18 +61,18 @@ class Uniform:
         return awaits + 1 + int(-math.log(1.0 - self._random.random()) / self._chance)
 
     def gave_way(self, task: Task, await_: int) -> None:
-        """All are alike."""
+        """Does nothing: all tasks are equal."""
 
     def pick(self, ready: Sequence[Task]) -> int:
         return int(self._random.random() * len(ready))
 
 
 class Priorities:
-    """Each task has a priority, drawn; the highest that can run does. At a few awaits, drawn from the first `span`, the
-    task at hand gets the lowest of all.
+    """Draws a priority for each task. The task that can run and has the highest priority runs. At a few awaits, drawn
+    from the first `span`, the current task gets the lowest priority of all.
 
-    That finds what takes a certain task to be late for long, which uniform draws hardly do (PCT: Burckhardt et al., "A
-    randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010).
+    That finds failures that need a certain task to be late for long, which uniform draws hardly do (PCT: Burckhardt et
+    al., "A randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010).
     """
 
     eager = True
@@ -103,12 +103,12 @@ class Priorities:
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """From the plain order.
+    """How the turns of a run deviate from the plain order.
 
     Attributes:
-        delays: awaits at which the task at hand gives way, to go on only while nobody else can.
-        switches: awaits at which it gives way, ascending.
-        picks: (number, index): who goes on at that pick among several, if not the first.
+        delays: awaits at which the current task gives way, and from which on it runs only while no other task can.
+        switches: awaits at which the current task gives way, ascending.
+        picks: (number, index): which task goes on at that pick among several, if not the first.
     """
 
     delays: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ class Replayed:
 
 
 class Recorder:
-    """Another order, and what it decided."""
+    """Another order, with a record of what it decides."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns

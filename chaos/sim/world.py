@@ -39,7 +39,7 @@ PLACE = "memory://storage"
 START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
 AGAIN_S = 0.5
-"""After an SMP did not come up, another is started."""
+"""Pause after an SMP did not come up, before another is started, in simulated seconds."""
 
 
 class SimNode:
@@ -64,7 +64,7 @@ class SimNode:
 
 
 class SimTrainer:
-    """One rank of one life."""
+    """One rank in one life of the job."""
 
     def __init__(self, rank: int, node: SimNode, process: SimProcess) -> None:
         self.rank = rank
@@ -78,14 +78,14 @@ class SimTrainer:
 
 
 class _Hook(SnapshotHook):
-    """The loop restores what is its own, and draws nothing."""
+    """The hook of a `SimAdapter`, without checks: its loop restores its own state, and draws no random numbers."""
 
     checks = Checks(resumption=False, reading=False)
     system = SYSTEM
 
 
 class World:
-    """One run's machines."""
+    """The machines of one run."""
 
     def __init__(self, plan: SeedPlan, scheduler: Scheduler) -> None:
         self.plan = plan
@@ -152,7 +152,7 @@ class World:
         return [node for node in self.nodes if node.up]
 
     def ensure_smp(self, node: SimNode) -> None:
-        """Have an SMP serve the node. Blocks. Raises `ConfigError` if it cannot."""
+        """Have an SMP serve the node. Blocks. Raises `ConfigError` if none comes up."""
         scheduler = self.scheduler
         limit = scheduler.now + START_DEADLINE_S
         while not node.serves:
@@ -203,7 +203,7 @@ class World:
         self.ensure_smp(next(node for node in self.nodes if node.arena == arena))
 
     def lose(self, node: SimNode, *, silent: bool) -> None:
-        """Its memory and all that runs on it is gone; `silent`: and nobody is told."""
+        """Lose a node, with its memory and all its processes. `silent`: its connections are not closed."""
         if not node.up:
             return
         self.scheduler.tell(node.name, "is lost")
@@ -221,7 +221,7 @@ class World:
             self.oracle.all_lost()
 
     def floor(self) -> Snapshot | None:
-        """The newest snapshot that a node that is left knows to be protected."""
+        """The newest snapshot that a surviving node knows to be protected."""
         found: list[Snapshot] = []
         for node in self.up():
             path = node.arena / "node.json"
@@ -232,11 +232,11 @@ class World:
     # ------------------------------------------------------------------ trainers
 
     def start_trainers(self, steps: int, *, quiet: bool = False, ends: bool = False) -> None:
-        """A life of the job begins, on all nodes that are up.
+        """Begin a life of the job on all nodes that are up.
 
         Args:
-            quiet: without faults: every snapshot must become protected.
-            ends: after so many steps the job is done for good.
+            quiet: whether there are no faults, so that every snapshot must become protected.
+            ends: whether the job is done for good after these steps.
         """
         up = self.up()
         ranks = self._ranks_of_a_life()
@@ -262,13 +262,13 @@ class World:
             self.scheduler.spawn(trainer.process, "train", work)
 
     def _ranks_of_a_life(self) -> Sequence[int]:
-        """By rank, the number of the node it starts on."""
+        """By rank, the number of the node that it starts on."""
         sizes = self.plan.state.sizes if self.plan.state is not None else ()
         self._lives += 1
         if not sizes:
             return self.plan.ranks
         self.oracle.changes()
-        # Who comes to a new node alone can hear of no other: nodes that were there before are taken first.
+        # A single rank on a new node cannot hear of other nodes: those that know the job are taken first.
         seats = sorted(range(self.plan.nodes), key=lambda number: (not self._remembers(number), number))
         return [seats[rank % len(seats)] for rank in range(sizes[self._lives % len(sizes)])]
 
@@ -304,7 +304,7 @@ class World:
     ) -> None:
         plan, rank = self.plan, trainer.rank
         self._members[trainer.process] = SimMember(circle, rank)
-        arena: Any = trainer.node.base  # what stands for a path here
+        arena: Any = trainer.node.base  # a `MemoryPath` in place of a path
         state = plan.state
         pace = state.pace if state is not None else "steady"
         options = Options(
@@ -366,7 +366,7 @@ class World:
         return QuietSteps(steps, self.plan.every, partial(_has_no_room, hook), partial(self._drain, hook, coord))
 
     def _meeting(self, circle: Circle, rank: int) -> Callable[[Any], list[Any]]:
-        """How the steps of this life bring ranks together."""
+        """Return a function that exchanges values between all ranks, for the steps of this life."""
         turns = itertools.count()
 
         def meet(value: Any) -> list[Any]:
@@ -389,10 +389,10 @@ class World:
         trainer.restored, trainer.entered, trainer.hook = restored, True, hook
         self._note_promise(hook._session.protecting.ledger)
         self.scheduler.tell(coord, _beginning(hook))
-        if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
+        if trainer.outcome != "hangs":  # else it was given up, and nobody listens to it
             persisted = hook.restored.tier == PERSISTED
             self.oracle.restored(coord, hook.restored.epoch, restored, content, persisted, alone=self._is_calm())
-            if not persisted:  # to undo what was protected is what storage is asked for
+            if not persisted:  # a restart from storage may undo what was protected
                 self.oracle.check_floor(coord, restored, floor)
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
@@ -404,8 +404,10 @@ class World:
             self.scheduler.violate("progress", f"{coord}: in quiet, not every snapshot becomes protected")
 
     def _has_grown(self, hook: SnapshotHook) -> bool:
-        """Whether the state of a rank needs another layout, or has just got one: then what was taken by other ranks in
-        that step, or by all before, and was not protected yet, is given up."""
+        """Whether the state of a rank needs another layout, or has just got one.
+
+        Then snapshots that are not protected yet are given up: those of other ranks in that step, and all earlier ones.
+        """
         session = hook._session
         sessions = [trainer.hook._session for trainer in self.trainers if trainer.hook is not None]
         return any(snapshot.epoch < session.progress.epoch for snapshot in session.protecting.copies) or any(
@@ -413,7 +415,7 @@ class World:
         )
 
     def _note_begun(self, snapshot: SnapshotId, coord: str) -> None:
-        """A snapshot is taken of a script."""
+        """A snapshot of a script is taken."""
         content = self._scripts[self.scheduler.current.process].boundary
         self._note_captured(snapshot, coord, content, begins=content is not NEVER)
 
@@ -435,13 +437,15 @@ class World:
         self.oracle.sealed(ledger.sealed if roomy else None)
 
     def _is_calm(self) -> bool:
-        """Whether nothing has struck since this life began, and nothing of before lasts: whatever is to be had but for
-        processes that died before must be had."""
+        """Whether no fault has struck since this life began, and none from before lasts.
+
+        Then everything that survives a crash of processes must be restored.
+        """
         smps = [node.smp_process for node in self.up() if node.smp_process is not None]
         stands = any(process.frozen or process.slow_s for process in smps)
         return not (self.network.cut or stands) and self.faults.total() == self._struck
 
-    # ------------------------------------------------------------------ what the seams ask for
+    # ------------------------------------------------------------------ called through the seams
 
     def _agreement(self) -> Any:
         return self._members[self.scheduler.current.process]
@@ -459,7 +463,7 @@ class World:
 
 
 def _has_no_room(hook: SnapshotHook) -> bool:
-    """Memory is still being reserved, or every slot is taken until what was restored has its parity again."""
+    """Whether memory is still being reserved, or every slot is taken until the restored snapshot has parity again."""
     protecting = hook._session.protecting
     ledger = protecting.ledger
     return protecting.is_reserving or (ledger.restored is not None and not ledger.may_begin)
