@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
-from holdfast.smp_daemon.shared.paths import Owner, arena_path, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import Owner, arena_path, find_owners, read_owner, socket_path
 from holdfast.smp_daemon.shared.records import write_json
 
 OWNER = Owner(pid=7, created=1.5, job="run", node="a", host="h", control_port=1, bulk_port=2)
@@ -32,6 +32,25 @@ def test_the_environment_moves_all_arenas(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_job_id_never_leads_out_of_the_base(job: str) -> None:
     with pytest.raises(ConfigError, match="job id"):
         arena_path(job)
+
+
+def test_an_arena_that_is_removed_during_the_search_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "gone", "z"):
+        (tmp_path / name).mkdir()
+    for name in ("a", "z"):
+        write_json(tmp_path / name / "smp.json", asdict(replace(OWNER, node=name)))
+    scan = os.scandir
+
+    def scan_late(path: Any) -> Any:
+        if Path(path).name == "gone" and Path(path).exists():
+            Path(path).rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert [owner.node for owner in find_owners(tmp_path)] == ["a", "z"]
+    assert not (tmp_path / "gone").exists()
 
 
 def test_the_owner_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -84,11 +84,17 @@ def read_owner(arena: Path, system: System = MACHINE) -> Owner | None:
     return from_plain(Owner, data, f"an owner, in {arena / 'smp.json'}") if data else None
 
 
+def folders_with(name: str, base: Path) -> list[Path]:
+    """The directories, at or below `base`, that hold a file of this name, sorted. Directories that are removed during
+    the search are left out; ``Path.glob`` fails for them."""
+    return sorted(Path(folder) for folder, _, files in os.walk(base) if name in files)
+
+
 def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:
     """The owners of the arenas of `job`, or of any job, below `base`, sorted by path. Other files are skipped."""
-    for path in sorted((base or arena_base()).glob("**/smp.json")):
+    for arena in folders_with("smp.json", base or arena_base()):
         try:
-            owner = read_owner(path.parent)
+            owner = read_owner(arena)
         except HoldfastError:
             continue  # not an arena
         if owner is not None and (job is None or owner.job == job):

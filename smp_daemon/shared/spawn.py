@@ -28,7 +28,7 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
 )
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import Owner, arena_base, read_owner
+from holdfast.smp_daemon.shared.paths import Owner, arena_base, folders_with, read_owner
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.quantities import parse_size
@@ -150,12 +150,11 @@ def find_leftovers(
     if job is None:
         yield from filter(None, map(_abandoned, scratch.find_abandoned(base)))
     now = time.time()
-    owned = {path.parent for path in base.glob("**/smp.json")}
-    begun = {path.parent for path in base.glob("**/lock") if is_arena(path.parent)}
-    for arena in sorted(owned | begun):
+    begun = filter(is_arena, folders_with("lock", base))
+    for arena in sorted({*folders_with("smp.json", base), *begun}):
         try:
             owner = read_owner(arena)
-        except (ProtocolError, TypeError):
+        except ProtocolError:
             owner = None
         found_job = owner.job if owner else arena.name
         if (job is not None and found_job != job) or scratch.of_a_command(arena, base) is not None:
@@ -173,7 +172,7 @@ def find_leftovers(
 
 
 def _abandoned(folder: Path) -> Leftover | None:
-    smps = tuple(filter(None, (running_process(path.parent) for path in folder.glob("**/smp.json"))))
+    smps = tuple(filter(None, map(running_process, folders_with("smp.json", folder))))
     if _has_trainers(folder, smps):
         return None  # the command was killed, but processes that it started still run
     size = sum(path.lstat().st_blocks * 512 for path in folder.glob("**/*"))
@@ -264,7 +263,7 @@ def running_process(arena: Path) -> psutil.Process | None:
     """The process of the SMP of `arena`; None if it does not run, or ``smp.json`` cannot be read."""
     try:
         return _running(read_owner(arena))
-    except (ProtocolError, TypeError):
+    except ProtocolError:
         return None
 
 
