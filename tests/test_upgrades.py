@@ -216,6 +216,15 @@ def test_a_trainer_refuses_an_smp_that_does_not_ask(ground: Ground, monkeypatch:
         SmpClient(smp.arena, JOB)
 
 
+def test_a_connection_that_was_not_greeted_is_none(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ground.smp().client()
+    assert client.connection is not None
+    monkeypatch.setattr("holdfast.smp_daemon.shared.versions.spoken", lambda: (NEXT, AFTER))
+    with pytest.raises(VersionMismatch):
+        client.reconnect()
+    assert client.connection is None
+
+
 def test_an_arena_of_another_format_is_left_alone(
     ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,13 @@ class SmpClient:
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
         self._stream = connect(socket_path(self.arena), deadline_s, system=self.system)
+        try:
+            self._greet(deadline_s)
+        except BaseException:  # a signal handler may raise, too; a connection that was not greeted is none
+            self._hang_up()
+            raise
+
+    def _greet(self, deadline_s: float) -> None:
         # With an epoch the SMP takes this for a trainer that comes back, without one for a new run of the job.
         oldest, newest = spoken()
         hello = Hello(
@@ -458,7 +465,8 @@ class SmpClient:
         self.heartbeat(TrainerPhase.GONE, 0)
         self._row = None
         self._hang_up()
-        self._maps.clear()
+        with self._mapping:
+            self._maps.clear()
 
     def _call(self, message: Request, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
         """Send a request and return its reply. `turn_s`: timeout for another thread's call to end; -1: none."""
