@@ -241,6 +241,14 @@ def test_weights_that_are_quantized_anew_are_the_same_or_refused(recipe: str) ->
         check_quantized_anew({of: "model0.w"}, lambda: of._quantizer.quantize(-main, of))
     assert torch.equal(of._data, held)
 
+    def quantize_half() -> None:
+        of._quantizer.quantize(-main, of)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        check_quantized_anew({of: "model0.w"}, quantize_half)
+    assert torch.equal(of._data, held)
+
 
 def test_weights_of_an_unknown_class_are_refused_by_name() -> None:
     class GroupedTensor(quantized.QuantizedTensor):

@@ -40,7 +40,7 @@ def check_weights(weights: Mapping[torch.Tensor, str]) -> None:
 
 
 def check_quantized_anew(weights: Mapping[torch.Tensor, str], quantize: Callable[[], None]) -> None:
-    """Check that `quantize` reproduces the weights. They are put back, whatever the result of the comparison.
+    """Check that `quantize` reproduces the weights. They are put back, whatever comes of it.
 
     Raises:
         ConfigError: a weight has no tensors that could be compared.
@@ -52,14 +52,16 @@ def check_quantized_anew(weights: Mapping[torch.Tensor, str], quantize: Callable
             f"{bare[0]}: no tensors were found in this quantized weight, so it cannot be checked; train without "
             "--fp8-param-gather"
         )
-    quantize()
     differ = ""
-    for weight, parts in held.items():
-        now = _parts(weight)
-        for key, part in parts.items():
-            if not torch.equal(part.view(torch.uint8), now[key].cpu().view(torch.uint8)):
-                differ = differ or f"{weights[weight]} ({key})"
-            now[key].copy_(part)
+    try:
+        quantize()
+    finally:
+        for weight, parts in held.items():
+            now = _parts(weight)
+            for key, part in parts.items():
+                if not torch.equal(part.view(torch.uint8), now[key].cpu().view(torch.uint8)):
+                    differ = differ or f"{weights[weight]} ({key})"
+                now[key].copy_(part)
     if differ:
         raise StateMismatch(
             f"{differ}: quantizing the main parameter anew does not give this weight, so a restore would change it; "
