@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from holdfast.smp_daemon.ops.overview import look
@@ -186,7 +186,7 @@ class NodeAgent:
             try:
                 self._tend()
                 self._episodes.end("smp", "the SMP runs")
-            except HoldfastError as error:
+            except (HoldfastError, RayError) as error:
                 self._episodes.begin("smp", "the SMP is gone, and none could be started: %s", error)
 
     def _tend(self) -> None:
@@ -256,8 +256,8 @@ class HeadAgent:
         while not never.wait(self._look_every_s):
             try:
                 self.tend()
-            except RayActorError as error:
-                log.warning("a node agent could not be created; trying again: %s", error)
+            except RayError as error:
+                log.warning("the nodes could not be looked at, or an agent not be created; trying again: %s", error)
 
     def tend(self, again: bool = False) -> None:
         """Create node agents on new nodes.
