@@ -1,4 +1,4 @@
-"""`protect` on loops of accelerate's own: killed, started again, and compared with a run that was left alone."""
+"""`protect` on loops of accelerate: killed, restarted, and compared with an undisturbed run."""
 
 from __future__ import annotations
 

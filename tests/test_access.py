@@ -1,4 +1,4 @@
-"""Who is let in: tokens and certificates, right ones and wrong ones, on both ways between real SMPs."""
+"""Access control: tokens and certificates, right and wrong, over both protocols between real SMPs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def environment_of(kind: str, path: Path) -> dict[str, str]:
 KINDS = ["token", pytest.param("mTLS", marks=needs_openssl), pytest.param("token and mTLS", marks=needs_openssl)]
 
 
-# ---------------------------------------------------------------------- what is read from the environment
+# ---------------------------------------------------------------------- settings from the environment
 
 
 class TestCredentials:
@@ -73,7 +73,7 @@ class TestCredentials:
     def test_a_token_of_another_user_is_refused(self, tmp_path: Path) -> None:
         environment = token_file(tmp_path / "token")
         os.chown(tmp_path / "token", 4711, 4711)
-        # Root reads whatever is there: what counts is who could have written it.
+        # Root can read any file; the question is who could have written this one.
         with pytest.raises(ConfigError, match="must be a file of this user"):
             load(environment)
 
@@ -126,7 +126,7 @@ class TestCredentials:
 
 
 def shake(server: bytes, client: bytes, jobs: tuple[str, str] = (JOB, JOB)) -> list[BaseException | None]:
-    """What became of both sides."""
+    """Run both sides of a handshake; return the error of each, or None."""
     ends = socket.socketpair()
     results: list[BaseException | None] = [None, None]
 
@@ -157,7 +157,7 @@ class TestAHandshake:
         assert isinstance(client, SmpUnavailable)
 
     def test_does_not_take_back_what_it_sent(self) -> None:
-        """Whoever reflects everything proves nothing."""
+        """A peer that reflects everything proves nothing."""
         mine, other = socket.socketpair()
 
         def reflect() -> None:
@@ -260,7 +260,7 @@ def test_complaints_are_made_once_for_a_source_and_remembered_for_so_many() -> N
 
 
 class Guarded:
-    """Two SMPs that know each other by `kind`, and a job on them."""
+    """Two SMPs that authenticate each other by `kind`, and a job on them."""
 
     def __init__(self, ground: Ground, kind: str, path: Path) -> None:
         self.environment = environment_of(kind, path)
@@ -270,7 +270,7 @@ class Guarded:
             self.run: Run = run_on(self.smps, [[3000], [3000]])
 
     def ping(self, smp: SmpProcess) -> str:
-        """Who answers, over gRPC, to who has this process's credentials."""
+        """The name of the SMP that answers over gRPC to this process's credentials."""
         client = PeerClient(JOB)
         try:
             return str(client.ping(smp.control, 5.0).node)
@@ -280,7 +280,7 @@ class Guarded:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_smps_that_know_each_other_protect_and_recover(ground: Ground, tmp_path: Path, kind: str) -> None:
-    """Units travel both ways over guarded connections, gRPC calls tell of parity, and operators see it all."""
+    """Units travel both ways over authenticated connections, gRPC announces parity, and operators see it all."""
     guarded = Guarded(ground, kind, tmp_path)
     with credentials(guarded.environment):
         run, smps = guarded.run, guarded.smps
@@ -331,7 +331,7 @@ def test_whoever_does_not_know_them_gets_nothing(ground: Ground, tmp_path: Path,
 
 @needs_openssl
 def test_a_certificate_for_another_name_is_not_enough(ground: Ground, tmp_path: Path) -> None:
-    """An authority may have signed a thousand other things; both sides look for the name."""
+    """The authority may have signed certificates for many other things, so both sides check the name."""
     authority = Authority(tmp_path / "ca")
     with credentials(authority.environment()):
         smp = ground.smp()
@@ -384,7 +384,7 @@ def test_a_token_that_others_can_read_stops_an_smp_from_starting(ground: Ground,
 
 
 def test_a_call_that_was_overheard_cannot_be_repeated(ground: Ground, tmp_path: Path) -> None:
-    """Not on the same server, not after it was restarted, not on another."""
+    """Neither on the same server, nor on it after a restart, nor on another one."""
     with credentials(token_file(tmp_path / "token")):
         smps = ground.smps(2)
         signer = Signer(current().token, JOB)

@@ -1,4 +1,4 @@
-"""A node of several network cards: what its addresses may be, and an SMP that serves raw bytes on each."""
+"""A node with several network cards: which addresses are allowed, and an SMP that serves raw bytes on each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_arrange import RANK
 from tests.test_regroup import SNAPSHOT, everything, layout_of
 
 ELSEWHERE = "203.0.113.7"
-"""Nobody's: an address for documentation (RFC 5737)."""
+"""An address that no host has: it is reserved for documentation (RFC 5737)."""
 
 
 @pytest.fixture

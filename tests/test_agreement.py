@@ -1,4 +1,4 @@
-"""Ranks that wait for each other, however long one of them works."""
+"""Ranks wait for each other, however long one of them works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = 5
 
 
 class Counting(Alone):
-    """A rank, and when it has met the others often enough."""
+    """A rank that counts its agreements with the others; `enough` is set after `ROUNDS`."""
 
     def __init__(self, member: Rank) -> None:
         self.rank = member.rank
@@ -144,7 +144,7 @@ def arena(arena: Path) -> Path:
 
 
 def run(arena: Path, folder: Path, how: str, steps: int) -> list[list[str]]:
-    """Two ranks of one node; what each says."""
+    """Run two ranks on one node; return the lines that each prints."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

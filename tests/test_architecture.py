@@ -1,4 +1,4 @@
-"""The rooms: what may import what, what starts without frameworks, and what must not appear anywhere."""
+"""The rooms: what may import what, which modules start without frameworks, and what must not appear anywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos", "deploy", "examples")
-"""Folders at the top that are parts of ``holdfast``."""
+"""Top-level folders that are parts of ``holdfast``."""
 
 ROOMS = (
     "ec",
@@ -39,11 +39,11 @@ ROOMS = (
         "examples",
     ),
 )
-"""Lowest first: a room imports itself and those before it."""
+"""Lowest first: a room imports only itself and the rooms before it."""
 
 
 def product() -> dict[str, Path]:
-    """Every module that is shipped, by its name without ``holdfast.``."""
+    """Every shipped module, by its name without ``holdfast.``."""
     found = {}
     for folder in (*PARTS, "holdfast"):
         for path in sorted((ROOT / folder).glob("**/*.py")):
@@ -62,7 +62,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def test_no_class_is_called_as_another_is() -> None:
-    """With and without a leading underscore, so that a name can be searched for."""
+    """Leading underscores are ignored, so that a search for a name finds one class."""
     found: dict[str, list[str]] = {}
     for name, path in MODULES.items():
         for node in parsed(path).body:
@@ -91,12 +91,12 @@ def imports(path: Path) -> Iterator[str]:
 
 @cache
 def edges(path: Path) -> set[str]:
-    """The modules of the product that it imports, for types or within functions, too."""
+    """The modules of the product that it imports, including imports for types and within functions."""
     return {name.removeprefix("holdfast.") for name in imports(path)} & MODULES.keys()
 
 
 def room_of(name: str) -> str:
-    """``snapshot.state`` of ``snapshot.state.values``, ``holdfast`` of ``hook``; a package is in its own room."""
+    """``snapshot.state`` for ``snapshot.state.values``, ``holdfast`` for ``hook``; a package is in its own room."""
     parts = name.split(".")
     while parts and ".".join(parts) not in ROOMS:
         parts.pop()
@@ -121,7 +121,7 @@ def test_a_room_imports_only_itself_and_rooms_below(room: str) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     sorter = graphlib.TopologicalSorter({name: edges(path) - {name} for name, path in MODULES.items()})
-    assert set(sorter.static_order()) == MODULES.keys()  # or it raises, and names the circle
+    assert set(sorter.static_order()) == MODULES.keys()  # a cycle raises an error that names it
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if room.partition(".")[0] in ("smp_daemon", "snapshot")])

@@ -1,4 +1,4 @@
-"""The arena on real shared memory: what is reserved, adopted, fenced, released and left behind."""
+"""The arena on real shared memory: what it reserves, adopts, fences, releases and leaves behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAG = "0123456789abcdef"
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of `SMALL_TMPFS` bytes of its own."""
+    """A separate tmpfs of `SMALL_TMPFS` bytes."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_TMPFS}", "holdfast-test", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting a small tmpfs takes root")
@@ -41,7 +41,7 @@ def at(step: int, epoch: int = 1) -> SnapshotId:
 
 
 def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
-    """A slot of `pool`, committed with the snapshot of `step` and full of that number."""
+    """Commit a slot of `pool` with the snapshot of `step`, each byte of it set to `step`."""
     slot = pool.begin(at(step, epoch), length)
     pool.view(slot)[:] = bytes([step]) * length
     pool.commit(slot, {"step": step})
@@ -49,7 +49,7 @@ def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> S
 
 
 def crash(arena: Arena) -> Arena:
-    """The owner of `arena` dies, which gives its lock up, and a successor takes over."""
+    """The owner of `arena` dies, which releases its lock, and a successor takes over."""
     arena._lock.close()
     return Arena(arena.path)
 
@@ -203,7 +203,7 @@ def test_a_pool_that_needs_nothing_gets_nothing(shm: Path) -> None:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    """Every file system has `room` bytes left."""
+    """Make every file system report `room` free bytes."""
     status = SimpleNamespace(f_bavail=room // PAGE, f_frsize=PAGE)
     monkeypatch.setattr(os, "statvfs", lambda path: status)
 

@@ -1,4 +1,4 @@
-"""From what the ranks say of themselves to one layout, the same on every rank."""
+"""From the ranks' descriptions of themselves to one layout, the same on every rank."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_node_is_in_every_domain_of_its_ranks() -> None:
 
 
 def test_no_group_has_more_nodes_of_a_domain_than_it_can_lose() -> None:
-    """Racks of four next to each other; without domains each group of four would stand in one rack."""
+    """Adjacent racks of four nodes; without domains, each group of four would be in one rack."""
     ranks = [rank(i, f"node{i}", domains=(f"rack=r{i // 4}",)) for i in range(16)]
     for protection, most in ((Protection(3, 1), 1), (Protection(6, 2), 2)):
         layout = arranged(ranks, protection)
@@ -177,7 +177,7 @@ def test_no_group_has_more_nodes_of_a_domain_than_it_can_lose() -> None:
 
 
 def test_groups_that_can_lose_two_are_not_torn_apart_to_lose_one() -> None:
-    """Racks and power feeds at once: only with two of each allowed in a group is there a way for all of them."""
+    """Racks and power feeds at once: no split works unless a group may have two nodes of each domain."""
     places = [(0, 2), (0, 3), (1, 3), (1, 1), (0, 3), (0, 3), (1, 0), (1, 2)]
     ranks = [rank(i, f"node{i}", domains=(f"rack=r{r}", f"feed=f{f}")) for i, (r, f) in enumerate(places)]
     layout = arranged(ranks, Protection(2, 2))
@@ -246,7 +246,7 @@ def test_a_code_that_does_not_exist_is_refused(text: str) -> None:
         parse_protect(text)
 
 
-# ---------------------------------------------------------------------- what an operator should know
+# ---------------------------------------------------------------------- warnings for operators
 
 
 def test_a_layout_that_protects_as_asked_has_no_shortfalls() -> None:
@@ -345,7 +345,7 @@ def test_a_dimension_that_a_rank_does_not_have_is_refused(text: str) -> None:
 
 
 def test_the_domains_of_ranks_that_are_taken_away_at_once_spread_over_groups() -> None:
-    """``@dp`` on two pipeline stages: of a replica no group has more than one node."""
+    """``@dp`` on two pipeline stages: no group has more than one node of a replica."""
     ranks = [
         RankInfo(f"pp{p}-dp{d}", f"node{p}{d}", "h", 1, p * 8 + d, 8192, parse_domains("@dp", f"pp{p}-dp{d}"))
         for p in range(2)

@@ -1,4 +1,4 @@
-"""``holdfast audit``: what a resume forgot is found and named, on real processes; and what loops can reach."""
+"""``holdfast audit`` finds and names what a resume forgot, in real processes; and what a loop's code can reach."""
 
 from __future__ import annotations
 
@@ -163,11 +163,11 @@ def test_generators_that_drifted_are_named_with_the_reason(tmp_path: Path) -> No
         in text
     )
     assert "main.own is a generator of the job's own, and nobody puts it back" in text
-    assert found["main.x"] is None  # follows from the other two
+    assert found["main.x"] is None  # it only follows from the other two
 
 
 @pytest.mark.cluster
-@pytest.mark.slow  # and killed in `test_examples`
+@pytest.mark.slow  # `test_examples` also kills it
 def test_a_loop_over_a_data_loader_with_workers_is_exact() -> None:
     report = audit("dataloader")
     assert report.exact, report.differences
@@ -237,7 +237,7 @@ def test_names_may_be_ignored() -> None:
 
 
 FLAGS = {0: "False", 1: "True", 2: "True", 3: "True"}
-"""Of a library, by step: set on first use."""
+"""A library's flag by step; it is set on first use."""
 
 
 def flagged(values: dict[int, str], **more: Any) -> Notes:
@@ -277,9 +277,9 @@ def test_a_process_that_did_not_live_until_it_was_gone_is_judged_by_one_that_did
     ("values", "more"),
     [
         ({2: "False", 3: "False"}, {}),  # it stays different
-        ({2: "Maybe", 3: "True"}, {}),  # no process begins so
-        ({2: "False"}, {}),  # nobody saw the next step
-        ({2: "False", 3: "True"}, {"computed": "b"}),  # and what was computed differs
+        ({2: "Maybe", 3: "True"}, {}),  # no process begins with this value
+        ({2: "False"}, {}),  # the next step was not seen
+        ({2: "False", 3: "True"}, {"computed": "b"}),  # computed values differ as well
     ],
 )
 def test_a_difference_that_may_have_done_something_is_named(values: dict[int, str], more: dict[str, str]) -> None:
@@ -307,7 +307,7 @@ def test_a_tensor_with_several_names_is_shown_once_and_a_name_at_its_first_step(
     assert [(each.step, each.name) for each in shown] == [(4, "name")]
 
 
-# ---------------------------------------------------------------------- what can be reached
+# ---------------------------------------------------------------------- what code can reach
 
 
 class Thing:

@@ -1,4 +1,4 @@
-"""``every="auto"`` in real jobs: the interval follows the steps, on all ranks alike, and restarts know of failures."""
+"""``every="auto"`` in real jobs: all ranks have one interval, which follows the steps; restarts know of failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.snapshot.options import Options
 
 BUDGET = 0.06
 COST_S = 0.1
-"""So a snapshot is within the budget once in 1.7 s: every 33 steps of 50 ms, every 11 of 150 ms."""
+"""With these, one snapshot in 1.7 s is within the budget: every 33 steps of 50 ms, every 11 of 150 ms."""
 
 
 def run(launcher: Launcher, steps: int, slower_at: int, kill: int | None = None) -> History:
@@ -24,16 +24,16 @@ def run(launcher: Launcher, steps: int, slower_at: int, kill: int | None = None)
 
 
 @pytest.mark.cluster
-@pytest.mark.slow  # trains for as long as an interval takes to follow; `test_tuning_online` does it without time
+@pytest.mark.slow  # trains until the interval has followed; `test_tuning_online` tests this without waiting
 def test_the_interval_follows_steps_that_take_three_times_as_long(launcher: Launcher) -> None:
     first, second = sorted(run(launcher, 390, 260).of("end"), key=lambda end: end["rank"])
-    assert first["taken"] == second["taken"]  # whoever measured what
-    assert first["before"] > 4  # where it begins
-    assert first["after"] <= 0.8 * first["before"]  # a third, but for what else the machine does
+    assert first["taken"] == second["taken"]  # although each rank measured for itself
+    assert first["before"] > 4  # the initial interval
+    assert first["after"] <= 0.8 * first["before"]  # ideally a third; other load on the machine disturbs it
     assert max(first["overhead"], second["overhead"]) <= 1.25 * BUDGET
     assert all("snapshots every" in line for line in first["logged"])
     assert any(f"snapshots every {first['after']} steps" in line for line in first["logged"])
-    assert not second["logged"]  # it is said once for the job
+    assert not second["logged"]  # logged once for the job
     assert "a step takes" in first["why"]
     (said,) = first["shown"]
     assert said.startswith("a snapshot every ")

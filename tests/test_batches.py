@@ -1,4 +1,4 @@
-"""The same samples in the same order for any number of ranks, and the same gradient."""
+"""The samples, their order and the gradient are the same for any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step begins, however the loop is written: what is restored goes on as if nothing had been, or it is said."""
+"""Where a step begins, however the loop is written: a restored job continues unchanged, or a warning says why not."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Job:
         return snap
 
     def take_over(self, other: Job) -> None:
-        """Begin as the other does."""
+        """Start from the same state as `other`."""
         self.model.load_state_dict(other.model.state_dict())
         self.held_out = other.held_out
         for mean, known in zip(self.average, other.average, strict=False):
             mean.copy_(known)
 
     def backward(self) -> None:
-        """A batch, forward and backward."""
+        """Forward and backward on one batch."""
         self.model(torch.randn(6, 4)).square().sum().backward()
 
     def step(self) -> None:
-        """All that comes after backward."""
+        """Everything after backward."""
         self.optim.step()
         self.optim.zero_grad()
         self.schedule.step()
@@ -57,12 +57,12 @@ class Job:
             mean.lerp_(weight.detach(), 0.5)
 
     def swap(self) -> None:
-        """Weights and their average change places, as they do for an evaluation."""
+        """Exchange the weights and their average, as loops do for an evaluation."""
         for mean, weight in zip(self.average, self.model.parameters(), strict=True):
             mean.data, weight.data = weight.data.clone(), mean.data.clone()
 
     def digest(self) -> str:
-        """Of all that goes on."""
+        """A digest of all state."""
         sha = hashlib.sha256()
         owned = [parameter for group in self.optim.param_groups for parameter in group["params"]]
         states = [value for parameter in owned for _, value in sorted(self.optim.state[parameter].items())]
@@ -77,15 +77,15 @@ class Job:
 
 
 Loop = Callable[[InMemorySnapshot, Job], Iterator[None]]
-"""Yields in each step just before its optimizer steps: all that was taken so far is protected there."""
+"""A loop yields in each step just before its optimizer steps; everything taken so far is protected there."""
 
 
 class Stop(Exception):
-    """Ends a process where it is."""
+    """Ends a process where it is raised."""
 
 
 def life(loop: Loop, job: Job, stop: int | None, seed: int = 1) -> tuple[int, list[str], InMemorySnapshot]:
-    """One process: the step with which it went on, and what the state was in each of its steps."""
+    """Run one process. Returns the step it started with, the digest of the state in each of its steps, and the hook."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -105,10 +105,10 @@ def life(loop: Loop, job: Job, stop: int | None, seed: int = 1) -> tuple[int, li
 
 
 def trial(loop: Loop, make: Callable[[], Job] = Job, stop: int = STOP, behind: int = 1) -> InMemorySnapshot:
-    """A process that is stopped, and the next, do what one that is not does; returns the hook of the first.
+    """A process that is stopped and its successor do the same as an undisturbed one; returns the first one's hook.
 
     Args:
-        behind: how many steps are done again.
+        behind: how many steps are repeated.
     """
     torch.manual_seed(0)
     models = [make() for _ in range(3)]
@@ -130,18 +130,18 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 BEGIN = "call `snap.begin()` at the top of the loop"
 
 
-# ------------------------------------------------------------------ loops that say nothing
+# ------------------------------------------------------------------ loops that do not say where steps begin
 
 
 class Dropping(Job):
-    """Forward draws random numbers, too."""
+    """A job whose forward also draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3))
 
 
 class Simple(Job):
-    """Nothing that a forward changes."""
+    """A job whose forward changes no state."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Tanh())
@@ -172,7 +172,7 @@ def in_eval_mode(job: Job) -> None:
 
 
 def without_gradients(job: Job) -> None:
-    """In training mode: it leaves other averages in the buffers behind."""
+    """In training mode, so it leaves changed averages in the buffers."""
     with torch.no_grad():
         job.model(job.held_out)
 
@@ -185,7 +185,7 @@ def with_the_average(job: Job) -> None:
 
 
 def with_the_average_in_training_mode(job: Job) -> None:
-    """Gradients could be computed of it, and are not."""
+    """Gradients of it could be computed, but are not."""
     job.swap()
     job.model(job.held_out).sum()
     job.swap()
@@ -197,7 +197,7 @@ def with_the_average_many_times(job: Job) -> None:
 
 
 def with_the_average_copied_in(job: Job) -> None:
-    """In the memory that the weights have."""
+    """The average is copied into the memory of the weights."""
     kept = [weight.detach().clone() for weight in job.model.parameters()]
     with torch.no_grad():
         for mean, weight in zip(job.average, job.model.parameters(), strict=True):
@@ -248,14 +248,14 @@ def test_what_code_between_two_steps_leaves_behind_comes_back_and_what_it_borrow
     between: Callable[[Job], None], make: Callable[[], Job]
 ) -> None:
     snap = trial(evaluated(between), make)
-    # On a busy machine a copy may be so late that it meets what was written in place, and is given up.
+    # On a busy machine a copy may be so late that the in-place writes reach it; that snapshot is given up.
     in_place = between in (with_the_average_copied_in, with_the_average_copied_in_through_data)
     assert snap.statistics.failed <= in_place
 
 
 @pytest.mark.usefixtures("arena")
 def test_an_evaluation_that_looks_like_training_and_leaves_nothing_behind_changes_nothing() -> None:
-    """As long as nothing else changes until the step itself begins."""
+    """Provided that nothing else changes until the step itself begins."""
 
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         for step in range(snap.step, STEPS):
@@ -273,7 +273,7 @@ def test_an_evaluation_that_looks_like_training_and_leaves_nothing_behind_change
 def test_an_evaluation_that_cannot_be_told_from_the_beginning_of_a_step_costs_the_snapshot_and_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It changes buffers in training mode: a restart would do without that."""
+    """It changes buffers in training mode; a restart would lose that change."""
 
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         for step in range(snap.step, STEPS):
@@ -294,7 +294,7 @@ def test_an_evaluation_that_cannot_be_told_from_the_beginning_of_a_step_costs_th
 
 @pytest.mark.usefixtures("arena")
 def test_what_is_doubtful_is_never_sealed() -> None:
-    """The process ends in the step whose beginning could not be told: the one before it comes back."""
+    """The process ends in a step whose beginning was uncertain; the restart goes back to the step before it."""
 
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         for step in range(snap.step, STEPS):
@@ -350,7 +350,7 @@ def test_loops_that_say_nothing_are_followed(
 
 
 class Parts(Job):
-    """Of the hooked module only the parts are ever called."""
+    """Only the parts of the hooked module are ever called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ def test_a_dict_of_modules_whose_parts_alone_are_called_is_followed(caplog: pyte
 
 
 class Quasi(Simple):
-    """Its optimizer runs the model many times in each step."""
+    """A job whose optimizer runs the model several times in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,16 +404,16 @@ def test_a_closure_that_runs_the_model_is_of_the_step() -> None:
     _, whole, _ = life(loop, jobs[0], None)
     _, before, _ = life(loop, jobs[1], 7)
     start, after, _ = life(loop, jobs[2], None, seed=99)
-    assert start == 5  # of step 6 there is none yet where it stopped: forward runs within `step` alone
+    assert start == 5  # there is no snapshot 6 yet at that point, since forward only runs within `step`
     assert before == whole[:7]
     assert after == whole[start:]
 
 
-# ------------------------------------------------------------------ forwards that nobody sees
+# ------------------------------------------------------------------ forwards that the hook does not see
 
 
 class Compiled(Job):
-    """The raw module is given to the hook, and what is compiled of it is called."""
+    """The hook gets the raw module, but the loop calls the compiled one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,10 +427,10 @@ class Compiled(Job):
 def test_a_forward_that_nobody_sees_is_warned_of_once_and_its_snapshots_are_exact(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    snap = trial(plain, Compiled, behind=2)  # the snapshot of a step is taken as the next one ends
-    assert snap.statistics.failed <= 1  # the first, whose buffers nobody had noted
+    snap = trial(plain, Compiled, behind=2)  # each snapshot is taken only as the next step ends
+    assert snap.statistics.failed <= 1  # the first one, since nobody had noted its buffers
     said = [text for text in warnings_of(caplog) if "no forward of the model was seen" in text]
-    assert len(said) == 3  # once in each of three processes
+    assert len(said) == 3  # once in each of the three processes
     assert all(BEGIN in text for text in said)
 
 
@@ -454,7 +454,7 @@ def test_a_compiled_step_goes_on_where_it_was() -> None:
 
 
 class Adversaries(Job):
-    """Two networks, each with an optimizer, that step in another order than they are listed."""
+    """Two networks with an optimizer each, which step in another order than the one they are listed in."""
 
     def __init__(self) -> None:
         self.held_out = torch.randn(6, 4)
@@ -567,7 +567,7 @@ def test_a_compiled_model_in_a_loop_that_says_where_its_steps_begin_is_not_warne
 def test_an_exception_between_the_optimizer_and_the_schedule_leaves_the_step_before(
     arena: Path, declared: bool
 ) -> None:
-    """The state of the step that has just ended is not complete, and nothing of it is ever sealed."""
+    """The state of the step that has just ended is incomplete, and must never be sealed."""
 
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         for step in snap.steps(STEPS) if declared else range(snap.step, STEPS):
@@ -593,7 +593,7 @@ def test_an_exception_between_the_optimizer_and_the_schedule_leaves_the_step_bef
 
 @pytest.mark.usefixtures("arena")
 def test_a_forward_that_fails_before_it_is_certain_that_a_step_began_leaves_the_step_before() -> None:
-    """It may have been an evaluation, with weights that it had borrowed."""
+    """The forward may have been an evaluation with exchanged weights."""
 
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         for step in range(snap.step, STEPS):

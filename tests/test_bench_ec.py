@@ -1,4 +1,4 @@
-"""``holdfast bench ec``: what it measures, counts and shows. Nothing here depends on how fast this machine is."""
+"""``holdfast bench ec``: what it measures, counts and shows. No test here depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def report(*rows: Row) -> EcReport:
 
 
 def check(result: dict[str, Any]) -> None:
-    """What every result of ``--quick`` promises."""
+    """What holds for every result of ``--quick``."""
     assert list(result) == ["date", "machine", "seed", "backend_auto", "rows", "protect", "rebuild"]
     assert list(result["machine"]) == ["cpu_model", "cores", "memory_bytes", "kernel"]
     assert {row["op"] for row in result["rows"]} == set(OPS)

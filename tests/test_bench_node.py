@@ -1,4 +1,4 @@
-"""``holdfast bench node``: what it measures, counts and shows. Nothing here depends on how fast this machine is."""
+"""``holdfast bench node``: what it measures, counts and shows. No test here depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COUNT = 10**9
 
 
 def turn(*, plain_s: float = 0.5, folded_s: float = 0.8, this_s: float = 1.0, against_s: float = 4.0) -> Turn:
-    """One GB, at one processor second for each second on the clock, and two where SMPs are two."""
+    """One GB. Carrying takes one processor second per second of wall time; protecting, with two SMPs, two."""
     return Turn(
         Carried(COUNT, plain_s, [plain_s / 2, plain_s / 2]),
         Carried(COUNT, folded_s, [folded_s / 2, folded_s / 2]),

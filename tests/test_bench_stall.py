@@ -1,4 +1,4 @@
-"""`holdfast bench stall`: a small real run, and what is made of rows."""
+"""`holdfast bench stall`: a small real run, and how its rows are reported."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     source, page, plot = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "plot.svg"
     source.write_text(json.dumps(report(ROW, OTHER).to_json()))
     command = ["bench", "stall", "--from", str(source), "--markdown", str(page), "--plot", str(plot)]
-    assert main(command) == 0  # what failed then is no failure now
+    assert main(command) == 0  # failures in the stored report are no failure of this command
     assert page.read_text() == markdown(report(ROW, OTHER))
     ET.fromstring(plot.read_text())
     source.write_text('{"date": 1}')

@@ -17,7 +17,7 @@ REMEMBERED = WORDS - 1
 
 
 class Pair:
-    """The SMP's board, and a trainer's."""
+    """The SMP's mapping of the board, and a trainer's."""
 
     def __init__(self, path: Path) -> None:
         self.smp = Board(path, create=True)

@@ -20,7 +20,7 @@ STEP = ["before", "after"]
 
 
 class Recorder:
-    """Writes down what it is told, and the sum of the weights at that moment."""
+    """Records the events that it is told of, and the sum of the weights at each."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -47,12 +47,12 @@ class Recorder:
         self.sums.append(sum(float(weight.detach().sum()) for weight in self.weights))
 
     def take(self) -> list[str]:
-        """The events since it was last asked."""
+        """The events since the last call."""
         taken, self.events, self.sums = self.events, [], []
         return taken
 
     def graded(self) -> set[int]:
-        """Forwards of which gradients were computed since it was last asked; 0: a parameter got some."""
+        """The forwards whose gradients were computed since the last call; 0 stands for the gradient of a parameter."""
         taken, self.backwards = set(self.backwards), []
         return taken
 
@@ -74,7 +74,7 @@ class Own(torch.optim.Optimizer):
 
 
 class Loop:
-    """Models with an optimizer each, and their boundary."""
+    """Models with one optimizer each, and their boundary."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def test_a_model_that_is_part_of_another_tells_of_no_forward_of_its_own() -> Non
 
 
 def boundary_of(*models: torch.nn.Module) -> Recorder:
-    """Who is told of the boundaries of these models, with an optimizer of the first one's parameters."""
+    """The listener at the boundary of these models, with an optimizer over the first one's parameters."""
     listener = Recorder()
     Boundary([torch.optim.SGD(models[0].parameters())], models, listener)
     return listener
@@ -193,7 +193,7 @@ def test_a_forward_in_training_mode_of_which_no_gradients_are_computed_has_a_num
 
 
 def test_one_backward_of_two_forwards_tells_of_both() -> None:
-    """As of a siamese network."""
+    """As in a siamese network."""
     loop = Loop()
     model = loop.models[0]
     left, right = model(torch.ones(1, 3)), model(torch.zeros(1, 3))
@@ -204,14 +204,14 @@ def test_one_backward_of_two_forwards_tells_of_both() -> None:
 
 @dataclass
 class Output:
-    """As models of libraries return it."""
+    """An output object like those that models of libraries return."""
 
     loss: torch.Tensor
     cached: Any = None
 
 
 class Returning(torch.nn.Module):
-    """Returns what it computes within something else."""
+    """Returns its result wrapped in something else."""
 
     def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_gradients_are_noticed_whatever_a_model_returns(wrap: Any, loss: Any) ->
 
 
 def test_the_parts_of_a_dict_of_modules_tell_of_their_forwards() -> None:
-    """Nobody ever calls the dict, as of Megatron's lists of model chunks."""
+    """The dict itself is never called, like Megatron's lists of model chunks."""
     models = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.ModuleList([torch.nn.Linear(2, 1)])})
     listener = boundary_of(models)
     parts: Any = models
@@ -260,7 +260,7 @@ def test_a_forward_that_fails_leaves_the_next_one_its_own_number() -> None:
 
 
 def test_forwards_within_a_forward_have_numbers_of_their_own() -> None:
-    """As if both a network and its backbone were listed."""
+    """As when both a network and its backbone are listed."""
     inner = torch.nn.Linear(3, 2)
     outer = torch.nn.Sequential(inner, torch.nn.Linear(2, 1))
     listener = boundary_of(outer, inner)
@@ -273,7 +273,7 @@ def test_forwards_within_a_forward_have_numbers_of_their_own() -> None:
 
 
 def step_scaled(loop: Loop, scaler: GradScaler, losses: list[float]) -> list[str]:
-    """A step of every optimizer, whose gradients are made of its loss; what was told of it."""
+    """Step every optimizer with the gradients of its loss; return the events that were recorded."""
     for which, loss in enumerate(losses):
         loop.optims[which].zero_grad()
         scaler.scale(loop.models[which](torch.ones(4, 3)).sum() * loss).backward()
@@ -291,7 +291,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
-    """It takes the scaler's findings itself, and its ``step`` is called either way."""
+    """An optimizer that handles the scaler's findings itself; the scaler calls its ``step`` in either case."""
     return torch.optim.Adam(parameters, fused=True)
 
 
@@ -393,7 +393,7 @@ def test_the_last_of_several_optimizers_ends_the_step() -> None:
 
 
 def test_an_optimizer_that_first_steps_after_the_last_one_is_refused_by_name() -> None:
-    """As of a GAN, whose discriminator is listed last and steps first."""
+    """As in a GAN whose discriminator is listed last and steps first."""
     loop = Loop(models=2)
     for which in (1, 0):
         loop.backward(which)
@@ -468,7 +468,7 @@ def test_a_schedule_may_be_made_before_or_after() -> None:
 
 
 def test_an_optimizer_that_builds_on_the_step_of_another_makes_one_step() -> None:
-    """Torch puts its hooks around the ``step`` of every class that has had an instance: here around both."""
+    """Torch wraps the ``step`` of every class that has been instantiated; here it wraps both."""
 
     class Clamping(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -497,7 +497,7 @@ def test_a_step_that_fails_ends_no_step_and_the_next_does() -> None:
     assert loop.take() == STEP
 
 
-# ------------------------------------------------------------------ compiled
+# ------------------------------------------------------------------ compiled models
 
 
 @pytest.mark.usefixtures("compiling")
@@ -524,7 +524,7 @@ def test_what_is_compiled_has_the_same_boundaries(what: str) -> None:
 
 
 class Locking(Recorder):
-    """Does what no graph can hold."""
+    """A listener that does things no graph can contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ def test_a_model_can_be_compiled_to_one_graph() -> None:
 
 @pytest.mark.usefixtures("compiling")
 def test_gradients_tell_of_a_forward_that_was_compiled_away() -> None:
-    """The module is hooked; what is called is made of it, and looks into no hook."""
+    """The module is hooked; the compiled function made from it runs no hooks."""
     model = torch.nn.Linear(3, 2)
     listener = boundary_of(model)
     called = torch.compile(model, backend="eager", fullgraph=True)
@@ -599,7 +599,7 @@ def test_snapshots_of_a_compiled_train_step_are_whole() -> None:
 
 
 class Hookless:
-    """As Megatron's: has a torch optimizer inside, and returns what it found."""
+    """Like Megatron's optimizers: contains a torch optimizer, and its ``step`` returns results."""
 
     def __init__(self, parameters: Any) -> None:
         self.optimizer = torch.optim.SGD(parameters)
@@ -636,7 +636,7 @@ def test_a_failing_step_without_hooks_ends_no_step() -> None:
     assert loop.take() == ["before"]
 
 
-# ------------------------------------------------------------------ taken off again
+# ------------------------------------------------------------------ removal
 
 
 @pytest.mark.parametrize("make", [adam, Hookless])
@@ -657,13 +657,13 @@ def test_nothing_is_left_after_it_is_removed(scaler: GradScaler, make: Callable[
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """What hangs on an object now."""
+    """The current attributes of an object."""
     return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(owner).items()}
 
 
 @pytest.mark.parametrize("what", ["optimizer", "scaler"])
 def test_a_step_that_others_had_replaced_is_theirs_again(scaler: GradScaler, what: str) -> None:
-    """Such as a timer: it stands on the object, where ours does."""
+    """Such as a timer: it is an attribute of the object, like our own replacement."""
     optim = Hookless(torch.nn.Linear(3, 2).parameters())
     owner: Any = optim if what == "optimizer" else scaler
     inner, calls = owner.step, []

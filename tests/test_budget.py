@@ -1,4 +1,4 @@
-"""A fixed amount of memory, from the first second to the last: nothing grows, nothing leaks, nothing is dumped."""
+"""A fixed amount of memory from the first second to the last: nothing grows, leaks or goes into a core dump."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOM = 64 * PAGE
 
 
 def taken(arena: Path) -> int:
-    """Bytes of memory of slots, and of what is reserved for more."""
+    """Bytes that slots use, and that are reserved for more slots."""
     kept = [path for path in arena.iterdir() if path.suffix in (".safetensors", ".parity") or path.name == RESERVE]
     return sum(path.stat().st_blocks * 512 for path in kept)
 
@@ -65,7 +65,7 @@ def test_a_successor_counts_what_is_there(shm: Path) -> None:
     first.reserve({first.shard_pool("dp0"): (PAGE, 3)})
     hold(first.shard_pool("dp0"), 1)
     second = crash(first)
-    assert not (second.path / RESERVE).exists()  # it was given no limit
+    assert not (second.path / RESERVE).exists()  # it was started without a limit
     second._lock.close()
     third = Arena(shm / "arena", memory=8 * PAGE)
     list(third.adopt())
@@ -132,7 +132,7 @@ def test_memory_and_files_are_wiped(shm: Path) -> None:
     wipe_file(shm / "missing")
 
 
-# ---------------------------------------------------------------------- whoever is killed
+# ---------------------------------------------------------------------- killed processes
 
 
 def test_what_is_left_of_a_removal_counts_for_nothing(shm: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_sweep_removes_what_nothing_can_be_restored_from_and_nothing_else(grou
             age(smp.arena)
     for client in ground._clients:
         client.close()
-    assert sweep(base) == []  # this process has boards and slots mapped still
+    assert sweep(base) == []  # this process still maps boards and slots
     copies = ground.base / "copies"
     for name in ("joined", "halfway", "young"):
         shutil.copytree(base / name, copies / name, ignore=shutil.ignore_patterns("smp.sock"))
@@ -220,7 +220,7 @@ sys.stdin.read()
 
 
 class writing_trainer:
-    """A process that is in the middle of writing a slot until it is killed."""
+    """A process in the middle of writing a slot, which is killed at the end of the block."""
 
     def __init__(self, smp: SmpProcess, step: int) -> None:
         self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, str(step)]
@@ -275,7 +275,7 @@ def test_a_job_that_needs_more_is_told_by_how_much(ground: Ground, monkeypatch: 
 
 
 def flags_of(pid: int, arena: Path) -> dict[str, set[str]]:
-    """The kernel's flags of every mapping that a process has of files in an arena, by their names."""
+    """The kernel's flags of every mapping of a file in the arena by a process, by file name."""
     found: dict[str, set[str]] = {}
     name = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():

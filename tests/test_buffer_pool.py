@@ -1,4 +1,4 @@
-"""Buffers for units that arrive: never more of them at once than there are, whoever sends."""
+"""Buffers for incoming units: never more at once than the limit, whoever sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from tests.deadlines import DEADLINE_S
 
 SHORT_S = 0.05
-"""A deadline that is meant to pass."""
+"""A deadline that is meant to expire."""
 
 BUFFERS = buffers_for(1)
 

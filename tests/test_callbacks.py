@@ -1,4 +1,4 @@
-"""What callbacks keep in attributes: averages go with a snapshot; what else changes is named once."""
+"""State that callbacks keep in attributes: averages are in the snapshot; any other that changes is named once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_average_goes_with_the_snapshot_and_is_not_overlooked(
         snap.settle()
         overlooked.look()
         model(torch.ones(1, 3)).sum().backward()
-        snap.drain(60)  # such short steps are skipped while snapshots are being sealed
+        snap.drain(60)  # without this, such short steps would be skipped while snapshots are being sealed
         optim.step()
         optim.zero_grad()
         for by, average in enumerate(first, 1):

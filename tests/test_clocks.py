@@ -1,4 +1,4 @@
-"""Wall clocks that are set for some processes alone."""
+"""Wall clocks that are set for some processes only."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ print(json.dumps(look()))
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process saw whose clock was set, a fork of it that follows another one, and the process after that."""
+    """What a process saw as its clock was set, its fork with another clock, and the process afterwards."""
     directory = tmp_path_factory.mktemp("clocks")
     mine, other = directory / "mine", directory / "other"
     clocks.set_clock(mine, 0)

@@ -1,4 +1,4 @@
-"""Kills and freezes at every named point of the protocol, on real processes: what comes back is one whole step."""
+"""Kills and freezes at every named point of the protocol, on real processes: a restart brings back one whole step."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) 
 
 
 def assert_whole(history: History, ranks: int, *, least: int, steps: int = STEPS) -> None:
-    """Every start is of one step, the same on every rank and not older than `least`; the job came to its end."""
+    """Each start is from one step, the same on every rank and not older than `least`; and the job reached its end."""
     for generation in range(1, len(history.restarts) + 1):
         started = history.of("started", generation=generation)
         if len(started) < ranks:
-            continue  # killed again while it started
+            continue  # killed again during the start
         step = started[0]["step"]
         assert step >= least
         assert [event["stamps"] for event in started] == [[float(step)]] * ranks
@@ -209,7 +209,7 @@ def test_a_job_that_fails_says_which_smp_had_ended_by_itself(launcher: Launcher)
 
     cluster = make(launcher, on_event=crash)
     cluster.kill_trainer(0, at="train.step", step=6)
-    # The thread that took the signal is "Current thread" only if it is one of Python's.
+    # faulthandler prints "Current thread" only if the signal reached a thread of Python.
     stacks = r"Fatal Python error: Segmentation fault.*hread 0x\w+ \(most recent call first\)"
     with pytest.raises(JobFailed, match=rf"(?s)the SMP of node1 ended with status -11.*{stacks}"):
         cluster.run()
@@ -260,7 +260,7 @@ def test_a_damaged_slot_is_decoded_from_parity_instead(launcher: Launcher) -> No
                     slot.write(bytes([byte[0] ^ 1]))
 
     cluster = make(launcher, on_event=damage)
-    cluster.kill_trainer(0, at="copy.before", step=5)  # by then step 4 is protected
+    cluster.kill_trainer(0, at="copy.before", step=5)  # step 4 is protected by then
     history = cluster.run()
     assert_whole(history, 3, least=3)
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "repaired"]
@@ -311,7 +311,7 @@ def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
 
 
 def replicas(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
-    """Two: with more, DDP adds gradients in another order in the first step after a start than in later ones."""
+    """Two replicas: with more, DDP adds gradients in another order in the first step after a start than later."""
     return VirtualCluster(
         launcher,
         nodes=2,
@@ -342,7 +342,7 @@ def test_replicas_keep_one_copy_among_them_and_each_gets_all_of_it_back(launcher
 
 @pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces here: {unavailable()}")
 def test_what_replicas_hold_alike_enters_each_node_once(launcher: Launcher) -> None:
-    """Two nodes of two replicas; each has a quarter, so half of the state must come to each node, once."""
+    """Two nodes with two replicas each. Each replica has a quarter, so half of the state must enter each node, once."""
     cluster = VirtualCluster(
         launcher, nodes=2, ranks_per_node=2, target="tests.jobs:spread_over_nodes", args={"steps": 3}, wired=True
     )
@@ -364,7 +364,7 @@ def test_an_smp_that_does_not_end_by_its_signal_is_killed(monkeypatch: pytest.Mo
         node.launch(Wiring("", []))
         node.wait_ready()
         os.kill(node.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, node.pid, os.WSTOPPED)  # every thread of it
+        os.waitid(os.P_PID, node.pid, os.WSTOPPED)  # all its threads have stopped
         assert node.end_smp(signal.SIGTERM) == -signal.SIGKILL
         assert node.end_smp(signal.SIGTERM) is None
     finally:

@@ -25,7 +25,7 @@ from holdfast.snapshot.step.copier import Copier, CopyJob, Retaken
 from tests.deadlines import DEADLINE_S
 
 SOON_S = 0.05
-"""How long somebody waits that is not to come."""
+"""How long to wait for something that should not happen."""
 
 FORM = plan_slot("run", "dp0", [Leaf("w", "F32", (4096,))], 64)
 
@@ -43,7 +43,7 @@ def job(tensor: torch.Tensor | None = None, step: int = 1, engine: CpuEngine | N
 
 
 class Together:
-    """Work in other threads; what they raise is raised here."""
+    """Runs work in other threads; `join` raises what they raise."""
 
     def __init__(self, *work: Callable[[], Any]) -> None:
         self._start = threading.Barrier(len(work), timeout=DEADLINE_S)
@@ -114,7 +114,7 @@ def test_a_copy_that_takes_too_long_is_given_up() -> None:
     assert made.fence(0.0, SOON_S) is True
     with pytest.raises(DeadlineExceeded, match=r"the copy of step 1 .* took over"):
         made.check()
-    assert made.sure.is_set()  # whoever waits to seal it need not
+    assert made.sure.is_set()  # a thread that waits to seal it is released
 
 
 def test_a_copy_that_failed_before_it_began_is_not_waited_for() -> None:
@@ -146,7 +146,7 @@ def test_the_fence_may_be_passed_again() -> None:
 
 
 def test_what_the_state_was_is_looked_at_before_it_may_change() -> None:
-    """Where bytes may still be under way, what the step did until then counts, and nothing that follows."""
+    """With an engine that queues copies, changes until the fence count, and later ones do not."""
     tensor = torch.zeros(4096)
     engine = CpuEngine()
     engine.queues = True
@@ -164,7 +164,7 @@ def test_what_the_state_was_is_looked_at_before_it_may_change() -> None:
         again = job(tensor).witness
         assert again is not None
         again.look(engine)
-        again.check(slot)  # which has zeros
+        again.check(slot)  # the slot holds only zeros
 
 
 def test_nothing_of_the_live_state_is_held_behind_the_fence() -> None:
@@ -178,7 +178,7 @@ def test_nothing_of_the_live_state_is_held_behind_the_fence() -> None:
 
 
 def begins(made: CopyJob) -> bool:
-    """A copy thread that has its slot; whether it came in time."""
+    """Act as a copy thread that has its slot; return whether it came in time."""
     try:
         made.read()
     except NoFreeSlot:
@@ -205,7 +205,7 @@ def test_a_copy_either_begins_or_is_given_up_however_both_threads_meet() -> None
 
 
 class Slots:
-    """Stands in for an SMP: gives slots out when it is told to."""
+    """Stands in for an SMP; hands out its slot when told to."""
 
     def __init__(self) -> None:
         self.slot = memoryview(mmap.mmap(-1, FORM.total_bytes))
@@ -232,7 +232,7 @@ class Slots:
 
 
 class Gated(CpuEngine):
-    """Copies live tensors when it is told to."""
+    """Copies live tensors when told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_a_loop_does_not_wait_for_an_smp_that_gives_no_slot(rig: Rig) -> None:
     made = rig.submit(job(tensor))
     assert rig.slots.asked.wait(DEADLINE_S)
     assert made.fence(0.0, DEADLINE_S) is False
-    tensor.fill_(1)  # optim.step()
+    tensor.fill_(1)  # stands for optim.step()
     rig.slots.gives.set()
     assert made.done.wait(DEADLINE_S)
     assert isinstance(made.error, NoFreeSlot)

@@ -1,4 +1,4 @@
-"""Counting, by several threads at once."""
+"""Counting in several threads at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDS = 2000
 
 @pytest.fixture
 def restless() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -81,7 +81,7 @@ def test_what_was_added_at_once_is_read_at_once(restless: None) -> None:
 
     def work() -> None:
         while not over.is_set():
-            counters.add(bytes_sent=1, regroups=1)  # the first and the last
+            counters.add(bytes_sent=1, regroups=1)  # the first and the last counter
             begun.set()
 
     with ThreadPoolExecutor(1) as threads:

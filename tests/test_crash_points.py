@@ -1,7 +1,9 @@
-"""An SMP is killed at every named point. Trainers train on, nothing that was protected is lost, nothing is left behind.
+"""An SMP is killed at every named point. Trainers keep training, nothing that was protected is lost, and nothing is
+left behind.
 
-What is killed is one process after another in the same arena: each is told when it starts where it will end. The
-default suite has all points in a few such chains; `make slow` kills at each of them anew, the first time and later.
+SMPs are killed one after another in the same arena; each is told at its start at which point it will die. The default
+suite has all points in a few such chains; `make slow` starts anew for each point, and kills both at the first pass and
+at later ones.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ STARTING = (
     *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done", "start.adopted", "start.bound"),
     *("record.smp.before", "record.smp.part", "record.smp.done", "start.serving", "rejoin.before", "rejoin.done"),
 )
-"""Reached by an SMP that starts where another has died."""
+"""Reached by an SMP that starts where another one died."""
 
 TRAINING = (
     *("begin.released", "begin.done", "seal.before", "seal.digested", "seal.committed", "seal.done"),
@@ -72,16 +74,16 @@ RECOVERING = (
     ),
     *("repair.before", "repair.done"),
 )
-"""Reached by the SMP of a node that takes a lost one's place."""
+"""Reached by the SMP of a node that replaces a lost one."""
 
 REGROUPING = (
     *("regroup.declined", "regroup.planned", "regroup.adopt", "regroup.encode", "regroup.release", "drop.done"),
     "regroup.done",
 )
-"""Reached by survivors of a loss that nobody replaces."""
+"""Reached by survivors when nobody replaces a lost node."""
 
 RESERVING = ("reserve.slice",)
-"""Reached by an SMP that reserves much memory: see `tests.test_reserving`."""
+"""Reached by an SMP that reserves a lot of memory: see `tests.test_reserving`."""
 
 FINISHING = ("finish.told", "finish.closing", "arena.emptied", "arena.removed")
 """Reached when a job ends well."""
@@ -99,7 +101,7 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.mark.proves("every-failpoint")
 def test_every_point_has_its_test() -> None:
     here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REGROUPING, *RESERVING, *FINISHING]
-    assert sorted([*here, *PERSIST_FAILPOINTS]) == sorted(SMP_FAILPOINTS)  # for these there are scenarios
+    assert sorted([*here, *PERSIST_FAILPOINTS]) == sorted(SMP_FAILPOINTS)  # scenarios test these
     assert set(FAILPOINTS) == {*here, *TRAINER_FAILPOINTS, *PERSIST_FAILPOINTS}
     written = {fault.point for scenario in built_in() for fault in scenario.faults}
     assert written >= set(PERSIST_FAILPOINTS)
@@ -109,7 +111,7 @@ def test_every_point_has_its_test() -> None:
 
 
 def kill_at(made: Job, chain: Sequence[str], times: int = 1) -> None:
-    """Kill the victim at one point after the other. At each, what was protected must lie in its arena, whole."""
+    """Kill the victim at one point after another. Each time, its arena must hold what was protected, whole."""
     for point, following in zip(chain, [*chain[1:], None], strict=True):
         for turn in range(1, times + 1):
             if point in GROWING:
@@ -127,7 +129,7 @@ def kill_at(made: Job, chain: Sequence[str], times: int = 1) -> None:
 
 
 def survive(ground: Ground, launcher: Launcher, chain: Sequence[str], times: int = 1) -> None:
-    """A job whose SMP dies at each of these points, whose trainers die once after that, and which ends well."""
+    """A job whose SMP dies at each of these points, whose trainers then die once, and which ends well."""
     with job(ground, launcher) as made:
         made.launch()
         made.train()
@@ -179,11 +181,11 @@ def test_a_job_leaves_nothing_when_its_smp_dies_while_it_ends(ground: Ground, la
         assert not made.victim.arena.exists() and not made.other.arena.exists()
 
 
-# ---------------------------------------------------------------------- while bytes are brought back
+# ---------------------------------------------------------------------- while data is recovered
 
 
 def call_and_kill(ground: Ground, smp: SmpProcess, call: Any, *arguments: Any) -> None:
-    """Make a call that leads its SMP to the point at which it stops; kill it there."""
+    """Make a call that takes its SMP to the point at which it stops, and kill the SMP there."""
     [(point, _)] = smp.rules
     done: Future[Any] = ground.meanwhile(call, *arguments)
     ground.points.wait_any(smp.name, point)
@@ -213,7 +215,7 @@ def test_what_a_trainer_had_begun_is_free_when_the_smp_dies_too(ground: Ground) 
 
 
 def recovered(ground: Ground, chain: Sequence[str]) -> None:
-    """A replacement whose SMP dies at each of these points; in the end it holds shard and parity, bit for bit."""
+    """A replacement whose SMP dies at each of these points. In the end it holds shard and parity, bit for bit."""
     smps = ground.smps(3)
     run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
     snapshot = run.protect(1)
@@ -221,14 +223,14 @@ def recovered(ground: Ground, chain: Sequence[str]) -> None:
     spare = ground.prepare("spare")
     for point in chain:
         next_life(spare, [(point, None)])
-        if point.startswith("repair."):  # units of the shard have gone bad meanwhile, which is found out at the start
+        if point.startswith("repair."):  # a unit of the shard is damaged, which the SMP finds at its start
             ground.points.wait_any("spare", point)
             spare.kill()
             continue
         spare.wait_ready()
         trainer = run.trainers["dp2"] = Trainer(spare, "dp2", 80_000)
         if point.startswith("repair_parity") and point != "repair_parity.taken":
-            ground.points.wait_any("spare", point)  # it goes on by itself
+            ground.points.wait_any("spare", point)  # it does this without a request
             spare.kill()
         else:
             plan = run.plan(*(each.client.inventory() for each in run))
@@ -256,7 +258,7 @@ def test_a_replacement_dies_again_and_again(ground: Ground) -> None:
 
 
 def regrouped(ground: Ground, chain: Sequence[str]) -> None:
-    """Survivors of which one dies at each of these points; in the end they protect what there was."""
+    """Survivors, one of which dies at each of these points. In the end they protect the snapshots again."""
     smps = ground.smps(4)
     run = run_on(smps, [[3000 + i] for i in range(4)], protect="3+1")
     run.protect(1)

@@ -1,4 +1,4 @@
-"""State on a device goes into slots and comes back, whatever the order in which the device does its work."""
+"""State on a device is copied into slots and comes back, in whatever order the device does its work."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def new_slot(count: int = 5 * PAGE) -> memoryview:
 
 
 def prepared(engine: CudaEngine, *slots: memoryview) -> memoryview:
-    """The first of the slots, or a new one, that the device knows."""
+    """Register the slots, or a new one, with the device; return the first."""
     slots = slots or (new_slot(),)
     engine.prepare(slots, turn)
     return slots[0]
@@ -104,7 +104,7 @@ def content(slot: memoryview, pieces: list[SlotTensor]) -> list[bytes]:
 
 
 def on_host() -> list[torch.Tensor]:
-    """Tensors that are longer than a chunk, cross a registration, are scattered, conjugated, negated or empty."""
+    """Tensors that exceed a chunk, cross a registration, are scattered, conjugated, negated or empty."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -122,7 +122,7 @@ def on_host() -> list[torch.Tensor]:
 
 
 def state(gpu: ImaginedCuda) -> list[torch.Tensor]:
-    """The same on the device, some seen in another way."""
+    """The same tensors on the device, some of them through other views."""
     plain, turned, thinned, conjugated, *rest = [gpu.tensor(tensor) for tensor in on_host()]
     return [plain, turned.t(), thinned[:, ::2], conjugated.conj(), *rest]
 
@@ -195,7 +195,7 @@ def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refus
         slot = prepared(engine)
         slot[:] = random.Random(5).randbytes(slot.nbytes)
         for tensor in live:
-            tensor.fill_(7)  # still to be initialised
+            tensor.fill_(7)  # an initialization that is still queued
         engine.load(pieces, slot)
         gpu.queues.run()
         assert [bits(tensor) for tensor in live] == content(slot, pieces)
@@ -273,7 +273,7 @@ def test_what_comes_late_belongs_to_the_boundary_of_its_job(one: ImaginedCuda) -
     first.fence()
     first.finish()
     assert content(slot, pieces) == [bits(live), bits(late)]
-    second.guard()  # nothing that the step changes is copied from here
+    second.guard()  # nothing that the step changes is copied under this mark
     second.fence()
     second.copy(pieces[1:], slot, no_pause)
     second.finish()
@@ -331,7 +331,7 @@ def test_others_get_their_turn_after_each_chunk(one: ImaginedCuda, monkeypatch: 
     tensor = one.tensor(torch.zeros(RANGE + 100, dtype=torch.uint8))
     transfer.copy(place(tensor, at=0), prepared(engine), seen.append)
     assert queued == ["copy", "way"] * (RANGE // CHUNK + 1)
-    assert seen == [0] * (RANGE // CHUNK + 1)  # nothing is paced
+    assert seen == [0] * (RANGE // CHUNK + 1)  # the copy is not paced
     transfer.finish()
 
 
@@ -351,7 +351,7 @@ def test_a_pause_that_raises_ends_the_copy_and_once_settled_leaves_the_slot_alon
     with pytest.raises(HoldfastError, match="given up"):
         transfer.copy(place(live, at=0), slot, pause)
     transfer.settle()
-    slot[:] = bytes(slot.nbytes)  # somebody else's now
+    slot[:] = bytes(slot.nbytes)  # the slot has a new owner
     gpu.queues.run()
     engine.close()
     assert bytes(slot) == bytes(slot.nbytes)
@@ -385,7 +385,7 @@ def test_tensors_elsewhere_are_refused_before_anything_is_queued(one: ImaginedCu
     assert one.copies == 0
 
 
-# ---------------------------------------------------------------------- looks at the state
+# ---------------------------------------------------------------------- the witness
 
 
 def test_bytes_may_be_under_way_when_a_copy_returns(one: ImaginedCuda) -> None:
@@ -678,7 +678,7 @@ def test_an_error_of_the_device_surfaces_in_finish(gpu: ImaginedCuda) -> None:
     transfer.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
         transfer.finish()
-    transfer = engine.mark()  # the device answers nothing any more, and the training thread hears of it elsewhere
+    transfer = engine.mark()  # the device no longer answers, which the training thread learns elsewhere
     transfer.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
         transfer.copy(place(live), slot, no_pause)
@@ -713,7 +713,7 @@ def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay(one: ImaginedCuda)
 
 @dataclass
 class Countdown:
-    """Passes at the nth query."""
+    """An event that has passed at the nth query."""
 
     left: int
 
@@ -723,7 +723,7 @@ class Countdown:
 
 
 def test_waiting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = object.__new__(TorchRuntime)  # there is no device to make it for
+    runtime = object.__new__(TorchRuntime)  # made without a device
     runtime.device = torch.device("cuda:1")
     countdown = Countdown(3)
     runtime.wait(countdown)

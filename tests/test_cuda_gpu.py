@@ -1,4 +1,4 @@
-"""On a real CUDA device: what is copied and loaded is the same to the last bit, while the device goes on computing."""
+"""On a real CUDA device: copies and loads are bit for bit the same while the device keeps computing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 4
 
 
 class Refusing(TorchRuntime):
-    """CUDA that registers no memory."""
+    """CUDA that refuses to register memory."""
 
     def register(self, address: int, count: int) -> int:
         return 2
@@ -87,7 +87,7 @@ def test_each_snapshot_is_the_state_of_its_boundary(engine: CudaEngine) -> None:
     engine.prepare([slot], nullcontext)
     busy = torch.randn(4096, 4096, device="cuda")
     for step in range(STEPS):
-        busy = busy @ busy / 64  # what the state depends on is still being computed at the boundary
+        busy = busy @ busy / 64  # at the boundary, values that the state depends on are still being computed
         for tensor in live:
             tensor.mul_(0.75).add_(busy[0, 0].nan_to_num() * 0 + step)
         transfer = engine.mark()

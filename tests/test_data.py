@@ -1,5 +1,5 @@
-"""The place in the data: a loop that is killed at any batch and started again goes on with the same batches, the same
-random numbers and the same count of passes, whatever gives the batches; or it is refused by name."""
+"""The place in the data. A loop that is killed at any batch and restarted continues with the same batches, the same
+random numbers and the same count of passes, whatever its source; or it is refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Snapshot:
 
 @dataclass
 class Hook:
-    """As much of a hook as `Data` needs: what was captured at every boundary can be gone back to."""
+    """The part of a hook that `Data` needs. Keeps what it captured at all boundaries, so a test can go back to any."""
 
     restored: Snapshot | None = None
     sources: dict[str, Data] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class Hook:
     steps: int = 0
 
     def end(self) -> None:
-        """The process ends, and its workers. In a cycle they would be found by the collector, in any order, and then
-        torch waits five seconds for each that was not told."""
+        """End the process and its workers. Otherwise the collector would find them in a cycle and free them in any
+        order, and torch waits five seconds for each worker that was not told to end."""
         self.sources.clear()
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Hook:
         if self._pending is not None:
             rng.restore(self._pending.generators)
             self._pending = None
-            self.stepped = True  # so that the boundary that was gone back to is captured once more
+            self.stepped = True  # the boundary of the restore is captured once more
         if self.stepped:
             self._marked = rng.capture(), {name: data.state() for name, data in self.sources.items()}
 
@@ -109,14 +109,14 @@ def seen(batch: Any) -> str:
 
 
 def train(hook: Hook, *batches: Any) -> str:
-    """A step that draws from every global generator, as dropout and the like do: what it saw and drew."""
+    """A step that draws from every global generator, as dropout does. Returns what it saw and drew."""
     drawn = [*torch.rand(5).tolist(), random.random(), *np.random.random(3)]
     hook.step()
     return f"{' '.join(map(seen, batches))} {[number.hex() for number in drawn]}"
 
 
 Loop = Callable[[Hook], Iterator[str]]
-"""A whole job: yields what each of its steps saw, and whatever else must be the same."""
+"""A whole job: yields what each of its steps saw, and anything else that must be the same."""
 
 
 def over(
@@ -125,7 +125,7 @@ def over(
     before_pass: Callable[[Any, int], None] | None = None,
     **options: Any,
 ) -> Loop:
-    """The usual loop over a source that `make` gives."""
+    """The usual loop over the source that `make` returns."""
 
     def loop(hook: Hook) -> Iterator[str]:
         source = make()
@@ -135,14 +135,14 @@ def over(
                 before_pass(source, epoch)
             for batch in data:
                 yield f"{epoch} {train(hook, batch)}"
-            torch.rand(3)  # validation draws, too
+            torch.rand(3)  # validation also draws
             assert data.epoch() == epoch + 1
 
     return loop
 
 
 def begin_a_process(loop: Loop, restored: Snapshot | None, seed: int = 7) -> tuple[Hook, Iterator[str]]:
-    """What a start does before its loop: seeds, and, in a restarted one, draws other numbers than the first did."""
+    """Do what a start does before its loop: seed, and, if it is a restart, draw other numbers than the first did."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -154,8 +154,8 @@ def begin_a_process(loop: Loop, restored: Snapshot | None, seed: int = 7) -> tup
 
 
 def check(loop: Loop, *kills: int) -> list[str]:
-    """Run `loop` undisturbed; then killed in each of the steps `kills` (up to twenty, if none is named) and started
-    again, and once more two steps later. Gives what the undisturbed one saw."""
+    """Run `loop` undisturbed. Then kill it in each of the steps `kills` (by default up to twenty steps), restart it,
+    and kill and restart it again two steps later. Returns what the undisturbed loop saw."""
     hook, steps = begin_a_process(loop, None)
     expected = list(steps)
     assert len(hook.taken) == len(expected) == len(set(expected))
@@ -192,7 +192,7 @@ class Augmented(Dataset[torch.Tensor]):
 
 
 class Own(Augmented):
-    """Draws from a generator of its own, which goes on from pass to pass."""
+    """Draws from its own generators, which continue from pass to pass."""
 
     def __init__(self) -> None:
         self.numbers = np.random.default_rng(3)
@@ -206,7 +206,7 @@ class Own(Augmented):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Shards itself over workers, and draws."""
+    """Divides itself among the workers, and draws."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
@@ -216,7 +216,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 class Buffered(IterableDataset[int]):
-    """Shuffles through a buffer, drawn from by `draw`."""
+    """Shuffles through a buffer, using `draw`."""
 
     def __init__(self, draw: Callable[[int], int]) -> None:
         self.draw = draw
@@ -256,7 +256,7 @@ def own_generator(**options: Any) -> DataLoader[Any]:
 
 
 GENERATOR = torch.Generator()
-"""One that a function refers to."""
+"""A global that a function uses."""
 
 SOURCES: dict[str, Callable[[], Any]] = {
     "in order": loader,
@@ -295,7 +295,7 @@ DRAWING: dict[str, Callable[[], Any]] = {
     "iterable": lambda: loader(Stream()),
     "a function": lambda: lambda: (torch.rand(3) + i for i in range(6)),
 }
-"""Sources that draw from the generators that the step draws from, and of which no indices are seen."""
+"""Sources that draw from the same generators as the step, and that have no visible indices."""
 
 
 @pytest.mark.parametrize("kind", DRAWING)
@@ -339,7 +339,7 @@ def test_a_loop_with_workers_goes_on_where_it_was(kind: str) -> None:
 
 
 class Devices:
-    """Generators of two devices, which torch's functions for CUDA speak of."""
+    """The generators of two devices, behind torch's functions for CUDA."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.generators = [torch.Generator().manual_seed(number) for number in (3, 4)]
@@ -447,7 +447,7 @@ def test_a_source_that_is_read_now_and_then() -> None:
 
     hook, steps = begin_a_process(loop, None)
     expected = list(steps)
-    # In the second loop of a pass the first is over: a restarted job goes on with the next pass of it.
+    # Only in the first loop: in the second one, `labelled` has ended, so a restarted job continues with its next pass.
     for kill in (0, 2, 5):
         _, rest = begin_a_process(loop, hook.taken[kill])
         assert list(rest) == expected[kill:]
@@ -465,12 +465,12 @@ def test_several_batches_a_step() -> None:
                     yield f"{epoch} {train(hook, held)}"
                     held.clear()
 
-    # 11 batches a pass: the fourth step has two of the first pass and one of the second, and begins in the first.
+    # A pass has 11 batches: the fourth step has two of the first pass and one of the second, and begins in the first.
     check(loop)
 
 
 def test_a_batch_that_is_prepared_ahead() -> None:
-    """As nanoGPT does: while a step runs, the next batch is drawn already."""
+    """As in nanoGPT: the next batch is drawn while a step runs."""
 
     def batches() -> Iterator[torch.Tensor]:
         ahead = torch.rand(4)
@@ -494,7 +494,7 @@ def test_a_batch_that_is_prepared_ahead() -> None:
 
 
 def test_at_the_end_of_a_pass_nothing_is_left_of_it() -> None:
-    """Another source's step may begin when this one has given all its batches, but has not said so yet."""
+    """A step of another source may begin when this one has given all its batches, but has not ended yet."""
     hook = Hook()
     data = hook.data(loader(shuffle=True))
     batches = iter(data)
@@ -523,11 +523,11 @@ def test_reading_batches_again_tells_the_smp_that_the_process_lives() -> None:
     assert len(beats) == 4
 
 
-# ---------------------------------------------------------------------- sources that know where they are
+# ---------------------------------------------------------------------- sources that know their place
 
 
 class Telling:
-    """A loader that says where it is. Not a `DataLoader`."""
+    """A loader that reports its place. Not a `DataLoader`."""
 
     def __init__(self, told: list[int] | None = None) -> None:
         self.position, self.turn, self.told = 0, 0, told
@@ -548,8 +548,8 @@ class Telling:
 
 
 class TellingLoader(DataLoader[Any]):
-    """A `DataLoader` that says where it is, as torchdata's does: it passes over samples without loading them, and so
-    draws nothing for them."""
+    """A `DataLoader` that reports its place, like torchdata's. It skips samples without loading them, so it draws
+    nothing for them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -615,7 +615,7 @@ def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exa
 
 
 def restart(first: Callable[[], Any], then: Callable[[], Any], kill: int, passes: int = PASSES, **options: Any) -> None:
-    """A job over `first`, killed in step `kill`, and started again over `then`."""
+    """A job over `first`, killed in step `kill`, and restarted over `then`."""
     hook, steps = begin_a_process(over(first, passes), None)
     expected = list(steps)
     again, _ = begin_a_process(lambda hook: iter(()), hook.taken[kill])
@@ -653,7 +653,7 @@ def test_other_data_is_refused_by_name(kill: int) -> None:
 
 
 class Counting(Sampler[int]):
-    """Shuffles by a count of its own, which nobody restores."""
+    """Shuffles by its own count, which nobody restores."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -667,7 +667,7 @@ class Counting(Sampler[int]):
 
 
 class Lazy(Augmented):
-    """Makes its generator when it is first used."""
+    """Makes its generator on first use."""
 
     numbers: np.random.Generator | None = None
 
@@ -724,7 +724,7 @@ def test_a_buffer_that_is_drawn_from_as_the_step_is_is_exact_or_refused(draw: Ca
 def test_whoever_says_so_goes_on_with_other_data(caplog: pytest.LogCaptureFixture) -> None:
     restart(lambda: list(range(6)), lambda: list(range(1, 9)), 2, exact=False)
     assert "its batches differ from those of the earlier run" in caplog.text
-    with pytest.raises(AssertionError):  # nothing is left
+    with pytest.raises(AssertionError):  # no data is left
         restart(lambda: list(range(6)), lambda: list(range(5)), 5, exact=False)
 
 
@@ -806,7 +806,7 @@ def test_it_knows_how_long_it_is() -> None:
 
 
 def test_the_place_does_not_grow() -> None:
-    """A slot's record has room to become twice as long; more would need new memory in the middle of a job."""
+    """A slot's record may become twice as long; more would need new memory in the middle of a job."""
     hook, steps = begin_a_process(over(lambda: lambda: (torch.rand(3) for _ in range(60)), passes=1), None)
     list(steps)
     sizes = [len(snapshot.places) for snapshot in hook.taken]

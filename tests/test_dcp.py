@@ -1,4 +1,4 @@
-"""Distributed checkpoints to and from memory, by DCP's own planners: other numbers of ranks, a lost node, bad ids."""
+"""Distributed checkpoints to and from memory, by DCP's own planners: other numbers of ranks, a lost node, wrong ids."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_where_nothing_was_saved_there_is_nothing(launcher: Launcher, arena: Pat
 
 
 def whole(launcher: Launcher, arena: Path, mode: str, world: int, pipeline: int, tensor: int) -> dict[str, str]:
-    """Digests of all tensors, as whichever rank has them says."""
+    """Digests of all tensors, each reported by a rank that has it."""
     cluster = VirtualCluster(
         launcher,
         nodes=NODES,

@@ -1,4 +1,4 @@
-"""A job that is dead, or has lost a node, is not shown as if it were well; and Prometheus is told enough to alert."""
+"""A job that is dead or has lost a node is not shown as healthy, and Prometheus has what it needs to alert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def regrouping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(smp: SmpProcess, what: str) -> Overview:
-    """The job as that SMP sees it, once a trouble of it has these words."""
+    """The SMP's overview of the job, as soon as one of its alarms contains `what`."""
     limit = time.monotonic() + DEADLINE_S
     while True:
         overview = look(JOB, smp.control)
@@ -41,7 +41,7 @@ def until(smp: SmpProcess, what: str) -> Overview:
         assert time.monotonic() < limit, overview.alarms
 
 
-# ---------------------------------------------------------------------- what the status says
+# ---------------------------------------------------------------------- what the status shows
 
 
 def test_trainers_that_are_gone_are_missed(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_a_node_that_was_drained_is_missed_by_nobody(ground: Ground, capsys: pyt
     assert len(overview.statuses) == 3
 
 
-# ---------------------------------------------------------------------- alerts, by what was recorded
+# ---------------------------------------------------------------------- alerts, from recordings
 
 EXPECTED: dict[str, set[str]] = {
     "healthy": set(),
@@ -126,7 +126,7 @@ EXPECTED: dict[str, set[str]] = {
     "storage-fails": {"HoldfastNotPersisted"},
     "port-taken": {"HoldfastImpaired"},
 }
-"""What fires at the end of each recording."""
+"""The alerts that fire at the end of each recording."""
 
 
 def test_every_fault_is_recorded_and_every_alert_fires_for_one() -> None:
@@ -137,7 +137,7 @@ def test_every_fault_is_recorded_and_every_alert_fires_for_one() -> None:
 
 @promtool
 def test_each_fault_alerts_as_it_should(tmp_path: Path) -> None:
-    """Nothing fires before it, and at the end of its recording what `EXPECTED` says, and nothing else."""
+    """Nothing fires before the fault, and at the end of its recording exactly the alerts in `EXPECTED` do."""
     firing = 'count by (alertname) (ALERTS{alertstate="firing"}) > bool 0'
     plays = []
     for fault, expected in EXPECTED.items():
@@ -157,7 +157,7 @@ def test_each_fault_alerts_as_it_should(tmp_path: Path) -> None:
         )
     tests = {"rule_files": [str(ALERTS)], "evaluation_interval": f"{EVERY_S}s", "tests": plays}
     file = tmp_path / "tests.yml"
-    file.write_text(json.dumps(tests))  # which is YAML, too
+    file.write_text(json.dumps(tests))  # JSON is also YAML
     done = subprocess.run(
         ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints in memory, by its own engine: every ZeRO stage, restarted jobs, a lost node."""
+"""DeepSpeed's checkpoints in memory, with its own engine: every ZeRO stage, restarted jobs, a lost node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def arena(arena: Path) -> Path:
 def run(
     launcher: Launcher, arena: Path, *, world: int = 2, **args: Any
 ) -> tuple[dict[tuple[int, int], str], list[Any]]:
-    """The loss of each step on each rank, and the digests of all parameters on each rank at the end."""
+    """The loss of each step on each rank, and each rank's digests of all parameters at the end."""
     cluster = VirtualCluster(
         launcher,
         nodes=world,
@@ -40,7 +40,7 @@ def run(
         args={"arena": str(arena), "memory": True, "keep": True, "steps": STEPS, "precision": "bf16"} | args,
         job="deepspeed",
         smps=False,
-        deadline_s=240,  # DeepSpeed compiles when it first runs on a machine
+        deadline_s=240,  # DeepSpeed compiles code when it first runs on a machine
     )
     history = cluster.run()
     ends = sorted(history.of("end"), key=lambda event: int(event["rank"]))

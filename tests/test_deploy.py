@@ -1,4 +1,4 @@
-"""What is in deploy/ for supervisors: it parses, it uses options that exist, and its numbers fit each other."""
+"""The files for supervisors in deploy/: they parse, they use options that exist, and their numbers are consistent."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_every_panel_says_what_it_shows_and_what_is_normal() -> None:
     assert len(set(described.values())) == len(panels)
 
 
-# ---------------------------------------------------------------------- what they run and set
+# ---------------------------------------------------------------------- commands and settings
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Every ``holdfast smp|drain|gc ...`` in a text, in words, with variables of the shell and of systemd filled in."""
+    """Every ``holdfast smp|drain|gc ...`` in a text, as words, with variables of the shell and systemd filled in."""
     text = re.sub(r"\\\n\s*", " ", text)
     text = re.sub(r'"?\$\{?\w+(:-\w+)?\}?"?', "7", text).replace("%i", "7")
     for found in re.finditer(r"\bholdfast[ ,]+(?:smp|drain|gc|status)\b[^\n;|&`\]'\"]*", text):
@@ -76,7 +76,7 @@ def test_every_command_is_one_that_the_parser_takes(path: Path) -> None:
 
 
 def missing(words: list[str]) -> list[str]:
-    """A node for those that name one in capitals."""
+    """A node, for commands whose node is only a placeholder in capitals."""
     return ["node7"] if words[0] == "drain" and any(re.fullmatch("[A-Z]+", word) for word in words) else []
 
 
@@ -85,7 +85,7 @@ def test_every_setting_is_one_that_is_read_somewhere() -> None:
     for room in ("smp_daemon", "snapshot", "holdfast", "ec"):
         for path in (ROOT / room).glob("**/*.py"):
             known |= set(re.findall(r"\bHOLDFAST_\w+", path.read_text()))
-    known.add("HOLDFAST_KEEP_S")  # the epilog's own
+    known.add("HOLDFAST_KEEP_S")  # only the epilog reads it
     for path in (*UNITS, *SCRIPTS, *MANIFESTS):
         used = set(re.findall(r"\bHOLDFAST_\w+", path.read_text()))
         assert used <= known, path
@@ -158,11 +158,11 @@ STANDINS = {
         exit $status
     """,
 }
-"""Slurm's commands, as far as job.sh calls them: each task is run on this machine, one after the other."""
+"""Stand-ins for the commands of Slurm that job.sh calls; tasks run on this machine, one after another."""
 
 
 def test_the_job_script_tells_smps_and_trainers_the_same(tmp_path: Path) -> None:
-    """Played to its end: the first attempt fails, and a node that does not respond is left out."""
+    """Run to its end: the first attempt fails, and a node that does not respond is left out."""
     for name, text in STANDINS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -193,7 +193,7 @@ def test_the_job_script_tells_smps_and_trainers_the_same(tmp_path: Path) -> None
 
 
 def test_the_task_prolog_tells_trainers_where_they_are(tmp_path: Path) -> None:
-    """What it prints is all that Slurm gives a task of it. A node's own name is loopback to itself under Debian."""
+    """Slurm gives a task only what this prints. Under Debian, a node's own name resolves to loopback on that node."""
     (tmp_path / "getent").write_text("#!/bin/bash\necho '127.0.1.1 STREAM node7'; echo '10.0.0.7 STREAM node7'\n")
     (tmp_path / "getent").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "node7"}
@@ -218,7 +218,7 @@ def test_units_may_write_where_snapshots_lie() -> None:
 
 
 def documents(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a manifest; of a JobSet also the Jobs that are made of it."""
+    """The objects in a manifest, and the Jobs that a JobSet creates."""
     yaml = pytest.importorskip("yaml")
     for document in yaml.safe_load_all(path.read_text()):
         yield document
@@ -256,11 +256,11 @@ CUSTOM: dict[str, dict[str, Any]] = {
         ],
     },
 }
-"""The fields of ``spec`` that ours have, of kinds that Kubernetes itself does not know. Any other is a mistake."""
+"""The fields of ``spec`` in our objects of kinds that Kubernetes itself does not know. Any other field is a mistake."""
 
 
 def schema_of(fields: Any) -> dict[str, Any]:
-    """JSON Schema in which all fields must be there, and no others may."""
+    """A JSON Schema that requires all of these fields and allows no others."""
     if isinstance(fields, list):
         return {"type": "array", "minItems": 1, "items": schema_of(fields[0])}
     if fields.keys() & {"type", "additionalProperties"}:
@@ -285,7 +285,7 @@ def test_objects_are_what_kubernetes_takes(path: Path) -> None:
 
 
 def test_pods_of_a_jobset_meet_at_the_first_of_them() -> None:
-    """Under the name that JobSet gives it, on the port that it opens, as many as there are."""
+    """By the name that JobSet gives it, on its open port, and with the right number of pods."""
     jobset, job = documents(DEPLOY / "kubernetes/jobset.yaml")
     name, replicated = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -311,7 +311,7 @@ def test_metrics_can_be_scraped() -> None:
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml", "trainer.yaml", "jobset.yaml"])
 def test_smps_and_trainers_know_their_node_and_its_address(name: str) -> None:
-    """A trainer that finds no SMP starts one, which must not be called otherwise, nor listen on loopback."""
+    """A trainer that finds no SMP starts one, which must have the same name and must not listen on loopback."""
     for pod in pods(DEPLOY / "kubernetes" / name):
         for container in containers(pod).values():
             if "HOLDFAST_JOB" in settings(container):
@@ -427,7 +427,7 @@ RECIPE = DEPLOY / "container" / "Dockerfile"
 
 @cache
 def instructions() -> list[tuple[str, str]]:
-    """Of the recipe, in order: the word each begins with, and the rest."""
+    """The recipe's instructions in order, each as its keyword and the rest."""
     text = re.sub(r"(?m)^#.*\n", "", RECIPE.read_text())
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [(line.partition(" ")[0], line.partition(" ")[2].strip()) for line in lines if line.strip()]
@@ -448,7 +448,7 @@ def test_the_container_copies_what_make_wheels_builds_and_nothing_else() -> None
     [copied] = of("COPY")
     pattern, folder = copied.split()
     assert fnmatch(f"holdfast_train-0.1.0-cp311-abi3-{wheels.OLDEST_LIBC}x86_64.whl", pattern)
-    assert f"-t train {wheels.DIST.name}\n" in RECIPE.read_text()  # what is built is the context
+    assert f"-t train {wheels.DIST.name}\n" in RECIPE.read_text()  # the build context is the wheels' folder
     assert f"--find-links {folder.rstrip('/')} " in " ".join(of("RUN"))
 
 

@@ -1,4 +1,4 @@
-"""State that has another form on a GPU than on a CPU, as far as it can be had without one."""
+"""State that has another form on a GPU than on a CPU, as far as that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_generators_of_the_tracker_draw_the_same_again(graphed: bool, monkeypatc
     draw("model")
     early = adapter.early()
     drawn = [draw(name) for name in ("model", "expert", "model")]
-    for _ in range(2):  # what is kept is not drawn from
+    for _ in range(2):  # restoring does not draw from the kept state
         adapter.rewinding(early)()
         assert [draw(name) for name in ("model", "expert", "model")] == drawn
     if graphed:
@@ -88,7 +88,7 @@ def test_generators_of_the_tracker_draw_the_same_again(graphed: bool, monkeypatc
 
 
 def optimizer(main: torch.Tensor | None, weight: torch.Tensor) -> Any:
-    """A distributed optimizer of Megatron's, as far as the adapter looks at one."""
+    """A distributed optimizer of Megatron, with the attributes that the adapter reads."""
     piece = SimpleNamespace(start=2, end=6)
     return SimpleNamespace(
         model_float16_groups=[[weight]],
@@ -167,7 +167,7 @@ def test_a_mapping_is_touched_while_other_threads_go_on() -> None:
     over.set()
     thread.join(DEADLINE_S)
     assert after > before
-    mapped.close()  # nothing holds it
+    mapped.close()  # no reference to it is left
     populate(mmap.mmap(-1, mmap.PAGESIZE))
 
 
@@ -175,7 +175,7 @@ def test_a_mapping_is_touched_while_other_threads_go_on() -> None:
 
 
 def made(kind: type[Any], **attributes: Any) -> Any:
-    """One of Megatron's own, without what asks for CUDA as it is made."""
+    """An instance of a class of Megatron, made without its constructor, which needs CUDA."""
     found = object.__new__(kind)
     vars(found).update(attributes)
     return found
@@ -193,7 +193,7 @@ def test_chains_of_chains_are_taken_apart() -> None:
 
 def test_an_optimizer_that_nobody_has_tried_is_refused_by_name() -> None:
     class Unheard(MegatronOptimizer):  # type: ignore[misc]
-        """Of a later release."""
+        """Stands for a class of a later release."""
 
     Unheard.__abstractmethods__ = frozenset()
     with pytest.raises(ConfigError, match=r"Unheard is not a supported optimizer of megatron-core: use Dist"):
@@ -205,7 +205,7 @@ def test_an_optimizer_that_nobody_has_tried_is_refused_by_name() -> None:
 
 def test_a_chain_that_nobody_has_tried_is_refused_by_name() -> None:
     class Woven(ChainedOptimizer):  # type: ignore[misc]
-        """Of a later release."""
+        """Stands for a class of a later release."""
 
     with pytest.raises(ConfigError, match=r"Woven is not a supported chain of optimizers: use ChainedOptimizer, Layer"):
         check_captured(made(Woven, chained_optimizers=[]), [])

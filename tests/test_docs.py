@@ -1,4 +1,4 @@
-"""What the documentation says of the code is so: its reference, its examples, its links, its figures."""
+"""The documentation agrees with the code: its reference, examples, links and figures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 VARIABLE = re.compile(r"\bHOLDFAST_[A-Z0-9_]*[A-Z0-9]\b")
 OUTSIDE = {".venv", ".git", "tests", "docs", "build", "results"}
-"""Folders in which names of variables count for nothing."""
+"""Folders in which names of variables are not looked for."""
 
 
 def sources() -> Iterator[Path]:
-    """Files whose code may read a variable. Links are not followed."""
+    """Files whose code may read an environment variable. Links are not followed."""
     for folder, inner, files in os.walk(ROOT):
         inner[:] = [name for name in inner if name not in OUTSIDE and not name.startswith(".")]
         for name in files:
@@ -69,7 +69,7 @@ def test_defaults_in_the_table_are_those_of_the_smp(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.needs("torch")
 def test_the_reference_is_what_the_code_says() -> None:
-    """Made in a process of its own, as ``make docs`` does it."""
+    """Generated in a separate process, as by ``make docs``."""
     code = "import runpy, json; print(json.dumps(runpy.run_path('docs/generate.py')['pages']()))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
@@ -137,7 +137,7 @@ STALL = ROOT / "benchmarks/results/stall-2026-11-21.json"
 
 @pytest.mark.parametrize("page", ["README.md", "docs/figures.md"])
 def test_figures_of_cost_are_those_measured(page: str) -> None:
-    """Each row of a table of stalls or of lost time, as far as it is rounded, is in the results."""
+    """Each row of a table of stalls or of lost time is in the results, up to rounding."""
     report = StallReport.read(STALL)
     _, *first = grid(report.rows, 1, 1)
     head, *losses = summary(report.rows)
@@ -161,7 +161,7 @@ def _number(cell: str) -> float:
 
 
 def measured(shown: str, table: list[list[str]]) -> list[str]:
-    """What a table has of the system that a page shows so."""
+    """The table's row for the system that a page calls `shown`."""
     (found,) = [row for name, *row in table if alike(shown, name) and ("protected" in shown) == ("protected" in name)]
     return found
 
@@ -171,7 +171,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def alike(shown: str, name: str) -> bool:
-    """Whether a system as we show it is the one of the results."""
+    """Whether a page's name for a system and the results' name mean the same one."""
     words = set(re.findall(r"[a-z_]{3,}", shown.lower())) - {"torch", "every"}
     return words <= {*re.findall(r"[a-z_]{3,}", name.lower())} and bool(words)
 
@@ -202,7 +202,7 @@ print(calls, [p.sum().item().hex() for p in model.parameters()])
 @pytest.mark.needs("torch")
 @pytest.mark.proves("plain-loader")
 def test_the_example_of_the_readme_resumes_bit_for_bit(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it stands there, with a plain shuffled DataLoader; killed in its second epoch."""
+    """The code exactly as in the README, with a plain shuffled DataLoader; killed in its second epoch."""
     code = AROUND.format(blocks(ROOT / "README.md", "python")[0])
     compile(code, "README.md", "exec")
 

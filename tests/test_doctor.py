@@ -1,4 +1,4 @@
-"""``holdfast doctor``: what it makes of good and bad machines, and that it never crashes on one."""
+"""``holdfast doctor``: what it reports of good and bad machines; it never crashes on one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DISK = Mount(Path("/"), "ext4", frozenset({"rw"}))
 
 
 def doctor(*, env: dict[str, str] | None = None, before: str = "pass") -> tuple[int, dict[str, dict[str, Any]], str]:
-    """The command, in a process where `before` was executed: its status, what it found, and what it showed."""
+    """Run the command in a process that has executed `before`. Returns its status, its findings, and what it showed."""
     code = f"{before}\nimport sys\nfrom holdfast.cli.main import main\nsys.exit(main(['doctor', '--json', '-']))"
     done = subprocess.run(
         [sys.executable, "-c", code],

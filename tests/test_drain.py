@@ -1,4 +1,4 @@
-"""A node that is to be taken away: what it holds is moved first, and nothing is half done if a node dies meanwhile."""
+"""A node that is to be taken away: its data is moved first, and nothing is left half done if a node dies meanwhile."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class TestANodeThatIsDrained:
         assert held == {"dp2"}
         smps[2].lose()
         smps[0].lose()
-        spare.name, smps[2] = "node2", spare  # where the rank of node2 goes on
+        spare.name, smps[2] = "node2", spare  # the rank of node2 continues there
         come_back(run, smps, [0])
 
     def test_in_a_job_without_parity_leaves_its_bytes_too(self, ground: Ground) -> None:
@@ -231,7 +231,7 @@ def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
 
 
 def await_leaving(trainer: Trainer) -> None:
-    """Block until the SMP of a trainer says that it is leaving; each look is a message and its answer."""
+    """Block until the SMP of a trainer says that it is leaving; each poll is a request with a reply."""
     limit = time.monotonic() + DEADLINE_S
     while not trainer.client.inventory().leaving:
         assert time.monotonic() < limit
@@ -272,7 +272,7 @@ class TestInTheMiddleOfADrain:
 
 
 def _armed(ground: Ground, nodes: int, protect: str, at: dict[int, str]) -> tuple[list[SmpProcess], Run]:
-    """Like `started`, with points at some nodes only."""
+    """Like `started`, with points on some nodes only."""
     smps = ground.smps(nodes, rules={i: [(point, None)] for i, point in at.items()})
     run = run_on(smps, [[3000 + i] for i in range(nodes)], protect=protect)
     run.protect(1)

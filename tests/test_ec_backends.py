@@ -1,4 +1,4 @@
-"""Which backend is taken, what is refused, and that a codec may be used by several threads at once."""
+"""Which backend is chosen, what is refused, and that several threads may use a codec at once."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def encode(codec: Codec, data: Sequence[bytes]) -> list[bytes]:
 
 
 def mapped(length: int, start: int = 0) -> memoryview:
-    """Memory that begins `start` bytes after a page does."""
+    """Memory that begins `start` bytes into a page."""
     return memoryview(mmap.mmap(-1, start + length))[start:]
 
 
 @pytest.fixture
 def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Has ISA-L looked for under these names only, as if for the first time."""
+    """Makes the loader look for ISA-L under the given names only, as if for the first time."""
 
     def forget() -> None:
         isal.load.cache_clear()
@@ -56,7 +56,7 @@ def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
 
 
 class ForeignLibrary:
-    """ISA-L's interface over the field of `polynomial`, in Python."""
+    """ISA-L's interface in Python, over the field of `polynomial`."""
 
     def __init__(self, polynomial: int) -> None:
         self._polynomial = polynomial
@@ -203,7 +203,7 @@ class TestAForeignLibrary:
 
 
 class Listening:
-    """A library that keeps the names of the functions called."""
+    """Records which functions of a library are called."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -264,7 +264,7 @@ class TestHowIsalIsCalled:
 
 
 def run_in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Runs work(0), work(1) ... at once; what one of them raises is raised here."""
+    """Run work(0), work(1) ... at once; raise here what one of them raises."""
     start = threading.Barrier(count)
 
     def begin(number: int) -> None:
@@ -276,9 +276,9 @@ def run_in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def lets_others_run(call: Callable[[], object]) -> bool:
-    """Whether another thread comes to run Python while `call` runs.
+    """Whether another thread gets to run Python while `call` runs.
 
-    This thread gives the interpreter up only if `call` does: the switch interval is an hour.
+    This thread releases the GIL only if `call` does: the switch interval is an hour.
     """
     gate = threading.Lock()
     gate.acquire()

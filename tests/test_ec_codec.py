@@ -26,7 +26,7 @@ quick = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 def speaks(backend: str, k: int, m: int) -> bool:
-    """pyeclib has no plain copies."""
+    """Whether the backend supports the code: pyeclib has no plain copies."""
     return backend != "pyeclib" or k > 1 or m == 1
 
 

@@ -1,4 +1,4 @@
-"""Which nodes share a group, and what the loss of a failure domain takes from one."""
+"""Which nodes share a group, and how many of them the loss of a failure domain takes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ limits = st.integers(1, 4)
 
 @st.composite
 def racks(draw: st.DrawFn, most: int = 80) -> Domains:
-    """Nodes with a label of one kind or none, in any order."""
+    """Nodes with at most one label each, all of the same kind, in any order."""
     held = draw(st.lists(st.integers(0, 12), min_size=1, max_size=12))
     nodes = [[f"rack={rack}"] for rack, count in enumerate(held) for _ in range(count)]
     nodes += [[] for _ in range(draw(st.integers(0 if nodes else 1, 12)))]
@@ -65,13 +65,13 @@ def largest_domain(domains: Domains) -> int:
 
 
 def taken(groups: Groups, domains: Domains, label: str) -> list[int]:
-    """How many nodes of each group are lost with a domain."""
+    """How many nodes each group loses with a domain."""
     lost = {node for node, labels in enumerate(domains) if label in labels}
     return [len(lost & set(group)) for group in groups]
 
 
 def is_split(groups: Groups, nodes: int, size: int) -> bool:
-    """Every node in one group, groups as even as can be, as many as can be of at least `size`."""
+    """Whether each node is in one group, and groups are as even and as many as at least `size` nodes each allow."""
     held = [len(group) for group in groups]
     return (
         sorted(chain.from_iterable(groups)) == list(range(nodes))
@@ -233,7 +233,7 @@ class TestSeveralKindsOfDomains:
 
 
 def excess(groups: Groups, domains: Domains, limit: int) -> int:
-    """By how many nodes the groups are over their limits, over all domains."""
+    """By how many nodes groups are over the limit, summed over all domains."""
     labels = set(chain.from_iterable(domains))
     return sum(max(0, held - limit) for label in labels for held in taken(groups, domains, label))
 

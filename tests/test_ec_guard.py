@@ -1,6 +1,6 @@
-"""Nothing is read or written beyond the ends of a unit: units that touch pages which no one may enter.
+"""Nothing is read or written beyond the ends of a unit: units are placed next to inaccessible pages.
 
-A stray access kills the process, so each walk is a process of its own: this module, started as a program.
+A stray access kills the process, so each walk runs in its own process: this module, started as a program.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ FILL = 0xA5
 ALIGNMENT = 64
 LENGTHS = (*range(201), 4095, 4096, 4097, 65535)
 PLACES = ("end", "start", "aligned", "both")
-"""Where in its pages a unit lies; `aligned` is as near the end as vectors like it, `both` takes turns."""
+"""Where in its pages a unit lies; `aligned` is as near the end as vectors allow, `both` alternates."""
 
 CODES = ((1, 3), (2, 1), (4, 2), (5, 5), (3, 9))
-"""Between them they ask for one to six results at once, and more."""
+"""Together, these codes compute one to six results per call, and more."""
 PLAIN_SUMS = ((2, 1), (3, 1), (9, 1))
 MOST_UNITS = 12
 
@@ -51,12 +51,12 @@ VARIANTS = {
     "avx2_gfni": ("avx2", "gfni"),
     "avx512_gfni": (*AVX512, "gfni"),
 }
-"""ISA-L's loops by instruction set, and what the processor must know for them."""
+"""ISA-L's loops by instruction set, with the processor flags that they need."""
 XOR_VARIANTS = ("base", "sse", "avx", "avx512")
 
 
 class Enclosure:
-    """Pages between two that cannot be touched."""
+    """Pages between two inaccessible ones."""
 
     def __init__(self, pages: int) -> None:
         whole = mmap.mmap(-1, (pages + 2) * PAGE)
@@ -97,7 +97,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class Case:
-    """The bytes of a stripe and the enclosed units that they belong in."""
+    """The bytes of a stripe, and the enclosed units that they are put into."""
 
     codec: Codec
     stripe: Sequence[bytes]
@@ -140,7 +140,7 @@ OPERATIONS: tuple[Callable[[Case], None], ...] = (encode, accumulate, reconstruc
 
 
 def walk(kernel: Kernel, codes: Sequence[tuple[int, int]], places: Sequence[str]) -> None:
-    """Every operation of every code at every length and place; each is named on stdout before it begins."""
+    """Run every operation of every code at every length and place; print each one's name before it begins."""
     source = random.Random(5)
     data = [source.randbytes(max(LENGTHS)) for _ in range(MOST_UNITS)]
     for length in LENGTHS:
@@ -181,7 +181,7 @@ def library() -> ctypes.CDLL:
 
 
 class Variant(IsalKernel):
-    """ISA-L's loops for one instruction set, whichever the library itself would take."""
+    """ISA-L's loops for one instruction set, whichever one the library would choose."""
 
     def __init__(self, variant: str) -> None:
         super().__init__(library())
@@ -208,7 +208,7 @@ class Variant(IsalKernel):
 
 
 class XorVariant(NumpyKernel):
-    """ISA-L's plain sum for one instruction set; what is not aligned for it is left to NumPy."""
+    """ISA-L's XOR for one instruction set; unaligned buffers are left to NumPy."""
 
     def __init__(self, variant: str) -> None:
         self._xor_gen = getattr(library(), f"xor_gen_{variant}")
@@ -224,7 +224,7 @@ class XorVariant(NumpyKernel):
 
 
 class Careless(IsalKernel):
-    """Makes one mistake in each call."""
+    """Makes one mistake per call."""
 
     def __init__(self, mistake: str) -> None:
         super().__init__(library())

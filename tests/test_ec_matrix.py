@@ -1,4 +1,4 @@
-"""Arithmetic in GF(2^8): held against long multiplication of polynomials, which shares no code with the tables."""
+"""Arithmetic in GF(2^8), checked against long multiplication of polynomials, which shares no code with the tables."""
 
 from __future__ import annotations
 

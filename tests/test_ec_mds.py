@@ -1,4 +1,4 @@
-"""Any k of k + m units give back the others: every erasure pattern of every k <= 12 and m <= 4, to the last byte."""
+"""Any k of k + m units recover the others: every erasure pattern of every k <= 12 and m <= 4, to the last byte."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def patterns(k: int, m: int) -> Iterator[tuple[int, ...]]:
 
 
 def mapped(length: int, start: int) -> memoryview:
-    """Memory that begins `start` bytes after a page does."""
+    """Memory that begins `start` bytes into a page."""
     return memoryview(mmap.mmap(-1, start + length or 1))[start : start + length]
 
 
 @dataclass
 class Stripe:
-    """One stripe, what is to come back of it, and room to compute that in."""
+    """One stripe, its expected contents, and room to recover lost units in."""
 
     codec: Codec
     units: Sequence[memoryview]
@@ -42,7 +42,7 @@ class Stripe:
     room: Sequence[memoryview]
 
     def comes_back(self, lost: Sequence[int]) -> bool:
-        """Whether the first k units that are left give the lost ones."""
+        """Whether the first k remaining units recover the lost ones."""
         left = [index for index in range(len(self.units)) if index not in lost][: self.codec.k]
         wanted = dict(zip(lost, self.room, strict=False))
         for out in wanted.values():

@@ -1,4 +1,4 @@
-"""The geometry of a group: every byte has its stripe, and a loss the parity covers gives its bytes back."""
+"""The geometry of a group: every byte has its stripe, and bytes lost within the limits of parity are recovered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def geometries(
 
 
 def full(positions: int, k: int, m: int, stripes: int = 1) -> Stripes:
-    """Every position as long as every other, in units of 4 bytes; at least so many stripes."""
+    """A group of positions of equal length, in units of 4 bytes, with at least `stripes` stripes."""
     turns = -(-stripes // positions)
     return Stripes(((4 * k * turns,),) * positions, k, m, unit_bytes=4)
 
@@ -294,7 +294,7 @@ def fill(stripes: Stripes, codec: Codec, seed: int) -> Group:
 
 
 def recover(group: Group, codec: Codec, loss: Loss) -> Group:
-    """The group rebuilt from what the loss left, and from knowing which units are padding."""
+    """The group rebuilt from what survives the loss and from which units are padding."""
     stripes = group.stripes
     segments = {s: bytearray(held) for s, held in group.segments.items()}
     slots = [bytearray(held) for held in group.parities]
@@ -310,7 +310,7 @@ def recover(group: Group, codec: Codec, loss: Loss) -> Group:
 
 
 def spoiled(group: Group, loss: Loss) -> Group:
-    """The group with other bytes for those that are lost."""
+    """The group with the lost bytes replaced by others."""
 
     def upset(held: bytes) -> bytes:
         return bytes(0xFF ^ byte for byte in held)
@@ -321,7 +321,7 @@ def spoiled(group: Group, loss: Loss) -> Group:
 
 
 def comes_back(group: Group, codec: Codec, loss: Loss) -> bool:
-    """Whether the codec gives every byte back, rather than say that too many units are lost."""
+    """Whether the codec recovers every byte; False if it reports that too many units are lost."""
     try:
         recovered = recover(spoiled(group, loss), codec, loss)
     except TooManyErasures:
@@ -441,7 +441,7 @@ def dealt_units(lengths: Sequence[int], unit_bytes: int) -> list[int]:
 
 
 def dealt_starts(positions: int, parity: int) -> Iterator[int]:
-    """Where each stripe starts: after the parity of the one before, one further where a stripe already started."""
+    """Where each stripe starts: after the parity of the last one, or one further if another has started there."""
     start, taken = 0, set[int]()
     while True:
         if len(taken) == positions:
@@ -454,7 +454,7 @@ def dealt_starts(positions: int, parity: int) -> Iterator[int]:
 
 
 def dealt_stripes(stripes: Stripes) -> list[tuple[list[int], list[Segment]]]:
-    """The positions of the parities of each stripe, and the segments of its data, dealt out like cards."""
+    """For each stripe, the positions of its parity and the segments of its data, dealt out like cards."""
     n, k, m = stripes.positions, stripes.data, stripes.parity
     hands = [dealt_units(lengths, stripes.unit_bytes) for lengths in stripes.segments]
     dealt: list[tuple[list[int], list[Segment]]] = []

@@ -1,4 +1,4 @@
-"""Jobs that go on with fewer ranks, and with more again, on real processes: the same tensors, whole, bit for bit."""
+"""Jobs that continue with fewer ranks, and then with more, on real processes: wholes are the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW = pytest.mark.slow
 
 
 class Fleet:
-    """Nodes whose SMPs outlive each run of the job; `run` starts one rank on each of the first so many."""
+    """Nodes whose SMPs outlive each run of the job; `run` starts one rank on each of the first `ranks` nodes."""
 
     def __init__(self, launcher: Launcher, base: Path, kind: str, **options: Any) -> None:
         base.mkdir()
@@ -66,7 +66,7 @@ def fleet(launcher: Launcher) -> Iterator[Callable[..., Fleet]]:
 
 
 def one(events: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """What all ranks said, which is the same, but for what is each rank's own: that by rank."""
+    """The reports of all ranks as one: the parts that must be the same, and by rank those that are each rank's own."""
     by_rank = sorted(events, key=lambda event: event["rank"])
     assert [event["rank"] for event in by_rank] == list(range(ranks))
     assert all((e["whole"], e["alike"]) == (by_rank[0]["whole"], by_rank[0]["alike"]) for e in by_rank)
@@ -110,7 +110,7 @@ def test_without_a_step_in_between_all_is_as_if_it_had_never_been_cut(fleet: Cal
 
 
 def test_whoever_is_killed_on_the_way_loses_nothing(fleet: Callable[..., Fleet]) -> None:
-    """In the middle of a reshard, and before the first snapshot of the new world is protected."""
+    """Ranks die in the middle of a reshard, and before the first snapshot of the new world is protected."""
     job = fleet("fsdp")
     before = one(job.run(4, 3).of("end"), 4)
     job.lose(0)
@@ -166,8 +166,8 @@ def test_what_cannot_be_is_said(fleet: Callable[..., Fleet]) -> None:
 
 @SLOW
 def test_optimizer_state_that_is_dealt_out_goes_where_its_parameter_goes(fleet: Callable[..., Fleet]) -> None:
-    """ZeRO-1: each rank has the moments of other parameters; three deal them out anew. And some ranks have extras that
-    others have not: a new one takes each of one that had it."""
+    """ZeRO-1: each rank has the moments of other parameters, and three ranks divide them anew. Some ranks also have
+    extras that others lack; a new rank takes each of these from one that had it."""
     job = fleet("zero")
     before = one(job.run(4, 4).of("end"), 4)
     job.lose(2)
@@ -185,7 +185,7 @@ def test_optimizer_state_that_is_dealt_out_goes_where_its_parameter_goes(fleet: 
     ("tensor", "dtype"), [(1, "bf16"), *(pytest.param(t, d, marks=SLOW) for t in (1, 2) for d in ("fp32", "fp16"))]
 )
 def test_megatrons_distributed_optimizer_is_cut_anew(fleet: Callable[..., Fleet], tensor: int, dtype: str) -> None:
-    """Its ranks cut parameters at any element, and number what they have by themselves."""
+    """Its ranks cut parameters at any element, and each numbers its parts on its own."""
     job = fleet("megatron", tensor=tensor, layers=1, dtype=dtype)
     four, three = 4 * tensor, 3 * tensor
     before = one(job.run(four, 3).of("end"), four)

@@ -1,4 +1,4 @@
-"""Pieces go into slot memory and come back, bit for bit, and nothing else is touched."""
+"""Pieces are copied into slot memory and back, bit for bit, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """As `tensor`, but every other element of something larger."""
+    """A copy of `tensor` as every other element of a larger one."""
     if not tensor.dim():
         return tensor
     wide = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
@@ -55,7 +55,7 @@ views = st.sampled_from([plain, transposed, strided])
 
 
 def unpaced(count: int) -> None:
-    """Goes on at once."""
+    """A pause that returns at once."""
 
 
 def piece(tensor: torch.Tensor, offset: int = 0) -> SlotTensor:
@@ -90,7 +90,7 @@ def expected(pieces: tuple[SlotTensor, ...]) -> bytes:
 
 
 def alike(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    """Zeros in the shape of `tensor`, seen through `view` if that leaves the shape as it is."""
+    """Zeros in the shape of `tensor`, seen through `view` if that keeps the shape."""
     zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return view(zeros) if view(zeros).shape == tensor.shape else zeros
 
@@ -234,7 +234,7 @@ def test_an_error_of_the_pause_ends_the_copy(monkeypatch: pytest.MonkeyPatch, af
 
 
 class Counting:
-    """Counts how often something is called."""
+    """Counts the calls of a function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: str = "holdfast.snapshot.copy.runs.make_runs") -> None:
         self.count = 0
@@ -270,7 +270,7 @@ def test_one_table_serves_many_slots() -> None:
 
 
 def test_other_pieces_are_followed_though_the_first_are_gone() -> None:
-    """A sequence that was freed would leave its id, and the memory of its tensors, to another."""
+    """If a sequence were freed, another one could get its id and the memory of its tensors."""
     engine = CpuEngine()
     for seed in range(5 * TABLES):
         pieces = row([random_bits(torch.uint8, (40 + seed % 3,), seed), random_bits(torch.uint8, (7,), seed + 1)])
@@ -290,7 +290,7 @@ def test_other_pieces_are_looked_at_though_the_first_are_gone() -> None:
 
 
 def test_what_is_copied_again_and_again_is_remembered_whatever_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of each step's own come between the copies of the state."""
+    """Values that exist for one step only are copied between the copies of the state."""
     made = Counting(monkeypatch)
     engine = CpuEngine()
     state = row([torch.zeros(5)])
@@ -302,7 +302,7 @@ def test_what_is_copied_again_and_again_is_remembered_whatever_comes_between(mon
 
 
 def remember(engine: CpuEngine) -> weakref.ref[torch.Tensor]:
-    """Copy and look at a tensor that only `engine` keeps."""
+    """Copy and sample a tensor to which only `engine` may keep a reference."""
     pieces = row([torch.ones(9)])
     engine.copy(pieces, memoryview(slot_for(pieces)), unpaced)
     engine.sample(pieces, 1)
@@ -354,7 +354,7 @@ def test_nothing_and_empty_tensors_are_copied_without_a_pause() -> None:
 
 
 class Named(CpuEngine):
-    """Writes down what it is asked to do."""
+    """Records what it is asked to do."""
 
     def __init__(self, name: str, notes: list[tuple[object, ...]]) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ def test_each_device_moves_its_own_pieces_and_all_take_part_in_everything_else()
 
 
 def test_a_device_is_given_the_same_sequence_for_the_same_pieces() -> None:
-    """By which it knows them, and others from them."""
+    """An engine recognizes pieces by their sequence."""
     made: dict[str, Named] = {}
     engines = DeviceEngines({META}, lambda device, pages: made.setdefault(str(device), Named(str(device), [])))
     slot = memoryview(bytearray(8))

@@ -1,4 +1,4 @@
-"""What ranks tell each other as they begin: each layout once, and one rank speaks for each node."""
+"""What ranks tell each other at the start: each layout is sent once, and one rank speaks for each node."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from holdfast.snapshot.resume.entering import exchange
 from tests.test_replicas import Rank, together
 
 NODES = ("a", "a", "b", "b", "spare")
-"""Of each rank."""
+"""The node of each rank."""
 
 
 @dataclass
 class Client:
-    """An SMP's, as far as it is asked."""
+    """Stands in for the client of an SMP."""
 
     held: Inventory
 
@@ -31,7 +31,7 @@ class Client:
 
 
 class Told(Rank):
-    """A rank that counts what it is given."""
+    """A rank that records what it gathers and sends."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank._table, rank.rank)
@@ -65,7 +65,7 @@ def held(node: str, layouts: Sequence[Layout]) -> Inventory:
 
 
 def enter(inventories: Sequence[Inventory], coords: Sequence[str], options: StartOptions | None = None) -> list[Any]:
-    """What each rank has learnt, or why it failed, and how it was told."""
+    """For each rank, the record of its messages, and what it has learned or its error."""
 
     def rank(member: Rank) -> Any:
         told, client = Told(member), Client(inventories[member.rank])

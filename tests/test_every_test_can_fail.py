@@ -1,4 +1,4 @@
-"""Every test asserts something: itself, in a helper of tests that it calls, or in a fixture that it asks for."""
+"""Every test asserts something: itself, in a helper that it calls, or in a fixture that it requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Function = ast.FunctionDef
 
 
 class Module:
-    """The functions that a module of tests defines, methods included, and where those that it imports come from."""
+    """The functions and methods that a module of tests defines, and the modules of tests that it imports from."""
 
     def __init__(self, path: Path) -> None:
         tree = ast.parse(path.read_text())
@@ -39,14 +39,14 @@ def module(path: Path) -> Module:
 
 
 def named(path: Path, name: str) -> Iterator[tuple[Path, Function]]:
-    """What a name may mean in a module of tests: by its last part alone, so of two methods it is either."""
+    """The functions that a name may refer to in a module of tests. Only its last part counts: of two methods, both."""
     fixtures = [folder / "conftest.py" for folder in path.parents if folder == TESTS or TESTS in folder.parents]
     for where in (path, *module(path).imported, *(each for each in fixtures if each.exists())):
         yield from ((where, function) for function in module(where).functions.get(name, ()))
 
 
 def called(function: Function) -> Iterator[str]:
-    """The last part of each name that it calls, and of each fixture that it asks for."""
+    """The last part of the name of everything that it calls, and of each fixture that it requests."""
     yield from (argument.arg for argument in function.args.args)
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
@@ -54,7 +54,7 @@ def called(function: Function) -> Iterator[str]:
 
 
 def fails_itself(function: Function) -> bool:
-    """Whether it has an ``assert`` or what does the same, such as `pytest.raises` or a command that must succeed."""
+    """Whether it has an ``assert`` or an equivalent, such as `pytest.raises` or a command that must succeed."""
     for node in ast.walk(function):
         match node:
             case ast.Assert() | ast.Raise(exc=ast.Call(func=ast.Name(id="AssertionError"))):
@@ -69,7 +69,7 @@ def fails_itself(function: Function) -> bool:
 
 
 def can_fail(path: Path, function: Function, seen: set[int] | None = None) -> bool:
-    """Whether it asserts something, by itself or by what it calls."""
+    """Whether it, or anything that it calls, asserts something."""
     seen = set() if seen is None else seen
     if id(function) in seen:
         return False

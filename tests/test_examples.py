@@ -1,4 +1,4 @@
-"""Examples for other trainers, as a user runs them: killed, started again, and compared with a run left alone."""
+"""Examples for other trainers, run as a user runs them: killed, restarted, and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
 }
-"""What torchrun would say to a job of one process."""
+"""The environment that torchrun gives to a job of one process."""
 
 
 def start(example: str, job: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -35,7 +35,7 @@ def start(example: str, job: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def kill_at(process: subprocess.Popen[bytes], sign: bytes) -> None:
-    """Kill it as soon as it has printed `sign`."""
+    """Kill the process as soon as it has printed `sign`."""
     assert process.stdout is not None
     seen = b""
     while sign not in seen:
@@ -58,7 +58,7 @@ def last_line(process: subprocess.Popen[bytes]) -> str:
     [
         pytest.param("lightning", "lightning_fit", b"epoch 1", marks=pytest.mark.slow),
         ("transformers", "huggingface_trainer", b"'loss'"),
-        pytest.param("deepspeed", "deepspeed_zero", b"step 7", marks=pytest.mark.slow),  # compiles first
+        pytest.param("deepspeed", "deepspeed_zero", b"step 7", marks=pytest.mark.slow),  # compiles code first
         ("torch", "dcp_checkpoint", b"step 6"),
     ],
 )
@@ -77,7 +77,7 @@ SEED = "HOLDFAST_SEED"
 
 
 def kill_after(process: subprocess.Popen[bytes], lines: int, seconds: float) -> list[str]:
-    """Kill it so many seconds after it has printed so many lines. What it has printed by then."""
+    """Kill the process `seconds` after it has printed `lines` lines. Returns the whole lines that it printed."""
     assert process.stdout is not None
     seen = b""
     while seen.count(b"\n") < lines:
@@ -85,14 +85,14 @@ def kill_after(process: subprocess.Popen[bytes], lines: int, seconds: float) -> 
         piece = os.read(process.stdout.fileno(), 1 << 16)
         assert piece, seen
         seen += piece
-    time.sleep(seconds)  # this is what is tested: any instant
+    time.sleep(seconds)  # the test kills at an arbitrary instant
     process.send_signal(signal.SIGKILL)
     rest, _ = process.communicate(timeout=LONG_S)
     return (seen + rest).decode().rpartition("\n")[0].splitlines()
 
 
 def noted(lines: list[str]) -> list[tuple[str, str]]:
-    """What was printed of steps and epochs, by name."""
+    """The name and the rest of each printed line about a step or an epoch."""
     return [
         (name, rest) for name, _, rest in (line.partition(": ") for line in lines) if name[:5] in ("step ", "epoch")
     ]
@@ -104,7 +104,7 @@ def noted(lines: list[str]) -> list[tuple[str, str]]:
 def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
     arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
-    """A plain shuffled DataLoader with two workers, SIGKILLs at instants drawn from a seed."""
+    """A plain shuffled DataLoader with two workers, and SIGKILLs at instants drawn from a seed."""
     seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
     print(f"{SEED}={seed}")
     drawn = random.Random(seed)
@@ -115,7 +115,7 @@ def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
     assert len(expected) == 4 * (32 + 1)
     killed: list[tuple[str, str]] = []
     for life in range(kills):
-        # Seldom enough lines that these lives do not finish the job; some die before their first step ends. The last
+        # Few enough lines that these lives do not finish the job; some die before their first step ends. The last
         # one lives long enough to leave a snapshot.
         lines_seen = drawn.randrange(15 if life == kills - 1 else 1, 22)
         told = noted(kill_after(start("dataloader", "killed", tmp_path), lines_seen, drawn.uniform(0, 0.02)))

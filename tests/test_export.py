@@ -1,4 +1,4 @@
-"""`holdfast export`: what others load is what was trained, to the last bit."""
+"""`holdfast export`: what others load equals what was trained, to the last bit."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_torch_loads_what_several_ranks_held(launcher: Launcher, tmp_path: Path,
     assert (end["report"]["step"], end["report"]["format"]) == (3, "dcp")
     with safe_open(tmp_path / "safetensors" / "dp0.safetensors", framework="np") as file:
         shape = file.get_slice(next(filter(lambda name: name.endswith("0.weight"), list(file.keys())))).get_shape()
-        assert shape == ([37, 24] if kind == "ddp" else [19, 24])  # parameters of FSDP stand as each rank has them
+        assert shape == ([37, 24] if kind == "ddp" else [19, 24])  # FSDP parameters are exported as each rank has them
         assert file.metadata()["step"] == "3"
     assert json.loads((tmp_path / "safetensors" / "dp1.json").read_text())["coord"] == "dp1"
 
 
-# ---------------------------------------------------------------------- from a place, and by the command
+# ---------------------------------------------------------------------- from storage, and with the command
 
 
 @pytest.fixture

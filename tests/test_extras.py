@@ -19,7 +19,7 @@ Loop = list[tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def go_on(snap: InMemorySnapshot, model: nn.Module, optim: torch.optim.Optimizer, steps: int = 1) -> None:
-    """As users write it: nothing says where a step begins but the forward."""
+    """A loop as users write it: only the forward shows where a step begins."""
     for _ in range(steps):
         torch.autograd.backward(model(torch.ones(2, 4)).sum())
         snap.drain(60)
@@ -28,7 +28,7 @@ def go_on(snap: InMemorySnapshot, model: nn.Module, optim: torch.optim.Optimizer
 
 
 class Keeps:
-    """Anything with a state."""
+    """An object with a state."""
 
     def __init__(self, value: Any = 0) -> None:
         self.value = value
@@ -139,7 +139,7 @@ class Buffer(list[int]):
 
 
 class Endless(Keeps):
-    """Has no length to tell, as a loader over an `IterableDataset`."""
+    """Has no known length, like a loader over an `IterableDataset`."""
 
     def __len__(self) -> int:
         raise TypeError("nobody knows")
@@ -174,11 +174,11 @@ def test_other_extras_are_refused_by_name(arena: Path, extra: dict[str, Any]) ->
         InMemorySnapshot(*small(), extra=extra).__enter__()
 
 
-# ------------------------------------------------------------------ what modules keep beside tensors
+# ------------------------------------------------------------------ what modules keep besides tensors
 
 
 class Scaled(nn.Linear):
-    """Has state that is no tensor of its own, as TransformerEngine's layers."""
+    """Has state that is not a tensor, like TransformerEngine's layers."""
 
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -213,7 +213,7 @@ def test_what_forward_changes_of_it_is_as_it_was_when_the_step_began(arena: Path
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
     again, other = scaled()
     with InMemorySnapshot(again, other) as snap:
-        assert snap.step in (3, 4)  # whether the fifth step had begun is another matter
+        assert snap.step in (3, 4)  # the fifth step may or may not have begun
         assert again[0].amax == [*seen, seen[3] / 2 + 1.0][snap.step]
 
 
@@ -288,7 +288,7 @@ def test_a_job_without_that_module_is_refused(arena: Path) -> None:
 
 
 def test_an_average_with_parameters_that_no_optimizer_has_comes_back(arena: Path) -> None:
-    """As torch's tutorials make it: its parameters take gradients, and nothing gives them any."""
+    """As in torch's tutorials: its parameters require gradients, but never get any."""
 
     def job() -> tuple[nn.Module, torch.optim.swa_utils.AveragedModel, torch.optim.Optimizer]:
         model, optim = small()

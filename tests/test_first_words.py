@@ -1,4 +1,4 @@
-"""What a command says first: something before whatever takes seconds, and what is missing at once and in one line."""
+"""What a command prints first: something before any slow part, and one line at once if a package is missing."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if not {absent}:
 sys.meta_path.insert(0, Frameworks())
 sys.exit(main(sys.argv[1:]))
 """
-"""Runs the command until it imports a framework, has one imported, or starts what a user gave it."""
+"""Runs the command until it would import a framework, start a process that does, or start the user's command."""
 
 
 def run(words: list[str], folder: Path, *absent: str) -> tuple[int, str]:
-    """Its status and all that it said, as in a pipe; `SAID` or `SILENT` if it came to what takes long."""
+    """The exit status and the output, as in a pipe. The status is `SAID` or `SILENT` if the slow part was reached."""
     code = GUARDED.format(said=SAID, silent=SILENT, absent=set(absent) or "()")
     printed = folder / "printed"
     with printed.open("w") as file:

@@ -8,7 +8,7 @@ from holdfast.snapshot.state.flags import Flags
 
 
 class Words(torch.nn.Module):
-    """A model whose embedding has sparse gradients, and a part that no loss touches."""
+    """A model with an embedding of sparse gradients, and a part that no loss reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_a_sparse_optimizer_goes_on_as_if_the_gradient_had_been_zeroed() -> None
     for model in (before, after):
         optimizer = torch.optim.SparseAdam([model.words.weight])
         optimizer.zero_grad(set_to_none=False)
-        for _ in range(2):  # the first step has no loss for the words: it still counts
+        for _ in range(2):  # the first step counts, although the words have no loss in it
             optimizer.step()  # type: ignore[no-untyped-call]
             model.words(torch.tensor([2])).sum().backward()
     assert torch.equal(before.words.weight, after.words.weight)

@@ -1,4 +1,4 @@
-"""`holdfast simulate`: the table, the page, the drawing and what cannot be."""
+"""`holdfast simulate`: the table, the page, the drawing, and errors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_published_numbers_are_repeated_on_request(
     [check] = json.loads(out.read_text())["published"]
     assert check["holds"] and check["simulated"] == pytest.approx(0.933, abs=0.01)
     assert "GEMINI" in capsys.readouterr().out
-    monkeypatch.setattr(published, "POINTS", (replace(point, published=0.867),))  # a ring's, not groups'
+    monkeypatch.setattr(published, "POINTS", (replace(point, published=0.867),))  # for a ring, not for groups
     assert main(arguments) == 1
 
 

@@ -1,4 +1,4 @@
-"""The simulation against theory, within its own standard error."""
+"""The simulation agrees with theory, within its own standard error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def agree(values: list[float], expected: float) -> None:
 
 @pytest.mark.parametrize("every", [60, 277, 1500])
 def test_synchronous_checkpoints_waste_what_young_and_daly_expect(every: int) -> None:
-    """Their cost stops training, failures come at any time, the rest is M e^(R/M) (e^((tau+c)/M) - 1)."""
+    """Saving stops training, and failures come at any time: the expected time is M e^(R/M) (e^((tau+c)/M) - 1)."""
     job = FleetJob(1000, step_s=6.0, state_bytes=1.2e12, detect_s=20.0, restart_s=180.0)
     site = Site(storage_rate=2e10, gpu_rate=1e15)
     process = FailureProcess(rate=4.0)
@@ -53,7 +53,7 @@ def test_no_other_interval_wastes_less_than_the_one_that_is_chosen() -> None:
 
 
 def test_snapshots_in_memory_waste_what_their_two_levels_expect() -> None:
-    """c / T + lambda_S (T/2 + l1 + R1) + lambda_H (T/2 + l2 + R2), with T and the latencies long enough to be seen."""
+    """c / T + lambda_S (T/2 + l1 + R1) + lambda_H (T/2 + l2 + R2), with T and the latencies long enough to matter."""
     job = FleetJob(2000, step_s=1.0, state_bytes=0.0, detect_s=0.0, restart_s=60.0)
     site = Site(rack=1, spares=10_000, replace_s=0.0)
     save = Save(100, stall_s=1.0, sealed_s=10.0, protected_s=70.0)
@@ -77,8 +77,8 @@ def test_without_protection_a_job_gets_as_far_as_the_time_since_the_last_failure
 
 @pytest.mark.parametrize(("parity", "share", "days", "least"), [(1, 0.01, 1300, 700), (2, 0.015, 1600, 80)])
 def test_groups_are_lost_as_often_as_the_formula_says(parity: int, share: float, days: float, least: int) -> None:
-    """One group of 8, of which a node fails in `share` of the windows. The others re-form after a window, just before
-    the node is replaced: so windows do not depend on each other, as in the formula."""
+    """One group of 8, of which a node fails in `share` of the windows. The others regroup after a window, just before
+    the node is replaced, so windows are independent of each other, as in the formula."""
     window_s, node_rate = 600.0, share / 600.0
     job = FleetJob(8, step_s=6.0, state_bytes=0.0, detect_s=0.0, restart_s=0.0)
     site = Site(rack=1, spares=10**9, replace_s=1.01 * window_s)
@@ -101,7 +101,7 @@ def test_asynchronous_checkpoints_are_never_closer_than_one_takes() -> None:
 
 
 def test_the_interval_of_a_checkpoint_that_stops_training_is_the_best_there_is() -> None:
-    """Daly's published points, with 5 min a checkpoint: 117, 57 and 9.1 min."""
+    """Daly's published optima for checkpoints that take 5 min: 117, 57 and 9.1 min."""
     job, site = FleetJob(16, step_s=1.0, state_bytes=3e11), Site(storage_rate=1e9)
     for mtbf_s, minutes in ((24 * 3600.0, 116.69), (6 * 3600.0, 56.71), (15 * 60.0, 9.167)):
         assert DiskSync().design(job, site, mtbf_s).saves[0].every / 60 == pytest.approx(minutes, abs=0.02)

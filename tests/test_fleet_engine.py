@@ -1,4 +1,4 @@
-"""From failure to failure: what is kept, what is lost, and where every second went."""
+"""From one failure to the next: what is kept, what is lost, and where every second went."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DESIGN = Design(
     LOADS,
     group_repair_s=40.0,
 )
-"""A snapshot every 100 s that is protected after 8 s, and a persisted one every 1,000 s, 50 s later."""
+"""A snapshot every 100 s, protected after 8 s; one in 1,000 s is also persisted, after 50 s."""
 
 STRATEGIES: tuple[Strategy, ...] = (
     InMemoryCode(7, 1),
@@ -79,7 +79,7 @@ def test_a_process_that_dies_goes_on_from_the_newest_sealed_snapshot() -> None:
     outcome = go(process(2103.0))  # step 210 is sealed at 2,102 s
     assert outcome.restores == {"sealed": 1}
     assert outcome.lost_steps == 0
-    assert outcome.lost_s == pytest.approx(3.0 + 6.0)  # the last step is not finished either
+    assert outcome.lost_s == pytest.approx(3.0 + 6.0)  # the unfinished step is lost as well
     assert outcome.recovery_s == 5 + 25 + 1
     earlier = go(process(2101.0))
     assert earlier.lost_steps == 10
@@ -95,7 +95,7 @@ def test_a_node_that_is_lost_takes_what_was_sealed_and_not_protected() -> None:
 
 
 def test_the_smps_finish_protecting_while_the_trainers_are_dead() -> None:
-    """Sealed at 2,102 s, processes die at 2,103, protected at 2,108; a node dies while they start again."""
+    """Sealed at 2,102 s; processes die at 2,103 s; protected at 2,108 s; a node dies while they start again."""
     assert go(process(2103.0), memory(2107.0, 3)).lost_steps == 10
     outcome = go(process(2103.0), memory(2120.0, 3))
     assert outcome.lost_steps == 0
@@ -121,7 +121,7 @@ def test_one_node_of_each_group_may_go_at_once() -> None:
 
 
 def test_a_second_loss_counts_until_the_group_is_repaired() -> None:
-    """Lost at 2,130 s; replaced at 2,235, trains again at 2,270, whole at 2,310."""
+    """Lost at 2,130 s, replaced at 2,235 s, training again at 2,270 s, whole at 2,310 s."""
     assert go(memory(2_130.0, 0), memory(2_305.0, 1)).restores == {"protected": 1, "persisted": 1}
     assert go(memory(2_130.0, 0), memory(2_311.0, 1)).restores == {"protected": 2}
     assert go(memory(2_130.0, 0), memory(2_305.0, 0)).restores == {"protected": 2}, "the same node once more"
@@ -129,14 +129,14 @@ def test_a_second_loss_counts_until_the_group_is_repaired() -> None:
 
 def test_survivors_that_regroup_may_lose_another_while_a_machine_is_awaited() -> None:
     slow = replace(SITE, spares=0)
-    regrouping = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)  # from 2,165 to 2,185 s
+    regrouping = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)  # they regroup from 2,165 to 2,185 s
     assert go(memory(2_130.0, 0), memory(2_184.0, 1), design=regrouping, site=slow).restores == {"persisted": 1}
     assert go(memory(2_130.0, 0), memory(2_186.0, 1), design=regrouping, site=slow).restores == {"protected": 1}
     assert go(memory(2_130.0, 0), memory(2_186.0, 1), site=slow).restores == {"persisted": 1}, "they do not re-form"
 
 
 def test_survivors_regroup_though_another_failure_came_between() -> None:
-    """A GPU goes at 2,162 s, while they wait; they wait 30 s again from 2,167 s, and are done at 2,217 s."""
+    """A GPU fails at 2,162 s, while they wait; they wait 30 s again from 2,167 s, and are done at 2,217 s."""
     slow = replace(SITE, spares=0)
     regrouping = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)
     first, drain = memory(2_130.0, 0), Failure(2_162.0, "drain", (5,))

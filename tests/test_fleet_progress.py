@@ -1,4 +1,4 @@
-"""Steps and saves by arithmetic, against steps and saves one by one; and which copies are left."""
+"""Steps and saves by arithmetic, compared with steps and saves one by one; and which copies are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulation against what others have published."""
+"""The simulation agrees with published results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_studies_have_published_is_reproduced(point: PublishedPoint) -> Non
 def test_random_losses_of_16_nodes_are_survived_as_often_as_the_formula_says(
     size: int, parity: int, lost: int, published: float
 ) -> None:
-    """GEMINI's 93.3 % is the first line; the others follow from the same sum."""
+    """The first row is GEMINI's 93.3 %; the others follow from the same sum."""
     assert simultaneous([size] * (16 // size), parity, lost) == pytest.approx(published, abs=0.0006)
     groups, random, trials = place(16, size, parity, 1, spread=False), Random(7), 6000
     survived = sum(groups.survives(random.sample(range(16), lost)) for _ in range(trials))

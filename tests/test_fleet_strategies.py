@@ -1,4 +1,4 @@
-"""What each way to protect a job comes to: intervals, bytes, seconds."""
+"""What each way to protect a job amounts to: intervals, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.planner.fleet.strategies import (
 )
 
 JOB = FleetJob(64, gpus_per_node=8, step_s=10.0, state_bytes=64 * 2e11)
-"""200 GB a node: 1 s from its GPUs, 2 s to digest, 8 s over its network."""
+"""200 GB per node: 1 s from its GPUs, 2 s to digest, 8 s over its network."""
 SITE = Site(gpu_rate=25e9, network_rate=25e9, storage_rate=64e9, rack=4, digest_rate=100e9)
 
 
@@ -61,7 +61,7 @@ def test_the_interval_grows_until_snapshots_cost_no_more_than_their_budget() -> 
 
 
 def test_a_snapshot_is_done_before_its_slot_is_needed() -> None:
-    """Where nothing costs training, time alone counts: 1 s to copy, 2 s to digest and 16 s to send."""
+    """If nothing costs training time, only durations count: 1 s to copy, 2 s to digest and 16 s to send."""
     quick = replace(JOB, step_s=1.0)
     free = {"COPY_COST": 0.0, "NETWORK_COST": 0.0}
     with pytest.MonkeyPatch.context() as patch:

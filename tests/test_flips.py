@@ -1,4 +1,4 @@
-"""Bits flipped anywhere, in data, in parity and on the way: each is noticed, and repaired whenever parity allows it."""
+"""Flipped bits anywhere, in data, in parity and in transit: each is noticed, and repaired if parity allows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 20260
 
 @dataclass(frozen=True)
 class Unit:
-    """A sealed unit in an arena: where it lies, and in which stripe it stands."""
+    """A sealed unit in an arena: its place in a file, and its stripe."""
 
     node: int
     path: str
@@ -52,7 +52,7 @@ def units_of(run: Run, smps: Sequence[SmpProcess], snapshot: SnapshotId) -> list
 
 
 def in_small_units(run: Run) -> Run:
-    """The same job in its next epoch, with many units to a shard."""
+    """The same job in its next epoch, with many units per shard."""
     run.epoch += 1
     run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=4096)
     for trainer in run:
@@ -99,7 +99,7 @@ def test_flips_at_rest_are_all_noticed_and_mended(ground: Ground, flips: int) ->
         by_stripe.setdefault(unit.stripe, []).append(unit)
     done = 0
     while done < flips:
-        # Any units, but no more of a stripe than parity makes up for; a unit may be hit several times.
+        # Any units, but no more of a stripe than parity can repair; a unit may be hit several times.
         hit = [u for stripe in by_stripe.values() for u in source.sample(stripe, min(2, len(stripe)))]
         hit = hit[: flips - done]
         for unit in hit:
@@ -154,7 +154,7 @@ def test_flips_are_mended_when_a_job_is_restored(ground: Ground) -> None:
     assert scrub_all(run)["damaged"] == 0
 
 
-# ---------------------------------------------------------------------- on the way
+# ---------------------------------------------------------------------- in transit
 
 
 def test_a_flip_on_the_way_into_parity_is_refused(ground: Ground) -> None:

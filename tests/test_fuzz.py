@@ -1,4 +1,4 @@
-"""Twenty thousand inputs to the parsers, and every input that once found something. `make fuzz` runs two million."""
+"""Twenty thousand inputs to the parsers, and every input that once found a bug. `make fuzz` runs two million."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_twenty_thousand_inputs_crash_and_hang_nothing() -> None:
-    """In a process of its own: its memory is limited."""
+    """In a separate process, whose memory is limited."""
     command = [sys.executable, "-m", "tests.fuzz", "--inputs", str(INPUTS), "--shards", "1", "--seed", SEED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,7 +29,7 @@ def test_twenty_thousand_inputs_crash_and_hang_nothing() -> None:
 
 @pytest.mark.parametrize("name", targets())
 def test_what_is_right_is_read(name: str) -> None:
-    """Or the nonsense made of it would prove little. Of what is signed none is right: it proves a shared secret."""
+    """Otherwise mutations of these inputs would prove little. Signed ones are all refused: they prove a secret."""
     target = targets()[name]
     refused = [seed for seed in target.seeds if not try_one(target, seed)]
     assert refused == list(target.seeds if name in ("call", "handshake") else ())

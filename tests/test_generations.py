@@ -1,4 +1,4 @@
-"""Going back further than to the newest snapshot: older generations are kept, chosen, and left behind in safe order."""
+"""Going back further than the newest snapshot: older generations are kept, chosen, and left behind in a safe order."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_ranks_that_want_to_go_back_to_different_steps_are_told() -> None:
 
 
 class Crash(Exception):
-    """The job ends here."""
+    """Ends the job."""
 
 
 def life(steps: int, history: dict[int, list[torch.Tensor]] | None = None, **options: Any) -> int:
-    """Enter, take so many steps, each protected, and crash; where it began. Fills, or compares with, `history`."""
+    """Enter, take `steps` steps, each protected, and crash; returns the first step. Fills or checks `history`."""
     model = torch.nn.Linear(4, 3)
     optim = torch.optim.Adam(model.parameters(), lr=0.1)
     seen = history if history is not None else {}

@@ -20,13 +20,13 @@ BUDGET = 0.01
 class Job:
     """Ranks that train in step, take a snapshot every `interval` steps, and agree on the next one after each step.
 
-    Times are in quiet steps. What can be changed while it runs:
+    Times are in quiet steps. These may be changed while it runs:
 
     Attributes:
-        costs: of a snapshot, for each rank; the slowest holds up nobody but itself, as if each were alone.
-        span: how many steps one snapshot keeps busy.
+        costs: the cost of a snapshot on each rank. It delays only that rank, as if each were alone.
+        span: how many steps a snapshot keeps busy.
         noise: standard deviation of a step's time; a quarter of it differs between the ranks.
-        outliers: how likely a step is to take ten times as long.
+        outliers: the probability that a step takes ten times as long.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Job:
         return self.ranks[0].interval
 
     def run(self, steps: int) -> list[int]:
-        """Train for so many steps; the interval that was in force at each."""
+        """Train for `steps` steps; return the interval in force at each."""
         for _ in range(steps):
             self.intervals.append(self.interval)
             if self._since >= self.interval:
@@ -197,7 +197,7 @@ def test_it_changes_by_at_most_a_factor_of_two_and_not_without_evidence(seed: in
     assert len(changes(job.intervals)) >= 4
 
 
-# ---------------------------------------------------------------- what must not move it
+# ---------------------------------------------------------------- what must not change the interval
 
 
 def test_one_slow_step_does_not_move_it_wherever_it_comes() -> None:
@@ -212,7 +212,7 @@ def test_one_slow_step_does_not_move_it_wherever_it_comes() -> None:
 
 
 def test_noise_does_not_move_it_on_little_evidence() -> None:
-    """A step varies by five times what a snapshot may cost here, and eight of each say little."""
+    """Here steps vary by five times what a snapshot may cost, and eight of each kind show little."""
     jobs = [Job([0.005], every=2, noise=0.1, seed=seed) for seed in range(40)]
     moved = [job for job in jobs if set(job.run(60)) != {2}]
     assert len(moved) <= 8
@@ -271,7 +271,7 @@ def test_a_snapshot_costs_no_less_than_its_stall() -> None:
 
 
 def test_snapshots_that_run_into_the_next_are_each_counted() -> None:
-    """Of two, the first keeps all five steps busy, and the second three."""
+    """Of each two, the first keeps all its five steps busy, and the second three."""
     governor = Governor(None, 5)
     for step in range(1000):
         busy = step % 10 < 8
@@ -355,7 +355,7 @@ def test_a_rising_cost_is_found_by_the_next_probe() -> None:
 
 
 def test_old_quiet_steps_do_not_count_for_ever() -> None:
-    """A snapshot that first leaves quiet steps, and then none: the base is measured again."""
+    """Snapshots first leave quiet steps, and then none, so the base is measured again."""
     job = Job([0.02], every=4)
     job.run(500)
     job.span = 4

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu`` runs without a device, against one that is not there."""
+"""``python -m benchmarks.gpu`` runs without a device, on an emulated one."""
 
 from __future__ import annotations
 

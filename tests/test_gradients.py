@@ -1,4 +1,4 @@
-"""What gradients tell of a loop is said, once."""
+"""What gradients show of a loop is reported, once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.snapshot.step.gradients import KEPT, LEFT_OUT, MOST_WITHOUT_A_STEP
 
 
 class Watched:
-    """A model whose gradients are watched, and what was said."""
+    """A model whose gradients are watched, and what was reported."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(2, 1)

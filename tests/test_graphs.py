@@ -1,4 +1,4 @@
-"""What a loop does while a CUDA graph is captured is said of each replay, and what nobody heard of is noticed."""
+"""What a loop does while a CUDA graph is captured is reported at each replay, and unknown graphs are noticed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.snapshot.step.graphs import UNHEARD, Graphs
 
 
 class Recorded:
-    """A graph, as far as anybody listens to it."""
+    """Stands in for a graph."""
 
     under_way = False
 
@@ -43,7 +43,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Hearing:
-    """Writes down what a boundary tells."""
+    """Records what a boundary reports."""
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
@@ -79,7 +79,7 @@ def test_a_step_that_was_captured_is_told_of_at_each_replay() -> None:
     graph.capture_begin()
     step()
     graph.capture_end()
-    assert said == []  # nothing has happened
+    assert said == []  # nothing has run yet
     for number in (2, 3):
         graph.replay()
         told = [each for each in said if each != "backward 0"]
@@ -101,7 +101,7 @@ def test_graphs_of_which_nothing_is_known_are_spoken_of_once_nothing_else_steps(
     listening = Graphs()
     for _ in range(UNHEARD - 1):
         earlier.replay()
-    listening.heard()  # something has stepped: these are a part of the forward
+    listening.heard()  # another step was seen, so these replays are part of the forward
     with caplog.at_level(logging.WARNING):
         for _ in range(UNHEARD - 1):
             earlier.replay()

@@ -15,7 +15,7 @@ from holdfast.snapshot.state.hidden import unregister, untracked
 
 
 class Centred(torch.nn.Module):
-    """Keeps a running mean and a count where nobody looks for them."""
+    """Keeps a running mean and a count in attributes where nobody looks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_what_a_registered_class_keeps_comes_back(arena: Path, centred: None) ->
     for _ in range(3):
         step(snap, model, optim)
     before = [(model[i].count, model[i].means["x"].clone()) for i in (1, 2)]
-    model(torch.ones(4, 2))  # the fourth step begins: the state before it is snapshot 3
+    model(torch.ones(4, 2))  # begins the fourth step: the state before it is snapshot 3
     assert snap.drain(60)
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 

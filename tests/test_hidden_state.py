@@ -1,4 +1,4 @@
-"""Jobs whose state is in no ``state_dict``: left out of a snapshot, each piece of it is missed."""
+"""Jobs with state in no ``state_dict``: a resume without any one piece of it goes wrong."""
 
 from __future__ import annotations
 

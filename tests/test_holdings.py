@@ -1,4 +1,4 @@
-"""What is sealed in an arena: damage is noted once and repaired in place; what is taken in gets a slot of its own."""
+"""What is sealed in an arena: damage is noted once and repaired in place; what is received gets a slot of its own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PARITY = ParityKey(FIRST, TAG, 0)
 
 
 class Place:
-    """An arena, its holdings, and a successor's once it has crashed."""
+    """An arena and its holdings; after a crash, those of its successor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,13 +65,13 @@ class Place:
         self.holdings = Holdings(self.arena, threading.Condition(threading.RLock()), self.counters, "numpy")
 
     def crash(self) -> None:
-        """The owner dies and gives its lock up; a successor takes over."""
+        """The owner dies, which releases its lock, and a successor takes over."""
         self.arena._lock.close()
         self.start()
         self.holdings.adopt()
 
     def put_shard(self, key: ShardKey) -> bytes:
-        """Seal a shard of random bytes, the same for the same key."""
+        """Seal a shard of random bytes, which are the same for the same key."""
         content = content_of(key)
         pool = self.arena.shard_pool(key.coord)
         pool.create(len(content))
@@ -81,7 +81,7 @@ class Place:
         return content
 
     def put_parity(self, key: ParityKey = PARITY) -> bytes:
-        """A parity slot of two units, 8 and 5 bytes, with something else where no unit is."""
+        """A parity slot with two units, of 8 and 5 bytes, and random bytes between them."""
         content = random.Random(str(key)).randbytes(2 * UNIT)
         pool = self.arena.parity_pool(key.tag, key.position)
         pool.create(len(content))
@@ -91,7 +91,7 @@ class Place:
         return content
 
     def flip(self, key: Key, at: int) -> None:
-        """A memory cell goes bad."""
+        """Flip a bit, as a bad memory cell would."""
         self.view(key)[at] ^= 0x10
 
     def view(self, key: Key) -> memoryview:
@@ -229,14 +229,14 @@ def test_where_a_parity_slot_has_no_unit_nothing_can_be_damaged(place: Place, at
 
 
 def test_what_is_sent_is_sent_with_the_digest_it_was_sealed_with(place: Place) -> None:
-    """It is not read twice: whoever receives it checks it."""
+    """The unit is not digested again; its receiver checks it."""
     content = place.put_shard(SHARD)
     place.flip(SHARD, 0)
     unit, sealed_with = place.holdings.shard_unit(SHARD, 0)
     assert sealed_with == digest(memoryview(content)[:8]) != digest(unit)
 
 
-# ---------------------------------------------------------------------- mending
+# ---------------------------------------------------------------------- repairs
 
 
 def test_a_damaged_unit_is_mended_in_place(place: Place) -> None:
@@ -263,7 +263,7 @@ def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
 
     def slow_digest(unit: memoryview) -> int:
         place.holdings.drop(SHARD)
-        view[0] ^= 1  # the next snapshot is written
+        view[0] ^= 1  # the next snapshot overwrites it
         return digest(unit)
 
     monkeypatch.setattr("holdfast.smp_daemon.storage.holdings.digest", slow_digest)
@@ -323,7 +323,7 @@ def test_what_is_damaged_again_is_counted_again(place: Place) -> None:
         assert (place.count("units_damaged"), place.count("units_repaired")) == (times, times)
 
 
-# ---------------------------------------------------------------------- letting go
+# ---------------------------------------------------------------------- releasing
 
 
 def test_what_is_dropped_is_not_held_and_its_slot_is_free(place: Place) -> None:
@@ -379,7 +379,7 @@ def test_what_the_arena_has_released_is_forgotten(place: Place) -> None:
 
 
 def accept(view: memoryview) -> None:
-    """A check that lets everything in."""
+    """A check that accepts everything."""
 
 
 def receive(place: Place, key: ShardKey, **changes: Any) -> bytes:
@@ -430,7 +430,7 @@ def test_what_no_trainer_may_have_written_is_not_held(place: Place) -> None:
 
 def test_a_second_attempt_takes_the_slot_of_the_first_which_writes_into_nothing(place: Place) -> None:
     with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
-        pass  # to have a slot, and somebody's bytes in it
+        pass  # leaves a slot with other bytes in it
     with pytest.raises(StaleEpoch, match=r"step 1 .* was received into was taken away"):
         with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as first:
             with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
@@ -513,7 +513,7 @@ def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None
     thread = threading.Thread(target=wait)
     thread.start()
     assert waits.wait(DEADLINE_S)
-    place.holdings.give_back(pool, slot, view)  # needs the lock: so the thread waits
+    place.holdings.give_back(pool, slot, view)  # needs the lock, so the thread is waiting by now
     thread.join(DEADLINE_S)
     assert heard == [True]
 

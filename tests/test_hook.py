@@ -1,4 +1,4 @@
-"""`InMemorySnapshot` in one process: restore in place, boundaries, failures that must not reach the loop."""
+"""`InMemorySnapshot` in one process: restores in place, boundaries, and failures that must not reach the loop."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
 
 
 def test_what_is_in_help() -> None:
-    """Where people look for what `snap` has."""
+    """Where people look for the attributes of `snap`."""
     text = " ".join(re.sub(".\b", "", pydoc.render_doc(InMemorySnapshot)).split())  # without overstriking
     assert "restored | How this rank started: from which ``snapshot``" in text
     assert "statistics | Counters since it was entered" in text
 
 
 def test_a_restore_says_one_line_with_nothing_set_up(arena: Path) -> None:
-    """After a kill in the middle of the fifth step, as a shell shows it; a cold start says nothing of that."""
+    """After a kill in the middle of the fifth step, in the output of a script; a cold start prints no such line."""
     said = []
     for stop in ("3", "-1"):
         command = [sys.executable, "-c", SCRIPT, stop, "6"]
@@ -438,7 +438,7 @@ def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:
 
 
 def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(arena: Path) -> None:
-    """Its reply was still to come: nobody may take that for the reply to the next question."""
+    """The reply was still to come; it must not be taken for the reply to the next request."""
 
     class Notice(Exception):
         pass
@@ -737,7 +737,7 @@ def test_a_loop_that_ended_well_goes_on_with_the_turn_after_its_last(arena: Path
 
 
 def test_a_loop_that_ended_well_and_does_not_say_where_steps_begin_may_draw_its_data(arena: Path) -> None:
-    """When it ended nothing had been read for the next step, so what reading draws is not known."""
+    """At the end nothing had been read for the next step, so it is unknown what reading draws."""
 
     def run(until: int, **options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`protect` on transformers' own Trainer: killed, started again, and compared with a run that was left alone."""
+"""`protect` on transformers' own Trainer: killed, restarted, and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ train = partial(run, SCRIPT)
 @pytest.mark.parametrize(
     ("kind", "stops"),
     [
-        pytest.param("plain", [10], marks=pytest.mark.slow),  # as the example is, in `test_examples`
+        pytest.param("plain", [10], marks=pytest.mark.slow),  # like the example, in `test_examples`
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
         pytest.param("unseeded", [13], marks=pytest.mark.slow),

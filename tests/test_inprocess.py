@@ -1,4 +1,4 @@
-"""Survivors keep their processes: only the dead rank is started again, and all go on bit for bit."""
+"""Survivors keep their processes: only the dead rank is restarted, and all continue bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 class Survival:
-    """A launcher that starts a dead rank again, and nobody else. Every rank is a node of its own, with an SMP."""
+    """A launcher that restarts a dead rank and no other. Every rank is a node with its own SMP."""
 
     def __init__(self, base: Path, kills: dict[int, list[Any]]) -> None:
         self.base = base
@@ -52,7 +52,7 @@ class Survival:
         )
 
     def run(self) -> list[list[Event]]:
-        """To the end; what each rank said."""
+        """Run to the end; return the events of each rank."""
         for rank in range(WORLD):
             self._start(rank, 0)
         for turn, (victim, *_) in sorted(self._kills.items()):
@@ -86,12 +86,12 @@ def survive(name: str, kills: dict[int, list[Any]]) -> list[list[Event]]:
 
 
 def losses(events: list[Event]) -> dict[int, str]:
-    """The loss of each step, as it was taken last."""
+    """The loss of each step, as it was last computed."""
     return {event["step"]: event["loss"] for event in events if event["kind"] == "step"}
 
 
 def check(events: list[list[Event]], kills: dict[int, list[Any]]) -> None:
-    """Against what the first process of each rank saw undisturbed."""
+    """Compare all ranks with what the first process of each saw undisturbed."""
     victims = [victim for victim, *_ in kills.values()]
     for rank, found in enumerate(events):
         [expected] = [event for event in found if event["kind"] == "undisturbed"]

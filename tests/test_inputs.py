@@ -1,4 +1,4 @@
-"""What the first forward of a step is given is told apart by a sample."""
+"""A sample tells apart the inputs of the first forwards of steps."""
 
 from __future__ import annotations
 

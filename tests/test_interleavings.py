@@ -1,11 +1,11 @@
 """Correctness under speed: thousands of interleavings of a trainer's threads, its SMP's threads and kills.
 
 Every step writes one number, its *ticket*, into every tensor and plain value of the state: some in forward, some in
-``optim.step()``, some in between two steps, and one where nobody expects it. Whatever was in the way, what a restart
-finds must be of one ticket, not older than what was reported protected, and must go on.
+``optim.step()``, some between two steps, and one at an unexpected time. Whatever happened, a restart must find state of
+one ticket, not older than what was reported protected, and must continue.
 
-A failure names its seed. `HOLDFAST_SEED` and `HOLDFAST_INTERLEAVINGS` have each test run so many interleavings from
-that seed on. It decides who is held where and who dies; how the machine schedules the rest it cannot.
+A failure names its seed. `HOLDFAST_SEED` and `HOLDFAST_INTERLEAVINGS` make each test run that many interleavings from
+that seed on. The seed decides who is held where and who dies, but not how the machine schedules the rest.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ from tests.sampling import chosen, sampled
 SEED = int(os.environ.get("HOLDFAST_SEED") or 20261121)
 REPEATED = int(os.environ.get("HOLDFAST_INTERLEAVINGS") or 0)
 BLOCKS, COUNT = (1, REPEATED) if REPEATED else (6, 300)
-"""2,000 interleavings: blocks of so many, and a hundred more of each rarer kind."""
+"""2,000 interleavings: this many blocks of this many each, and a hundred of each rarer kind."""
 JOB = "interleavings"
 NOTHING = -1.0
 FROZEN = 7.0
 NEVER = -1
 GRPC_THREADS = "peer_"
-"""How the names of a gRPC server's threads begin: they end when Python frees it."""
+"""How the names of a gRPC server's threads begin. They end when Python frees the server."""
 
 GO_ON_STEPS = 8
-"""After an SMP came back, a snapshot must be protected within so many steps."""
+"""Number of steps within which a snapshot must be protected after an SMP came back."""
 
 
-# ---------------------------------------------------------------------- a state that says which step it is of
+# ---------------------------------------------------------------------- a state that shows which step it is of
 
 
 class Stamped(torch.nn.Module):
@@ -109,7 +109,7 @@ class Stamped(torch.nn.Module):
 
 
 class Stamp(torch.optim.Optimizer):
-    """Writes its ticket into every parameter, and three values of state of each."""
+    """Writes its ticket into every parameter, and into three values of state of each."""
 
     ticket = 0
 
@@ -131,7 +131,7 @@ class Stamp(torch.optim.Optimizer):
 
 
 class Cursor:
-    """A plain value and a tensor: a schedule."""
+    """A schedule: a plain value and a tensor."""
 
     def __init__(self) -> None:
         self.ticket = int(NOTHING)
@@ -150,18 +150,18 @@ class Cursor:
 
 
 class Place(Cursor):
-    """The place of a data loader: what can be iterated over is captured before data is read."""
+    """The place of a data loader. Extras that can be iterated over are captured before data is read."""
 
     def __iter__(self) -> Iterator[int]:
         yield self.ticket
 
 
 Moves = Literal["never", "between steps", "in backward"]
-"""When a tensor that needs no gradient is written to."""
+"""When a tensor that needs no gradient is written."""
 
 
 class Job:
-    """What one rank trains."""
+    """The job of one rank."""
 
     def __init__(self) -> None:
         self.model = Stamped()
@@ -175,8 +175,8 @@ class Job:
             self.model.frozen.fill_(FROZEN)
 
     def begin(self, ticket: int, declare: Callable[[], object] | None) -> None:
-        """The step of that ticket begins: forward and backward. Its data is read before or after, as `declare` is given
-        or not."""
+        """Begin the step of that ticket: forward and backward. With `declare`, its data is read here; without, it was
+        read at the end of the previous step."""
         if declare is not None:
             declare()
             self.data.set(-ticket)
@@ -192,7 +192,7 @@ class Job:
         gate: Callable[[], None],
         declare: Callable[[], object] | None = None,
     ) -> None:
-        """One step. `before` is called just before ``optim.step()``, `gate` here and there."""
+        """One step. Calls `before` just before ``optim.step()``, and `gate` at several points."""
         gate()
         self.begin(ticket, declare)
         gate()
@@ -211,10 +211,10 @@ class Job:
                 self.model.teacher.fill_(ticket)
         gate()
         if declare is None:
-            self.data.set(-ticket)  # the next batch is read
+            self.data.set(-ticket)  # reads the next batch
 
     def stamps(self) -> dict[str, list[float]]:
-        """Every distinct value in each part of the state."""
+        """The distinct values in each part of the state."""
         model, group = self.model, self.optim.param_groups[0]
         parts: dict[str, Any] = {f"moving.{i}": parameter for i, parameter in enumerate(model.moving)}
         parts |= {name: getattr(model, name) for name in ("frozen", "teacher", "tokens", "seen")}
@@ -228,22 +228,22 @@ class Job:
         }
 
 
-# ---------------------------------------------------------------------- what happens to it
+# ---------------------------------------------------------------------- what happens to the job
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one life is to be; see `draw`.
+    """What happens in one life; see `draw`.
 
     Attributes:
-        drains: before which steps it waits until all is protected.
-        declared: the loop says where its steps begin.
-        moves, teacher_from: when in a step the teacher moves, and in which it first does.
-        fate: whose n-th gate is the end; None: after the last step.
-        zombie: its copies go on when the next life is at its `thaw`-th gate.
-        smp: at which gate of the loop the SMP dies, and at which it is back.
-        loses: the node whose memory is lost with it.
-        waits_for: what has become of the last snapshot when the life ends, if it is not killed earlier.
+        drains: the steps before which it waits until everything is protected.
+        declared: whether the loop says where its steps begin.
+        moves, teacher_from: when in a step the teacher changes, and from which step on.
+        fate: the role and the number of the gate that ends the life; None: it ends after the last step.
+        zombie: whether it freezes instead; its copies go on at the `thaw`-th gate of the next life.
+        smp: the gates of the loop at which the SMP dies and at which it is back.
+        loses: the node that is lost at the end of the life.
+        waits_for: the state of the last snapshot that the life waits for, unless it is killed earlier.
     """
 
     seed: str
@@ -261,11 +261,11 @@ class Plan:
 
 
 GATES = {"dp0": 22, "holdfast-copy": 32, "holdfast-seal": 2, SMP: 5}
-"""About how many gates each role passes per step."""
+"""Approximate number of gates that each role passes per step."""
 
 
 def draw(seed: str, *, smp_dies: bool = False, nodes: int = 1) -> Plan:
-    """A plan. Zombies are for trainers that are alone with an SMP which lives."""
+    """Draw a plan. There are zombies only with a single node and an SMP that lives."""
     source = random.Random(f"plan {seed}")
     steps = source.choice([1, 1, 2, 2, 3, 4])
     role = source.choice(["dp0", "dp0", "dp0", "holdfast-copy", "holdfast-copy", "holdfast-copy", "holdfast-seal", SMP])
@@ -280,7 +280,7 @@ def draw(seed: str, *, smp_dies: bool = False, nodes: int = 1) -> Plan:
         waits_for="nothing" if zombie else "protected",
         teacher_from=source.choice([0, 1, 2, 1 << 30, 1 << 30, 1 << 30]),
         declared=source.random() < 0.5,
-        # a snapshot that one rank gives up holds up what the others wait for
+        # with more nodes, a snapshot that one rank gives up blocks what the others wait for
         moves=source.choice(["between steps", "in backward"] if nodes == 1 else ["between steps"]),
         fate=fate,
         zombie=zombie,
@@ -292,7 +292,7 @@ def draw(seed: str, *, smp_dies: bool = False, nodes: int = 1) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the journal says of a ticket: its step, and what the teacher held then."""
+    """The journal's entry for a ticket: its step, and what the teacher held then."""
 
     step: int
     teacher: float
@@ -300,14 +300,14 @@ class Entry:
 
 @dataclass
 class World:
-    """SMPs in threads of this process, one for each rank, and what they promised so far.
+    """SMPs in threads of this process, one for each rank, and what they have promised so far.
 
     Attributes:
         least: the newest step that was reported protected.
-        encoded: the newest step that is known to have parity, since a node was lost.
-        journal: what each ticket was given for.
-        seen: how often what happened.
-        gone: arena and address of the SMP that is dead.
+        encoded: the newest step that is known to have parity since the last loss of a node.
+        journal: the entry of each ticket.
+        seen: how often each kind of event happened.
+        gone: arena and address of the dead SMP.
     """
 
     base: Path
@@ -327,7 +327,7 @@ class World:
         self.smps = [self.launch(node) for node in range(self.nodes)]
 
     def launch(self, node: int) -> Smp:
-        """On a fresh machine."""
+        """Start an SMP on a fresh machine."""
         self.hosts += 1
         return self.start(f"node{node}", self.base / f"{self.hosts}" / JOB, f"{self.network}.{self.hosts % 255}")
 
@@ -335,7 +335,7 @@ class World:
         return Smp(JOB, node, arena, host, settings=Settings(scrub=0, regroup_after_s=0))
 
     def arena(self, node: int) -> Path:
-        """Where the hook on that node looks for the SMP of its job."""
+        """The folder in which the hook on that node looks for its SMP."""
         smp = self.smps[node]
         assert smp is not None
         return smp.store.arena.path.parent
@@ -378,12 +378,12 @@ class World:
             if rank.protected > rank.start:
                 self.encoded = rank.protected
             elif rank.start > self.encoded:
-                self.encoded = NEVER  # what came back took its place, and may have no parity yet
+                self.encoded = NEVER  # the restored snapshot took its place, and may not have parity yet
         if plan.loses is not None and self.encoded != NEVER:
             self.lose(plan.loses)
 
     def lose(self, node: int) -> None:
-        """A node goes, and a fresh one takes its place."""
+        """A node is lost, and a fresh one replaces it."""
         smp = self.smps[node]
         assert smp is not None
         lose_smp(smp)
@@ -392,7 +392,7 @@ class World:
         self.seen["nodes lost"] += 1
 
     def damage_parity(self, smp: Smp, step: int) -> None:
-        """Flip a bit in the parity of that step which the SMP holds, once it does."""
+        """Wait until the SMP holds parity of that step, and flip a bit in it."""
         found: list[ParityKey] = []
 
         def holds() -> bool:
@@ -416,17 +416,17 @@ class World:
         self.smps[0] = self.start("node0", *self.gone)
 
     def thaw_zombie(self) -> None:
-        """What the life before this one has begun goes on, and comes to nothing."""
+        """Let what the previous life had begun go on; it must come to nothing."""
         if self.zombie is not None:
             (life, snap), self.zombie = self.zombie, None
             life.thaw()
-            with suppress(Killed):  # it has a slot that it would give back
+            with suppress(Killed):  # it tries to give its slot back
                 snap._session.protecting.copier.close(DEADLINE_S)
             life.bury()
             self.seen["zombies"] += 1
 
     def await_sealed(self, node: int, snap: InMemorySnapshot) -> None:
-        """Block until the SMP has the newest snapshot of its trainer."""
+        """Block until the SMP holds the newest snapshot of its trainer."""
         smp = self.smps[node]
         assert smp is not None
         holdings = smp.store.holdings
@@ -439,14 +439,14 @@ class World:
             )
 
     def promise(self, rank: Rank, step: int | None) -> None:
-        """That step was reported protected."""
+        """Record that the step was reported protected."""
         if step is not None:
             rank.protected = max(step, rank.protected)
             self.least = step if self.least is None else max(step, self.least)
 
 
 class Rank:
-    """One rank in one life, in a thread of its own that is called as its coordinate."""
+    """One rank in one life, in a thread that is named after its coordinate."""
 
     def __init__(self, world: World, life: Life, plan: Plan, circle: Circle, first: int, rank: int) -> None:
         self.world = world
@@ -479,7 +479,7 @@ class Rank:
         self.thread = threading.Thread(target=self.run, name=f"dp{rank}", daemon=True)
 
     def run(self) -> None:
-        """Restore, check, train, until it is over."""
+        """Restore, check and train, until the life is over."""
         try:
             if self.world.nodes > 1:
                 join_circle(self.circle)
@@ -491,7 +491,7 @@ class Rank:
         except Killed:
             self.killed = True
         except HoldfastError as error:
-            self.killed = self.life.over  # its sockets broke, as those of the dead do
+            self.killed = self.life.over  # its sockets broke, like those of a dead process
             self.error = None if self.killed else error
         except BaseException as error:
             self.error = error
@@ -500,7 +500,7 @@ class Rank:
                 self.life.die()
 
     def check(self) -> float:
-        """All of the state is of one ticket, and that of the right step; returns what the teacher holds."""
+        """Check that all state is of one ticket, and of the right step; return what the teacher holds."""
         stamps = self.job.stamps()
         step = self.start
         if self.snap.restored.snapshot is None:
@@ -518,14 +518,14 @@ class Rank:
         assert not wrong, f"step {step} has ticket {ticket}, and came back with {wrong}"
         self.world.seen["restored " + ("newer" if step > (self.least or 0) else "protected")] += 1
         if self.declare is None:
-            self.job.data.set(-ticket)  # the next batch is read again
+            self.job.data.set(-ticket)  # reads the next batch again
         return entry.teacher
 
     def train(self, teacher: float) -> None:
         for i in range(self.plan.steps):
             teacher = self.step(i, teacher, self.drain if i in self.plan.drains else lambda: None)
         if self.plan.smp is None:
-            self.job.begin(self.first + self.plan.steps, self.declare)  # the snapshot of the last one is taken here
+            self.job.begin(self.first + self.plan.steps, self.declare)  # takes the snapshot of the last step
         if self.plan.waits_for == "sealed":
             self.world.await_sealed(self.rank, self.snap)
             self.circle.post(0, self.rank, "sealed")
@@ -553,7 +553,7 @@ class Rank:
         raise AssertionError("nothing was protected any more after the SMP came back")
 
     def step(self, i: int, teacher: float, before: Callable[[], object]) -> float:
-        """Train the i-th step of this life, see `Job.step`; returns what the teacher holds now."""
+        """Train the i-th step of this life, see `Job.step`; return what the teacher holds now."""
         ticket = self.first + i
         moves = self.plan.moves if i >= self.plan.teacher_from else "never"
         teacher = float(ticket) if moves != "never" else teacher
@@ -563,7 +563,8 @@ class Rank:
         return teacher
 
     def drain(self) -> bool:
-        """Wait until all snapshots so far are protected, and see that they are, unless the SMP may die; whether so."""
+        """Wait for protection of all snapshots so far; return whether they are. They must be, unless the SMP may die or
+        the teacher moved in backward."""
         done = self.snap.drain(DEADLINE_S)
         if self.life.over:
             raise Killed
@@ -579,7 +580,7 @@ class Rank:
         return done
 
     def gate(self) -> None:
-        """A gate of the training loop, at which other things may happen, too."""
+        """A gate of the training loop, at which SMPs may also die or come back and a zombie may go on."""
         self.gates += 1
         self.life.gate()
         if self.rank == 0 and self.gates == self.plan.thaw:
@@ -594,18 +595,18 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shown with every failure. That a job is killed at one step again and again is the point here."""
+    """Shows the seed with every failure, and allows any number of kills at one step."""
     print(f"HOLDFAST_SEED={SEED}")
     monkeypatch.setenv("HOLDFAST_MAX_REPEATS", "0")
 
 
 @contextmanager
 def world(nodes: int = 1) -> Iterator[World]:
-    """SMPs of their own; nothing of them may be left behind."""
+    """A world with its own SMPs, of which nothing may be left behind."""
     before = set(threading.enumerate())
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
-    logging.disable()  # thousands of deaths are reported
+    logging.disable()  # thousands of deaths would be logged
     sys.setswitchinterval(0.0005)
     base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     try:
@@ -634,13 +635,13 @@ def world(nodes: int = 1) -> Iterator[World]:
 
 
 def drawn(first: int, count: int, *, cold: bool = False, **options: Any) -> list[Plan]:
-    """Plans of the seeds from `first` on. A quiet life comes before them, unless `cold`, and one after them."""
+    """Plans for the seeds from `first` on, with a quiet life before them, unless `cold`, and one after them."""
     before = [] if cold else [Plan("before", drains=frozenset(range(3)))]
     return [*before, *(draw(str(seed), **options) for seed in range(first, first + count)), Plan("after")]
 
 
 def run(made: World, plans: Sequence[Plan]) -> None:
-    """One life after the other. What one breaks, the next finds."""
+    """Run one life after another; each finds what the previous one left."""
     previous = plans[0]
     for plan in plans:
         try:
@@ -652,7 +653,7 @@ def run(made: World, plans: Sequence[Plan]) -> None:
 
 
 def zombies(count: int) -> Iterator[Plan]:
-    """Writers that wake up when their heirs have taken snapshots, and are gone."""
+    """Writers that wake up after their successors have taken snapshots and ended."""
     for i in range(count):
         yield Plan(f"zombie {i}", fate=("holdfast-copy", 5 + 7 * i % 60), zombie=True, waits_for="nothing")
         yield Plan(f"heir {i}", steps=1 + i % 3)
@@ -669,7 +670,7 @@ def test_what_comes_back_is_one_whole_step_and_no_protected_one_is_lost(block: i
 @pytest.mark.proves("fenced")
 def test_a_trainer_that_hangs_and_wakes_up_late_writes_into_nothing() -> None:
     with world() as made:
-        for _ in range(20):  # where the machine is busy, many come to their end before they would hang
+        for _ in range(20):  # on a busy machine, many reach their end before they would hang
             run(made, [*zombies(20), Plan("after")])
             if made.seen["zombies"] > 20:
                 break
@@ -727,7 +728,7 @@ def test_a_snapshot_that_was_never_promised_and_cannot_be_had_gives_way_to_the_o
 
 
 def test_a_trainer_that_hangs_before_it_opens_its_slot_writes_into_nothing() -> None:
-    answered = ("holdfast-copy", 3)  # it has its job, has asked for a slot, and has the answer
+    answered = ("holdfast-copy", 3)  # it has its job, and the answer to its request for a slot
     with world() as made:
         run(
             made,
@@ -741,7 +742,7 @@ def test_a_trainer_that_hangs_before_it_opens_its_slot_writes_into_nothing() -> 
 
 
 def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
-    """Though the copy is not yet complete."""
+    """Although the copy is not complete yet."""
     moved = threading.Event()
 
     def finish(engine: CpuEngine) -> None:
@@ -751,7 +752,7 @@ def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
         life = Life("a teacher moves", None)
         rank = Rank(made, life, Plan(""), Circle(life, 1), 1, 0)
         begin_life(life)
-        # the SMP is of this process, and must not end
+        # the SMP runs in this process, and must not end
         with patch("holdfast.snapshot.own_smp.OwnSmp.finish"), rank.snap as snap:
             try:
                 for ticket in (1, 2):
@@ -791,7 +792,7 @@ def test_a_connection_that_is_accepted_while_the_smp_closes_ends_without_a_bug()
     assert not bugs
 
 
-# ---------------------------------------------------------------------- that all this can fail
+# ---------------------------------------------------------------------- these tests can fail
 
 
 def take_at_once(after_step: Callable[[Session], None]) -> Callable[[Session], None]:
@@ -850,7 +851,7 @@ SEEN_HERE_ALONE = {
     "live tensors are not watched",
     "older writers are not fenced",
 }
-"""The others are mutants of the simulation and of chaos, too."""
+"""The other mutants are also tested by the simulation and by chaos."""
 
 
 @pytest.mark.parametrize("mutant", chosen(MUTANTS, SEEN_HERE_ALONE))
@@ -903,7 +904,7 @@ print(json.dumps({"seen": seen, "counts": counts}))
 def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
     """A trainer and its SMP as users run them, with 4 MB of state. Resident memory includes the slots.
 
-    What training itself allocates is given back at once: glibc would keep up to 7 MB of freed gradients, or none.
+    What training allocates is returned at once; otherwise glibc would keep between 0 and 7 MB of freed gradients.
     """
     base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     try:
@@ -922,7 +923,7 @@ def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
             remove(leftover)
         shutil.rmtree(base)
     said = json.loads(done.stdout)
-    assert said["counts"] == {"taken": steps, "failed": 0, "skipped": 0, "protected": steps - 1}  # the last is not told
+    assert said["counts"] == {"taken": steps, "failed": 0, "skipped": 0, "protected": steps - 1}  # not yet the last
     for who, seen in zip(("trainer", "SMP"), zip(*said["seen"], strict=True), strict=True):
         early, late = ([sample[0] for sample in part] for part in (seen[200:400], seen[-200:]))
         assert fmean(late) <= 1.01 * fmean(early), who

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal end every command at any moment, with its status, and leave nothing."""
+"""Ctrl-C, SIGTERM and a closed terminal end every command at any moment, with the right status and no leftovers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ JOB = (sys.executable, "-m", "examples.acp_sgd")
 
 
 def _as_from_a_terminal() -> None:
-    """Whoever runs these tests in the background may ignore signals, and what it starts would, too."""
+    """If these tests run in the background, signals may be ignored, and their processes would inherit that."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Command:
-    """A command as a terminal would start it, in a group of its own, with a folder for arenas of its own."""
+    """A command as a terminal would start it, with its own process group and its own folder for arenas."""
 
     def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
         self.arenas = folder
@@ -55,7 +55,7 @@ class Command:
         self.said = ""
 
     def read_to(self, text: str) -> None:
-        """Wait until it has said something."""
+        """Wait until it has printed `text`."""
         assert self.process.stdout is not None
         while text not in self.said:
             line = self.process.stdout.readline()
@@ -63,14 +63,14 @@ class Command:
             self.said += line
 
     def end(self, number: signal.Signals) -> int:
-        """What a terminal does: the signal goes to the whole group. The exit status, when all output was read."""
+        """Signal the whole group, as a terminal does. Returns the exit status once all output has been read."""
         assert self.process.stdout is not None
         os.killpg(self.process.pid, number)
         self.said += self.process.communicate(timeout=SLOW_S)[0]
         return self.process.returncode
 
     def left(self) -> list[psutil.Process]:
-        """Processes that it has started, and these in turn, in whatever session."""
+        """All processes that it started, directly or indirectly, in any session."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -98,7 +98,7 @@ def folder() -> Iterator[Path]:
 
 
 def check(folder: Path, words: tuple[str, ...], said: str, number: signal.Signals) -> str:
-    """Start a command, end it by a signal once it has said something, and look for what is left; all that it said."""
+    """Start a command, end it by a signal once it has printed `said`, and look for leftovers; return its output."""
     command = Command(folder, words)
     try:
         command.read_to(said)
@@ -151,7 +151,7 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
         command.read_to("resumed, and killed")
         os.kill(command.process.pid, signal.SIGKILL)
         command.process.wait(DEADLINE_S)
-        for process in command.left():  # its job was not its child, and its SMP detached
+        for process in command.left():  # its job is not its child, and its SMP is detached
             if "holdfast.smp_daemon" not in process.cmdline():
                 process.kill()
         limit = time.monotonic() + DEADLINE_S
@@ -167,7 +167,7 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
         command.close()
 
 
-# ---------------------------------------------------------------------- how it is done
+# ---------------------------------------------------------------------- how commands are ended
 
 
 def test_a_signal_is_an_exception_and_what_was_started_is_ended(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_signal_is_an_exception_and_what_was_started_is_ended(monkeypatch: pyt
 
     def work() -> int:
         Scratch("some").__enter__()
-        # Nobody knows of it any more, and it is in a session of its own: as if the signal came in the middle of Popen.
+        # No object knows this process, and it has its own session: as if the signal came in the middle of Popen.
         child = "subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL)"
         start = f"import subprocess; print({child}.pid, flush=True)"
         done = subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What newcomers walk with: commands are read out of pages, and hosts have nothing in common but a network."""
+"""The kit for newcomers' journeys: commands are read from pages, and hosts share nothing but a network."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_hosts_have_all_of_their_own_and_lose_it_with_the_power(tmp_path: Path) 
         assert here.run("hostname; hostname -I").split() == ["alpha", one.address]
         here.run("export KEPT=$(getent hosts beta)")
         assert here.run("echo $KEPT").split() == [other.address, "beta"]
-        assert there.run(f'python3 -c "{CONNECT}"').strip() == "Connection refused"  # it is there
+        assert there.run(f'python3 -c "{CONNECT}"').strip() == "Connection refused"  # the host is there
         there.run("touch /dev/shm/mine; ! [ -e /dev/shm/theirs ]")
         running = there.start("sleep infinity")
         assert not Path("/dev/shm/mine").exists()

@@ -1,4 +1,4 @@
-"""What goes over a socket or lies in shared memory as JSON: it comes back the same, or is refused by name."""
+"""What goes over a socket or lies in shared memory as JSON: it is read back the same, or refused by name."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Form:
     """One kind of message or record.
 
     Attributes:
-        drawn: good ones.
-        refusal: a pattern of what is said of one that is none.
-        needed: of good ones, those whose keys are all needed; a dictionary with any keys may be short of one.
-        infinite: changes of a good one, each with a number that is none.
+        drawn: valid ones.
+        refusal: a pattern for the error about an invalid one.
+        needed: turns a valid one into one whose keys are all required; dictionaries may lack any key.
+        infinite: changes that make a valid one invalid, each with an infinite number.
     """
 
     drawn: st.SearchStrategy[Any]
@@ -74,7 +74,7 @@ class Form:
 OPTIONAL = {"domains", "left", "parity_slots", "persisted", "kind", "start", "ends"} | {
     field.name for field in fields(Inventory) if field.default is not MISSING or field.default_factory is not MISSING
 } - {"layouts"}
-"""What has a default."""
+"""Keys with defaults."""
 
 FORMS = {
     "layout": Form(

@@ -1,4 +1,4 @@
-"""Several hosts: an SMP that the others could not reach is an error, with what mends it."""
+"""Several hosts: an SMP that the others could not reach is an error, which says how to fix it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, ""),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=16, LOCAL_WORLD_SIZE=8"),
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "SLURM_NNODES": "4"}, ""),  # torchrun on one node of a job
-        ({"WORLD_SIZE": "4"}, ""),  # nobody says where they are
+        ({"WORLD_SIZE": "4"}, ""),  # nothing says where the ranks are
         ({"SLURM_NNODES": "4"}, "SLURM_NNODES=4"),
         ({"SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "1"}, ""),
         ({"SLURM_NNODES": "1"}, ""),
@@ -79,7 +79,7 @@ def test_nor_uses_one(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     text = rf"SMP {smp.owner.pid} of this node, which `holdfast smp stop` ends, listens on 127(?s:.*){TWO_LINES}"
     with pytest.raises(ConfigError, match=text):
         connect(smp.arena, JOB, start=False)
-    other = ground.smp("node1")  # a node that is played on this host
+    other = ground.smp("node1")  # a virtual node of this host
     connect(other.arena, JOB, start=False).close()
 
 
@@ -109,7 +109,7 @@ except Exception as error:
 
 @pytest.mark.needs("torch")
 def test_two_torchruns_are_told_what_to_say(ground: Ground, tmp_path: Path) -> None:
-    """As somebody would try it on two machines, from the README alone."""
+    """As a user would try it on two machines, with only the README."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with socket.socket() as free:

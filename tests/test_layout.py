@@ -1,4 +1,4 @@
-"""The layout of a job: what it refuses, what it finds, and its way through JSON."""
+"""The layout of a job: what it refuses, its lookups, and its JSON form."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def at(step: int) -> SnapshotId:
 
 
 def settled(ledger: Ledger, results: list[SnapshotState]) -> Ledger:
-    """As ranks report: what nobody is to protect is sealed, and what was seen to be sealed stays so."""
+    """Settle as ranks report: unencoded snapshots are at most sealed, and those known to be sealed stay so."""
     told = []
     for snapshot, state in zip(ledger.pending, results, strict=False):
         known = SEALED if ledger.sealed is not None and snapshot <= ledger.sealed else FAILED
@@ -39,7 +39,7 @@ def settled(ledger: Ledger, results: list[SnapshotState]) -> Ledger:
 
 
 def steps(ledger: Ledger, run: Run, first: int = 0) -> Iterator[tuple[Ledger, Ledger]]:
-    """The ledger before and after each change of a run that takes a snapshot whenever it may."""
+    """The ledger before and after each change of a run that takes a snapshot whenever it can."""
     for step, results in enumerate(run, first):
         if ledger.may_begin:
             begun = ledger.begin(at(step))
@@ -204,12 +204,12 @@ def test_no_snapshot_begins_without_a_free_slot() -> None:
         Ledger(3, protected=at(1)).begin(at(2)).begin(at(3)).begin(at(4))
 
 
-# ---------------------------------------------------------------------- which are protected
+# ---------------------------------------------------------------------- which snapshots are protected
 
 
 def taken(protect_every: ProtectEvery, count: int, encodes: int, slots: int = 4) -> str:
-    """Of `count` steps: P a snapshot that is to be protected, s one that is only sealed, - none. To encode one takes
-    `encodes` steps."""
+    """One letter for each of `count` steps: P for a snapshot to protect, s for one that is only sealed, - for none.
+    Encoding one takes `encodes` steps."""
     ledger, line = Ledger(slots, protect_every=protect_every), ""
     began: dict[SnapshotId, int] = {}
     for step in range(1, count + 1):
@@ -259,8 +259,8 @@ def test_if_one_fails_the_next_is_to_be_protected() -> None:
 def test_what_was_protected_before_a_restart_is_kept_with_what_was_restored_until_something_younger_is(
     slots: int, protect_every: ProtectEvery, run: Run
 ) -> None:
-    """What was restored may lack parity: then only the older one survives a lost node. Or it was promised, and nobody
-    who is left knows."""
+    """The restored one may lack parity, and then only the older one survives a lost node. Or it was reported protected,
+    to processes that are gone."""
     ledger = Ledger.after(slots, at(9), at(8), protect_every=protect_every)
     for _, after in steps(ledger, run, 10):
         ledger = after

@@ -1,4 +1,4 @@
-"""Units of any shard, for a trainer of any node: held here, held elsewhere, computed; checked, and nothing kept."""
+"""Units of any shard for a trainer of any node: held here, held elsewhere, or computed; checked, and not kept."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_who_is_of_an_older_epoch_gets_nothing(job: tuple[Run, list[SmpProcess]]
 
 
 def test_who_lends_remembers_whose_units_they_are() -> None:
-    """A node that is new to the job holds nothing of it, and may be the only one that is asked at the next start."""
+    """A node that is new to the job holds nothing of it, and may be the only one that the next start asks."""
     with playground() as ground:
         smps = ground.smps(3)
         run, new = run_on(smps[:2], [[ELEMENTS], [ELEMENTS]]), smps[2].client()

@@ -1,4 +1,4 @@
-"""`InMemoryCallback` on Lightning's own trainer: killed, started again, and compared with a fit that was left alone."""
+"""`InMemoryCallback` on Lightning's own trainer: killed, restarted, and compared with an undisturbed fit."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ fit = partial(run, SCRIPT)
 @pytest.mark.parametrize(
     ("kind", "stops"),
     [
-        pytest.param("plain", [10], marks=pytest.mark.slow),  # as the example is, in `test_examples`
+        pytest.param("plain", [10], marks=pytest.mark.slow),  # like the example, in `test_examples`
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("plateau", [5, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [14, 20], marks=pytest.mark.slow),
-        pytest.param("average", [5, 17], marks=pytest.mark.slow),  # swapped in and out after batches 5 and 10
+        pytest.param("average", [5, 17], marks=pytest.mark.slow),  # swaps weights after batches 5 and 10
         pytest.param("stream", [13], marks=pytest.mark.slow),
         pytest.param("place", [13], marks=pytest.mark.slow),
         pytest.param("manual", [13], marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""Connections to other SMPs: what goes over them is counted, in order, and what breaks is not used again."""
+"""Connections to other SMPs: their traffic is counted, in order, and broken ones are not used again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground
 
 SOON_S = 0.05
-"""A deadline that is meant to pass."""
+"""A deadline that is meant to expire."""
 
 
 class Asked(PeerRequest, tag="asked", kw_only=True):
-    """Answered by its number, and `length` bytes of `fill`; or by an error."""
+    """A request that is answered with its number and `length` bytes of `fill`, or with an error."""
 
     job: str = ""
     number: int | None = None
@@ -40,7 +40,7 @@ class Asked(PeerRequest, tag="asked", kw_only=True):
 
 
 class Peer:
-    """Another SMP, as far as these tests go: it answers ``length`` raw bytes of ``fill``, or the error it is told."""
+    """Stands in for another SMP: answers with ``length`` raw bytes of ``fill``, or with the requested error."""
 
     def __init__(self, host: str) -> None:
         self.heard: list[tuple[Message, bytes]] = []
@@ -96,7 +96,7 @@ def room(length: int) -> memoryview:
 
 
 def counted(counters: Counters) -> tuple[int, int]:
-    """Bytes sent and received; nothing else is counted."""
+    """Bytes sent and received, after checking that nothing else was counted."""
     counts = counters.read()
     sent, received = counts.pop("bytes_sent"), counts.pop("bytes_received")
     assert not any(counts.values())
@@ -286,7 +286,7 @@ class TestAConnectionThatBreaks:
     def test_in_the_middle_of_raw_bytes_is_not_used_again(
         self, counters: Counters, ground: Ground, ending: str
     ) -> None:
-        """What comes late of a unit must not be taken for a message: here it even looks like one."""
+        """Late bytes of a unit must not be taken for a message; here they even look like one."""
         with socket.create_server((ground.host(), 0)) as server, ThreadPoolExecutor(1) as threads:
             server.settimeout(DEADLINE_S)
             serving = threads.submit(half_a_unit_and_then_a_trap, server, ending)
@@ -317,7 +317,7 @@ class TestAConnectionThatBreaks:
 
 
 def half_a_unit_and_then_a_trap(server: socket.socket, ending: str) -> None:
-    """On the first connection: half of a unit, and later a good message where the rest should be; then a good one."""
+    """Send half a unit on the first connection, and later a valid message instead of the rest; answer on the second."""
     first = accept(server)
     assert first.receive() is not None
     first._sock.sendall(frame_of({"number": 1}, 1000) + bytes(500))
@@ -328,7 +328,7 @@ def half_a_unit_and_then_a_trap(server: socket.socket, ending: str) -> None:
     try:
         first.send({"number": "the trap"})
     except HoldfastError:
-        pass  # better still
+        pass  # the client has already closed it, which is even better
     second.send({"number": 2})
     first.close()
     assert second.receive() is None
@@ -352,7 +352,7 @@ def accept(server: socket.socket) -> SocketStream:
 
 
 def frame_of(message: Message, payload: int) -> bytes:
-    """A message as it stands on the wire, whose raw bytes come later."""
+    """A message as on the wire, with raw bytes announced that come later."""
     mine, other = socket.socketpair()
     with mine, other:
         SocketStream(mine, DEADLINE_S).send(message)

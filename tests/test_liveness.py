@@ -1,4 +1,6 @@
-"""Who is alive, late, hung or dead: judged purely, and by a real SMP of trainers that really hang and die."""
+"""Which trainers are alive, late, hung or dead: judged by pure functions, and by a real SMP whose trainers hang and
+die.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,7 @@ def test_a_beat_costs_a_loop_nothing(tmp_path: Path) -> None:
     Board(tmp_path / "board", create=True)
     board = Board(tmp_path / "board")
     each_s = min(timeit.repeat(lambda: board.heartbeat(3, TrainerPhase.STEP, 7), number=1000, repeat=5)) / 1000
-    assert each_s < 20e-6  # half a microsecond on an idle core
+    assert each_s < 20e-6  # it takes half a microsecond on an idle core
 
 
 # ---------------------------------------------------------------------- the end of a process
@@ -146,7 +148,7 @@ def test_the_end_of_a_process_is_learned_at_once(tmp_path: Path) -> None:
             delays.append(ended[0] - began)
             assert Counter(trainer.health for trainer in attendance.trainers()) == {Health.DEAD: 1}
     attendance.close()
-    assert sorted(delays)[10] < 0.05, delays  # a fraction of a millisecond on an idle core
+    assert sorted(delays)[10] < 0.05, delays  # it takes a fraction of a millisecond on an idle core
 
 
 def test_more_trainers_than_rows_are_not_watched(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 SHORT_S = 0.3
-"""How long there is waited for what does not happen."""
+"""How long to wait for something that should not happen."""
 
 
 def test_a_process_that_is_at_work_leaves_no_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
@@ -223,7 +225,7 @@ def test_how_far_it_came_is_noted_before_the_next_one_comes(
 
 
 def test_who_survives_and_begins_again_makes_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
-    """Its old place may stay behind if ranks are numbered anew."""
+    """Its old coordinate may become unused if ranks are renumbered."""
     attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
     with ThreadPoolExecutor(1) as threads:
@@ -288,7 +290,7 @@ client.close()
 
 
 class trainer_process:
-    """A process that beats once for each line that it is given."""
+    """A process that sends one heartbeat for each line that it receives."""
 
     def __init__(self, smp: SmpProcess, phase: str = "STEP", how: str = "") -> None:
         self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, phase, how]
@@ -385,7 +387,7 @@ def test_one_that_goes_is_not_missed_and_one_that_dies_is_until_it_is_back(
 
 
 def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(ground: Ground) -> None:
-    """As a data loader's worker may, which was forked."""
+    """As a forked worker of a data loader may do."""
     smp = ground.smp()
     pid = os.fork()
     if pid == 0:
@@ -447,5 +449,5 @@ def test_the_hook_beats_from_its_start_to_its_end(ground: Ground, monkeypatch: p
         assert snap.drain(60)
         (trained,) = of(smp)
         assert (trained.health, trained.phase, trained.step) == (Health.ALIVE, "step", 3)
-        assert Board(smp.arena / "board").heartbeats(0)[2] == 0  # what was copied is sealed
+        assert Board(smp.arena / "board").heartbeats(0)[2] == 0  # no copy is pending
     await_that(lambda: of(smp) == [])

@@ -1,4 +1,4 @@
-"""A shard from several SMPs at once: helpers that stop in the middle, late answers, damaged units."""
+"""A shard is loaded from several SMPs at once: helpers stop in the middle, answers are late, units are damaged."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from tests.smp_kit import (
 
 ELEMENTS = 30_000
 SOON_S = CALL_DEADLINE_S
-"""Whoever waits for one that stands still until a deadline of the network is not done by then."""
+"""Loads must end sooner than this. Waiting for a stopped SMP until a deadline of the network takes longer."""
 
 
 class Loss:
-    """Node 4 of five is lost, and another takes its place, which stops in the middle of the first load."""
+    """Node 4 of five is lost, and its replacement stops in the middle of its first load."""
 
     def __init__(self, ground: Ground, protect: str) -> None:
         self.ground = ground
@@ -61,7 +61,7 @@ class Loss:
         return plan
 
     def middle(self, plan: RestorePlan, coord: str = "dp4") -> tuple[Future[Any], Held]:
-        """Node 4 fetches a shard, and waits in the middle."""
+        """Node 4 fetches a shard, and stops in the middle."""
         loading = self.ground.meanwhile(self.run["dp4"].client.recover, plan.sources, coord)
         return loading, self.ground.points.wait("node4", "rebuild.middle", 1)
 
@@ -72,7 +72,7 @@ class Loss:
 
 @contextmanager
 def stopped(*smps: SmpProcess) -> Iterator[Callable[[], None]]:
-    """These stand still for the length of a block, or until they are told to go on."""
+    """Stop these SMPs during the block, or until the function that it gets is called."""
 
     def go_on() -> None:
         for smp in smps:
@@ -146,11 +146,11 @@ def test_a_loss_in_the_middle_that_is_beyond_parity_says_so(ground: Ground) -> N
         loading.result(DEADLINE_S)
 
 
-# ---------------------------------------------------------------------- answers that are made up
+# ---------------------------------------------------------------------- made-up answers
 
 
 class Giver:
-    """An SMP, as far as these tests go: it gives units that it is told to, once it may."""
+    """Stands in for an SMP: gives the units that it was made with, once `may` is set."""
 
     def __init__(self, host: str, units: Mapping[tuple[str, int], bytes]) -> None:
         self.may = threading.Event()
@@ -182,7 +182,7 @@ UNITS = 24
 def mirror(
     ground: Ground, first: Mapping[int, bytes], second: Mapping[int, bytes]
 ) -> Iterator[tuple[Sources, Giver, Giver]]:
-    """Two that give the units of ``dp0``: one holds it, the other its copy, as parity of a mirror."""
+    """Two SMPs that give the units of ``dp0``: one holds it, the other its copy, as parity of a mirror."""
     nodes = tuple(Node(f"node{i}", ground.host(), 1, 1, (Shard(f"dp{i}", UNIT * UNITS),), ()) for i in range(2))
     layout = Layout("job", 1, 0, nodes, ((0, 1),), 1, 1, UNIT, 3)
     stripes = layout.stripes(0)
@@ -201,7 +201,7 @@ def load(sources: Sources, out: bytearray) -> Load:
 
 
 def test_a_late_answer_never_touches_what_is_there(ground: Ground) -> None:
-    """The holder answers late, with units that are not those that were written meanwhile."""
+    """The holder answers late, with other units than those that have been written meanwhile."""
     draw = random.Random(1)
     right = {i: draw.randbytes(UNIT) for i in range(UNITS)}
     wrong = {i: draw.randbytes(UNIT) for i in range(UNITS)}

@@ -1,4 +1,4 @@
-"""Every unit is checked before it is copied: what is whole arrives bit for bit, what is damaged never does."""
+"""Every unit is checked before it is copied: whole ones arrive bit for bit, and damaged ones never do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BYTES = UNITS * UNIT - 10
 """The last unit is short."""
 
 HOLDER = b"\xa5"
-"""What live tensors hold before they are loaded."""
+"""What live tensors hold before the load."""
 
 
 class Slot:
@@ -67,7 +67,7 @@ class Slot:
             self.memory[unit * self.shard.unit_bytes] ^= 0x10
 
     def repair(self, units: list[int]) -> None:
-        """As an SMP would, in place; and look at what the tensors hold before it."""
+        """Repair in place, as an SMP would, after checking that no tensor holds bytes of these units."""
         self.repaired.append(units)
         for unit in units:
             assert self.untouched(unit), f"unit {unit} was copied"
@@ -87,7 +87,7 @@ class Slot:
         return True
 
     def loaded(self) -> bool:
-        """Whether every tensor holds what the shard holds for it."""
+        """Whether every tensor holds its bytes of the shard."""
         return all(
             bytes(piece.tensor.numpy()) == self.image[piece.offset : piece.offset + piece.bytes]
             for piece in self.pieces
@@ -102,7 +102,7 @@ def on_cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(count)))
 
 
-# ---------------------------------------------------------------------- what is whole
+# ---------------------------------------------------------------------- whole shards
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_half_of_it_is_done_midway() -> None:
         assert held == slot.image[piece.offset : piece.offset + done] + HOLDER * (piece.bytes - done)
 
 
-# ---------------------------------------------------------------------- what is damaged
+# ---------------------------------------------------------------------- damaged shards
 
 
 @pytest.mark.parametrize("damaged", [[0], [3], [UNITS - 1], [0, 4, 5, 9, 10, UNITS - 1], list(range(UNITS))], ids=str)
@@ -382,12 +382,12 @@ def test_memory_does_not_grow_while_256_mb_are_loaded() -> None:
 
 
 class Peers:
-    """A client whose SMP holds one shard, and can have any unit of it repaired."""
+    """Stands in for a client whose SMP holds one shard and can repair any unit of it."""
 
     node = "node0"
     system = MACHINE
     unit_bytes = 8
-    """So short that a tensor has some for itself."""
+    """Short, so that some units have bytes of one tensor only."""
 
     def __init__(self, form: SlotFormat, slot: memoryview) -> None:
         slot[: len(form.header)] = form.header

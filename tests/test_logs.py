@@ -1,4 +1,4 @@
-"""What is logged: lines that programs can read, who each is of, and one line per event however often it repeats."""
+"""The log: programs can read its lines, each line names its process, and a repeated event is logged once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
 
 
 def parse_line(line: str) -> dict[str, Any]:
-    """The fields of a line of either kind; in logfmt all are texts, but for None. Raises `ValueError`."""
+    """The fields of a line of either kind; in logfmt, all values but None are texts. Raises `ValueError`."""
     if line.startswith("{"):
         found: dict[str, Any] = json.loads(line)
         return found
@@ -174,7 +174,7 @@ class TestWhatGoesOnFailing:
         assert len(episodes._going_on) == MAX_EPISODES
 
 
-# ---------------------------------------------------------------------- of real SMPs
+# ---------------------------------------------------------------------- real SMPs
 
 
 def log_of(smp: SmpProcess) -> list[dict[str, Any]]:
@@ -184,13 +184,13 @@ def log_of(smp: SmpProcess) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["logfmt", pytest.param("json", marks=pytest.mark.slow)])
 def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(logs.ENV, kind)
-    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "500ms")  # its group is looked at ten times a second
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "500ms")  # the SMPs check their group ten times a second
     smps = ground.smps(3)
     run = run_on(smps, [[3000]] * 3, protect="2+1")
     run.protect(1)
     smps[2].lose()
     epoch = 1
-    for step in range(2, 8):  # a snapshot after the other fails
+    for step in range(2, 8):  # one snapshot after another fails
         for coord in ("dp0", "dp1"):
             run[coord].write(SnapshotId(epoch, step), run.kept, run.protected)
             run[coord].seal(SnapshotId(epoch, step))

@@ -72,7 +72,7 @@ ENDED: list[Any] = [{"kind": "entered", "step": None}, PLAIN[0], {"kind": "ends"
 
 
 def resumed(*, restored: int | None = 1, loss: str = "0x1p1", weight: str = "a", text: str = "") -> list[Any]:
-    """What a last life said."""
+    """The events of a last life."""
     warning = [{"kind": "warning", "text": text, "at": "holdfast.snapshot.session"}] if text else []
     note = {"kind": "note", "step": 1, "loss": loss}
     finished = {"kind": "finished", "state": {"net.weight": weight}}
@@ -80,7 +80,7 @@ def resumed(*, restored: int | None = 1, loss: str = "0x1p1", weight: str = "a",
 
 
 def raised(text: str, *, own: bool = True) -> list[Any]:
-    """What a last life said that ended with an error."""
+    """The events of a last life that ended with an error."""
     return [{"kind": "entered", "step": 1}, {"kind": "error", "own": own, "type": "E", "text": text}]
 
 
@@ -118,7 +118,7 @@ def test_advice_names_nobody() -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """A module's command, in a process of its own: its status, and what it printed."""
+    """Run a module as a command, in a separate process; return its exit status and output."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -144,9 +144,9 @@ def test_seeds_are_identical_or_refused_by_name(tmp_path: Path, seeds: int) -> N
 
 @pytest.mark.parametrize("seed", [50429, 60611, 80575, 121288])
 def test_what_was_found_stays_mended(seed: int) -> None:
-    """A batch that was read before entering, of which a snapshot says nothing; a step that nobody saw left out;
-    weights that get other memory after each step, of a model with buffers whose forward nobody sees; and a tracked
-    average of a compiled model, which was captured before its update."""
+    """A batch that was read before entering, and is in no snapshot; a step that was left out unseen; weights that move
+    to other memory after each step, in a model with buffers whose forward is not seen; and a tracked average of a
+    compiled model, which was captured before its update."""
     status, text = run("holdfast.chaos.loops", "--seeds", "1", "--first", str(seed))
     assert status == 0, text
 
@@ -160,13 +160,13 @@ def test_a_single_seed_shows_itself() -> None:
 
 
 def plain(loop: Loop) -> bool:
-    """Neither its data nor anything else is special."""
+    """Whether neither its data nor anything else is special."""
     return loop.data in ("fresh", "indexed") and not loop.twists and loop.optimizer == "adam"
 
 
 @pytest.fixture(scope="module")
 def mutants() -> dict[str, list[list[str]]]:
-    """What came of the loop that each mutant spoils, in a build that is whole and in the broken one; and why."""
+    """For each mutant, the outcome of its loop in an intact build and in the broken one, with the reason."""
     status, text = run("tests.loops_mutants")
     assert status == 0, text
     found: dict[str, list[list[str]]] = json.loads(text.splitlines()[-1])

@@ -1,3 +1,3 @@
-"""Live attempts to break a running SMP, a file for each family. After every one of them the SMPs must be alive, small,
-without a descriptor too many, and give an honest trainer every byte back: see `victim.Victim.check`.
+"""Attempts to break a running SMP, one file for each kind of attack. After every attempt, the SMPs must be alive,
+without extra memory or file descriptors, and give an honest trainer every byte back: see `victim.Victim.check`.
 """

@@ -1,4 +1,4 @@
-"""One victim for all attacks that leave it as it was; each must."""
+"""One victim, shared by all attacks; each attack must leave it unchanged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def shared_victim() -> Iterator[Victim]:
 
 @pytest.fixture
 def victim(shared_victim: Victim) -> Iterator[Victim]:
-    """It is looked at after the test."""
+    """The shared victim, which is checked after each test."""
     yield shared_victim
     shared_victim.check()

@@ -1,5 +1,5 @@
-"""A process of an older epoch can write nothing, on any path. Every operation that there is stands in a table here, and
-a new one without a line in it fails.
+"""A process of an older epoch cannot write anything, on any path. The tables here list every operation; an operation
+that is missing from them fails a test.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STALE = "StaleEpoch"
 
 
 def operations(kinds: Any) -> set[str]:
-    """What a union of messages calls its members."""
+    """The tags of the messages in a union."""
     return {str(kind.__struct_config__.tag) for kind in get_args(kinds)}
 
 
 class Zombie:
-    """A job in its second epoch, and what a process of its first would say: an operation, and what must come of it."""
+    """A job in its second epoch, and the messages of a process of its first, each with the reply that it must get."""
 
     def __init__(self, victim: Victim) -> None:
         self.victim = victim
@@ -55,7 +55,7 @@ class Zombie:
 
     @property
     def trainer_says(self) -> dict[str, tuple[Message, str | None]]:
-        """What a trainer of epoch 1 says, and the error that it gets; None: it is answered, for it changes nothing."""
+        """Messages of a trainer of epoch 1, each with the error that it must get; None: it is answered."""
         written = {"snapshot": self.old, "coord": "dp0"}
         sources = to_plain(self.plan.sources)
         return {
@@ -89,7 +89,7 @@ class Zombie:
 
     @property
     def smp_says(self) -> dict[str, tuple[Message, str | None]]:
-        """The same of an SMP of epoch 1."""
+        """The same for an SMP of epoch 1."""
         regrouping = {"epoch": 1, "sources": to_plain(self.plan.sources), "layout": {**self.layout, "revision": 1}}
         of = {"snapshot": self.victim.snapshot}
         unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
@@ -123,14 +123,14 @@ def zombie() -> Iterator[Zombie]:
 
 
 def held(smp: SmpProcess) -> dict[str, int]:
-    """A digest of every file of the arena, but what it says of itself."""
+    """A digest of every file of the arena, except those in which the SMP describes itself."""
     files = [path for path in smp.arena.iterdir() if path.is_file() and path.name not in ("smp.log", "smp.json")]
     return {path.name: xxhash.xxh3_64_intdigest(path.read_bytes()) for path in files}
 
 
 @pytest.fixture
 def untouched(zombie: Zombie) -> Iterator[Zombie]:
-    """Not a byte of any arena is another after the test."""
+    """The zombie of this module. After the test, not a byte of any arena may have changed."""
     before = [held(smp) for smp in zombie.victim.smps]
     inventories = [trainer.client.inventory() for trainer in zombie.victim.run]
     yield zombie
@@ -144,7 +144,7 @@ def _of(inventory: Any) -> tuple[Any, ...]:
     return inventory.shards, inventory.parities, inventory.layouts
 
 
-# ---------------------------------------------------------------------- the tables are whole
+# ---------------------------------------------------------------------- the tables are complete
 
 
 def test_every_operation_of_trainers_is_in_the_table(zombie: Zombie) -> None:
@@ -152,7 +152,7 @@ def test_every_operation_of_trainers_is_in_the_table(zombie: Zombie) -> None:
 
 
 def test_every_operation_of_smps_is_in_the_table(zombie: Zombie) -> None:
-    """And what is not is refused before anything else."""
+    """Unknown operations are refused before anything else."""
     assert set(zombie.smp_says) == operations(PeerBulk) | operations(PeerControl)
     other = {"op": "another", "job": JOB}
     for reply in (ask(zombie.victim.smp.bulk, other), ask_control(zombie.victim.control, other)):
@@ -160,14 +160,14 @@ def test_every_operation_of_smps_is_in_the_table(zombie: Zombie) -> None:
 
 
 def test_trainers_map_nothing_but_slots_and_the_board() -> None:
-    """What is mapped is written without a word to the SMP. A third mapping would need a test below."""
+    """Mapped memory is written without a message to the SMP. A third mapping would need a test below."""
     tree = ast.parse(Path(client_module.__file__).read_text())
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     maps = sorted(call for call in calls if call.endswith(("mmap.mmap", "Board")))
     assert maps == ["Board", "Board", "self.system.mmap.mmap"]
 
 
-# ---------------------------------------------------------------------- and each is fenced
+# ---------------------------------------------------------------------- each operation is fenced
 
 
 TRAINER_OPERATIONS = (
@@ -216,7 +216,7 @@ def test_what_is_written_into_a_slot_of_an_older_epoch_goes_nowhere(untouched: Z
 
 
 def test_an_older_board_is_nobodys(untouched: Zombie) -> None:
-    """A trainer asks for quiet there, and would for ever; words of outcomes could be written as well."""
+    """On an older board a trainer could pause the SMP for ever, and overwrite outcomes."""
     assert untouched.board.epoch == 2, "whoever looks at it is told that its epoch is over"
     untouched.board.pause(0, time.monotonic() + 3600)
     untouched.board.post(3, untouched.board.outcome(1, 3))
@@ -224,7 +224,7 @@ def test_an_older_board_is_nobodys(untouched: Zombie) -> None:
 
 
 def test_the_connection_of_a_dead_older_trainer_takes_nothing_with_it(untouched: Zombie) -> None:
-    """What a connection began and did not seal is freed when it ends; that must not be what others receive since."""
+    """When a connection ends, the SMP frees what it began and did not seal, but not what others now receive."""
     client = SmpClient(untouched.victim.smp.arena, JOB)
     client._call(Hello(job=JOB, version=PROTOCOL_VERSION))
     client.close()
@@ -299,4 +299,4 @@ def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie) -
                 stream.close()
     assert held(smp) == before
     assert Board(smp.arena / "board").paused_for(time.monotonic()) == 0
-    run.start(2 + old)  # others of this module expect nothing of it, but that it serves
+    run.start(2 + old)  # the other tests of this module only need a job that works

@@ -1,5 +1,5 @@
-"""Files of an arena that were cut, flipped or put there: whatever lies there, an SMP starts, says what it does not
-believe, and the job gets every byte back from the rest of the group.
+"""Truncated, corrupted and planted files in an arena. In every case the SMP starts, reports what it rejects, and the
+job gets every byte back from the rest of the group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ground() -> Iterator[Ground]:
 
 
 class Damaged:
-    """Three SMPs that hold a protected snapshot. The first is killed, what it left is spoilt, and it starts again."""
+    """Three SMPs that hold a protected snapshot. The first is killed, its files are damaged, and it starts again."""
 
     def __init__(self, ground: Ground) -> None:
         self.smps = ground.smps(3)
@@ -35,7 +35,7 @@ class Damaged:
         self.smp: SmpProcess = self.smps[0]
 
     def spoil(self, damage: Callable[[Path], object]) -> None:
-        """And everything comes back."""
+        """Damage the first SMP's shard while it is down. Everything must come back."""
         slot = shard_file(self.smp, self.snapshot, "dp0")
         self.smp.kill()
         damage(slot)
@@ -130,7 +130,7 @@ def test_what_was_spoilt_while_no_smp_ran_comes_back(damaged: Damaged, damage: s
 @pytest.mark.parametrize("name", ["node.json", "smp.json"])
 @pytest.mark.parametrize("content", ["", "[]", "7", "[" * 10_000, '{"job": 1}', '{"epoch": -1}'])
 def test_an_smp_that_cannot_read_who_it_is_says_so(damaged: Damaged, name: str, content: str) -> None:
-    """It must not guess an epoch. Its node counts as lost until somebody looks."""
+    """It must not guess an epoch. Its node counts as lost until an operator looks at it."""
     path = damaged.smp.arena / name
     before = path.read_text()
     damaged.smp.kill()
@@ -147,7 +147,7 @@ def test_an_smp_that_cannot_read_who_it_is_says_so(damaged: Damaged, name: str, 
 
 
 def test_a_slot_that_is_cut_under_a_running_smp_costs_that_smp_at_most(damaged: Damaged) -> None:
-    """Only this user can; the kernel then ends who reads it. Its successor takes over what is left."""
+    """Only this user can truncate it. The kernel then kills the process that reads it; a successor takes over."""
     slot = shard_file(damaged.smp, damaged.snapshot, "dp0")
     cut(slot, 4096)
     try:

@@ -1,4 +1,4 @@
-"""Frames and requests that lie, and random ones, on every socket of an SMP."""
+"""Forged and random frames and requests, on every socket of an SMP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_length_above_the_limits_ends_the_connection(victim: Victim, where: st
 
 @pytest.mark.parametrize("where", ["local", "bulk"])
 def test_a_length_that_is_only_claimed_takes_no_memory(victim: Victim, where: str) -> None:
-    """A hundred connections, each of which says that 8 MiB are to come, and sends ten bytes."""
+    """A hundred connections each announce 8 MiB and send ten bytes."""
     before = anonymous_bytes(victim.smp)
     connections = [dial(sockets(victim)[where]) for _ in range(100)]
     for connection in connections:
@@ -103,7 +103,7 @@ def test_other_methods_and_bodies_that_are_too_long_are_refused(victim: Victim) 
 
 
 def test_names_of_groups_are_not_remembered_without_end(victim: Victim) -> None:
-    """Whoever has told of hundreds of parities that there are not has been refused for most of them."""
+    """At most 256 of 400 reports of parity in unknown groups are accepted."""
     done = {"op": "parity_done", "job": JOB, "epoch": 1, "snapshot": [1, 1 << 40], "position": 0}
 
     def say(number: int) -> bool:
@@ -128,4 +128,4 @@ def test_a_half_open_connection_is_let_go(victim: Victim) -> None:
     for _ in range(50):
         with dial(victim.smp.bulk) as sock:
             sock.sendall(b"HF")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close with a reset

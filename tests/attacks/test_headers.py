@@ -1,4 +1,4 @@
-"""Slot files whose headers lie: a trainer's own node seals none of them."""
+"""Slot files with forged headers: the trainer's own node must refuse to seal them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def header_of(slot: memoryview) -> Entries:
 
 
 def put(slot: memoryview, entries: Entries) -> None:
-    """Write a header of the same length, the stamp where it must be."""
+    """Write `entries` as the header, padded to the old length so that the stamp stays in its place."""
     length = int.from_bytes(slot[:8], "little")
     text = json.dumps(entries, separators=(",", ":")).encode()
     assert len(text) <= length
@@ -53,7 +53,7 @@ LIES: dict[str, Callable[[Entries], Entries]] = {
 
 
 class Writing:
-    """A slot that a trainer is about to have sealed."""
+    """A slot that a trainer has written and is about to seal."""
 
     def __init__(self, victim: Victim) -> None:
         self.trainer = victim.run["dp0"]

@@ -1,4 +1,4 @@
-"""Another user of the same node: every way in is closed, and no directory of theirs is taken for ours."""
+"""Another user of the same node cannot get in, and no directory of another user is taken for ours."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ except OSError as error:
 
 
 def nobody_says(kind: str, where: str, data: bytes) -> str:
-    """What another user's process hears."""
+    """Send `data` from a process of another user; return what that process prints."""
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin") or sys.executable
     command = [python, "-I", "-c", SAY, kind, where, data.hex()]
     done = subprocess.run(
@@ -85,7 +85,7 @@ def test_another_user_cannot_even_reach_the_socket(victim: Victim) -> None:
 
 @as_root
 def test_nor_talk_over_it_if_its_modes_are_opened(victim: Victim) -> None:
-    """The kernel says who is there, whatever somebody has done to the modes."""
+    """The kernel identifies the peer, whatever the file modes are."""
     opened = [victim.ground.base, victim.smp.arena.parent, victim.smp.arena, victim.local]
     before = [path.stat().st_mode for path in opened]
     try:
@@ -139,7 +139,7 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
         assert uid_of(("127.0.0.1", 1), ("127.0.0.1", port)) is None
 
 
-# ---------------------------------------------------------------------- directories of others
+# ---------------------------------------------------------------------- directories of other users
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def ground() -> Iterator[Ground]:
 
 
 def start(ground: Ground, arena: Path) -> str:
-    """Why an SMP does not start there."""
+    """Start an SMP in `arena`, which must fail; return the error."""
     error = refusal(smp_command(JOB, "node0", arena, ground.host()))
     assert isinstance(error, ConfigError)
     return str(error)
@@ -183,7 +183,7 @@ def test_an_arena_of_another_user_is_refused(ground: Ground) -> None:
 
 @as_root
 def test_an_arena_in_a_directory_of_another_user_is_refused(ground: Ground) -> None:
-    """They could put another in its place: /dev/shm is open to all, and so is the name that we would use in it."""
+    """That user could replace the arena: anybody can create a directory in /dev/shm under the name we would use."""
     parent = ground.base / "holdfast-4711"
     parent.mkdir(mode=0o700)
     os.chown(parent, 4711, 4711)
@@ -192,7 +192,7 @@ def test_an_arena_in_a_directory_of_another_user_is_refused(ground: Ground) -> N
 
 @as_root
 def test_a_socket_that_another_user_serves_is_not_talked_to() -> None:
-    """A trainer would write its model into whatever that process names."""
+    """A trainer would write its model into any file that such a process names."""
     base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     code = (
         "import os, socket, sys\n"

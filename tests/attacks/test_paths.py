@@ -1,4 +1,4 @@
-"""Names that are paths: of jobs, nodes, shards, groups and files."""
+"""Paths in place of names: of jobs, nodes, shards, groups and files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRICKS = (
 
 @pytest.fixture
 def nothing_new(victim: Victim) -> Iterator[None]:
-    """No file appears, neither in the arena nor around it."""
+    """No file may appear, in the arena or around it."""
 
     def files() -> set[Path]:
         return {path for path in victim.ground.base.rglob("*") if not path.name.startswith("smp.log")}
@@ -54,7 +54,7 @@ def test_as_job_ids(job: str) -> None:
 
 
 def test_as_a_job_id_of_an_smp_that_is_started(victim: Victim, nothing_new: None) -> None:
-    """Its arena is named by itself; what it says of itself to others is not made a path of anywhere."""
+    """The arena has its own option. The job id that an SMP reports to others must not become a path anywhere."""
     with pytest.raises(ConfigError):
         refused = refusal(smp_command("../escape", "node0", victim.smp.arena, victim.smp.host))
         raise refused
@@ -90,7 +90,7 @@ def test_as_files_that_an_smp_names_to_a_trainer(victim: Victim, file: str) -> N
 
 
 def test_a_slot_of_another_length_is_not_mapped(victim: Victim) -> None:
-    """Reading past the end of a mapped file is the end of the process."""
+    """Reading past the end of a mapped file kills the process."""
     client = victim.run["dp0"].client
     path = next(victim.smp.arena.glob("dp0.*.safetensors"))
     status = path.stat()

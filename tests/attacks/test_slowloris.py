@@ -1,4 +1,4 @@
-"""Who keeps others waiting: connections that say nothing, or one byte at a time."""
+"""Connections that keep others waiting: they send nothing, or one byte at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_page_serves_others_while_requests_never_end(victim: Victim) -> None
 
 
 def test_a_message_that_comes_byte_by_byte_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte comes in time, the message as a whole does not."""
+    """Every byte arrives in time, but the message as a whole does not."""
     mine, other = socket.socketpair()
     stream = SocketStream(mine, 0.2)
     stop = threading.Event()
@@ -67,7 +67,7 @@ def test_a_message_that_comes_byte_by_byte_is_not_waited_for_without_end(monkeyp
     thread = threading.Thread(target=drip)
     thread.start()
     with pytest.raises(Exception, match="did not answer in time"):
-        stream.receive()  # or it would wait for as long as bytes come
+        stream.receive()  # without a deadline for the whole message this would never end
     stop.set()
     stream.close()
     other.close()
@@ -75,7 +75,7 @@ def test_a_message_that_comes_byte_by_byte_is_not_waited_for_without_end(monkeyp
 
 
 class Door:
-    """A gate, and those who come to it."""
+    """An authenticator, and the connections that come to it."""
 
     def __init__(self) -> None:
         self.gate = Authenticator(Credentials(TOKEN), JOB)
@@ -86,7 +86,7 @@ class Door:
         self.let_in: list[socket.socket] = []
 
     def come(self) -> socket.socket:
-        """A connection that is being asked from now on."""
+        """A connection that the authenticator has begun to challenge."""
         sock = dial(self._listening.getsockname())
         accepted, _ = self._listening.accept()
         self.threads.append(threading.Thread(target=self._enter, args=(accepted,)))
@@ -116,7 +116,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 
 def test_the_oldest_of_those_who_say_nothing_gives_way(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So whoever has the token comes in before any of them is let go, however many there are."""
+    """So a client with the token gets in before any silent connection times out, however many of those there are."""
     monkeypatch.setattr("holdfast.smp_daemon.shared.handshake.HANDSHAKE_DEADLINE_S", DEADLINE_S)
     with ExitStack() as stack:
         silent = [stack.enter_context(door.come()) for _ in range(3 * PLACES_OF_SOURCE)]

@@ -1,4 +1,4 @@
-"""Guessing a token, repeating what was overheard, and standing in the middle without knowing it."""
+"""Guessing a token, replaying an overheard handshake, and being in the middle of one without knowing the token."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.smp_kit import JOB, SmpProcess, playground, run_on
 
 GUESSES = 24
 HELLO_BYTES = len(MAGIC) + NAME_BYTES
-"""Of a server."""
+"""Length of the first message of a server."""
 
 
 class Guarded:
-    """An SMP with a token and something to take."""
+    """Two SMPs that require a token, and a snapshot on them."""
 
     def __init__(self, smps: list[SmpProcess], environment: dict[str, str]) -> None:
         self.smps = smps
@@ -41,7 +41,7 @@ class Guarded:
         self.snapshot = self.run.protect(1)
 
     def serves(self) -> None:
-        """Whoever has the token is served, and nobody has spoilt anything."""
+        """A client with the token is served, and all shards are intact."""
         with credentials(self.environment):
             stream = connect(self.smps[0].bulk, 10.0, JOB)
             assert "bytes" in call(stream, HELD)[0]
@@ -65,7 +65,7 @@ def guarded(module_guarded: Guarded) -> Iterator[Guarded]:
 
 
 def guess(smp: SmpProcess) -> float:
-    """How long a wrong guess takes until it is known to be wrong."""
+    """Seconds until a wrong guess is refused."""
     began = time.monotonic()
     with dial(smp.bulk) as sock, pytest.raises(SmpUnavailable):
         prove_to_server(sock, secrets.token_bytes(32), JOB)
@@ -91,7 +91,7 @@ def test_messages_without_a_token_are_not_read(guarded: Guarded) -> None:
 
 
 class Overheard:
-    """A man in the middle of one honest handshake, who writes down what both say."""
+    """A man in the middle of one honest handshake, who records both sides."""
 
     def __init__(self, smp: SmpProcess) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -185,12 +185,12 @@ def test_grpc_calls_without_a_right_signature_are_refused(guarded: Guarded, sign
 
 @pytest.mark.proves("other-hosts")
 def test_requests_of_strangers_are_not_read(guarded: Guarded) -> None:
-    """A call is refused by its head. Eight MiB that come with each of 64 calls at a time would be half a GiB."""
+    """A call is refused by its headers. Reading 8 MiB of body for each of 64 concurrent calls would take half a GiB."""
     with grpc.insecure_channel("{}:{}".format(*guarded.smps[0].control)) as channel:
         read = threading.Event()
 
         def said() -> Iterator[bytes]:
-            read.wait(DEADLINE_S)  # nothing of it is sent before the answer is here
+            read.wait(DEADLINE_S)  # the body is sent only after the answer has arrived
             yield bytes(100)
 
         with pytest.raises(grpc.RpcError) as refused:
@@ -200,6 +200,6 @@ def test_requests_of_strangers_are_not_read(guarded: Guarded) -> None:
 
 
 def test_a_token_of_another_job_is_not_this_ones(guarded: Guarded, tmp_path: Path) -> None:
-    """Even if the bytes are the same: what is proved is the token and the job."""
+    """Even if the bytes of the token are the same: the proof covers the token and the job."""
     with credentials(guarded.environment), pytest.raises(HoldfastError):
         call(connect(guarded.smps[0].bulk, 10.0, "otherjob"), HELD)

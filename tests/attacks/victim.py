@@ -1,4 +1,4 @@
-"""Who is attacked: two SMPs that hold a protected snapshot."""
+"""The target of the attacks: two SMPs that hold a protected snapshot."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, SmpProcess, run_on
 
 BUDGET_BYTES = 64 << 20
-"""How much an attack may make an SMP grow."""
+"""Upper limit for the memory that an attack may add to an SMP."""
 
 SPARE_FILES = 4
-"""Descriptors that gRPC and others open and close as they like."""
+"""Number of descriptors that gRPC and others may open and close at any time."""
 
 HELD = {"op": "shard", "job": JOB, "coord": "dp0"}
-"""What any SMP of its kind may ask for raw bytes' sake."""
+"""A harmless request, which any SMP of the job may make on the port for raw bytes."""
 
 Address = Path | tuple[str, int]
 
 
 class Victim:
-    """Two SMPs, their trainers, and a snapshot that both have protected."""
+    """Two SMPs, their trainers, and a snapshot that is protected on both."""
 
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
@@ -48,7 +48,7 @@ class Victim:
 
     @property
     def local(self) -> Path:
-        """Where the first SMP's trainers connect."""
+        """The socket for trainers of the first SMP."""
         return socket_path(self.smp.arena)
 
     @property
@@ -56,7 +56,7 @@ class Victim:
         return self.smp.control
 
     def check(self) -> None:
-        """Nothing has come of it."""
+        """Assert that the attack had no effect on either SMP."""
         for smp in self.smps:
             bytes_before, files_before = self._before[smp.name]
             assert smp.process.poll() is None, f"{smp.name} is gone: {smp.bugs()}"
@@ -74,7 +74,7 @@ class Victim:
 
 
 def anonymous_bytes(smp: SmpProcess) -> int:
-    """Memory of its own, without what it has mapped."""
+    """Anonymous resident memory of an SMP, without its mapped files."""
     for line in Path(f"/proc/{smp.process.pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -86,7 +86,7 @@ def open_files(smp: SmpProcess) -> int:
 
 
 def dial(address: Address, deadline_s: float = DEADLINE_S) -> socket.socket:
-    """A bare connection."""
+    """A connection without a handshake."""
     sock = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
     sock.settimeout(deadline_s)
     sock.connect(str(address) if isinstance(address, Path) else address)
@@ -94,7 +94,7 @@ def dial(address: Address, deadline_s: float = DEADLINE_S) -> socket.socket:
 
 
 def tell(address: Address, data: bytes, *, end: bool = True) -> bytes:
-    """Say `data`, and nothing more if `end`; all that comes back until the other side ends the connection."""
+    """Send `data`, and end our side if `end`. Returns everything that arrives until the other side ends."""
     heard = b""
     with dial(address) as sock:
         try:
@@ -105,30 +105,30 @@ def tell(address: Address, data: bytes, *, end: bool = True) -> bytes:
                 heard += more
         except TimeoutError:
             raise
-        except OSError:  # it was faster to end it
+        except OSError:  # the other side closed the connection first
             pass
     return heard
 
 
 def frame(body: bytes, *, magic: bytes = b"HFST", length: int | None = None, payload: int = 0) -> bytes:
-    """A message as it stands on the wire, or nearly."""
+    """A message as on the wire, or a forged one with another magic or length."""
     return magic + struct.pack("<IQ", len(body) if length is None else length, payload) + body
 
 
 def ask_control(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
-    """The reply to one message by gRPC, from whoever has no token."""
+    """The reply to one message over gRPC, sent without a token."""
     return json.loads(say_control(address, json.dumps(message).encode()))  # type: ignore[no-any-return]
 
 
 def say_control(address: tuple[str, int], body: bytes, metadata: tuple[tuple[str, bytes], ...] = ()) -> bytes:
-    """The same with any bytes. Raises `grpc.RpcError` for a call that is not answered."""
+    """The reply to raw bytes over gRPC, sent with `metadata`. Raises `grpc.RpcError` if the call is refused."""
     with grpc.insecure_channel("{}:{}".format(*address)) as channel:
         reply: bytes = channel.unary_unary(METHOD, None, None)(body, timeout=DEADLINE_S, metadata=metadata)
     return reply
 
 
 def ask(address: Address, message: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
-    """The reply to one message on a connection of its own."""
+    """The reply to one message, sent on its own connection."""
     heard = tell(address, frame(json.dumps(message).encode(), payload=len(payload)) + payload)
     length, _ = struct.unpack_from("<IQ", heard, 4)
     reply: dict[str, Any] = json.loads(heard[16 : 16 + length])
