@@ -78,7 +78,7 @@ def said(smp: SmpRates, here: int = 4) -> str:
 
 
 def test_it_is_said_what_the_rates_rest_on() -> None:
-    assert "Rates are as last measured (2026-11-20, Some CPU, 4 cores), for want of --measured" in said(
+    assert "Rates are as last measured (2026-11-20, Some CPU, 4 cores), since there is no --measured" in said(
         SmpRates(rates=RATES)
     )
     text = said(SmpRates(rates=RATES, file="node.json"))
@@ -88,7 +88,7 @@ def test_it_is_said_what_the_rates_rest_on() -> None:
         "A core needs 0.50 s for each GB that is protected: 0.20 to send, 0.25 to receive, 0.10 to digest, 0.12" in text
     )
     assert "it has 1.5 cores (--smp-cores says how many it may use)" in text
-    assert "Protecting sends 3 GB/s out of a node: what the SMP's cores do" in text
+    assert "Protecting sends 3 GB/s out of a node: what the SMP's cores can do" in text
     assert "NOTE" not in text
 
 
@@ -108,9 +108,9 @@ def test_it_is_said_what_limits() -> None:
 
 def test_another_machine_and_cores_that_were_not_measured_are_said() -> None:
     text = said(SmpRates(rates=RATES, file="node.json"), here=96)
-    assert "NOTE: node.json is of a machine with 4 cores, and this one has 96" in text
+    assert "NOTE: node.json was measured on a machine with 4 cores, and this one has 96" in text
     assert "NOTE" not in said(SmpRates(rates=RATES), here=96), "nobody says that what is built in is of this machine"
-    assert "NOTE: 4 cores were measured, and not 16: that each of them does as much is an assumption" in said(
+    assert "NOTE: 4 cores were measured, and not 16: the plan assumes that each of them is as fast" in said(
         SmpRates(rates=RATES, given_cores=16)
     )
 
@@ -223,7 +223,7 @@ def test_plan_without_a_file_assumes_what_was_measured_and_not_line_rate(capsys:
     row, text = plan_of("--line-rate", "50GB/s", capsys=capsys)
     assert row["sizes"]["encode_s"] == pytest.approx(row["sizes"]["node_bytes"] / SmpRates().protect)
     assert SmpRates().protect == LAST.protect * max(1, LAST.smp_cores)
-    assert "for want of --measured" in text and "the network cards would do 50 GB/s" in text
+    assert "since there is no --measured" in text and "the network cards would do 50 GB/s" in text
 
 
 def test_tune_takes_a_profile_a_machine_or_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,7 @@ def test_tune_takes_a_profile_a_machine_or_both(tmp_path: Path, capsys: pytest.C
     assert json.loads(told.out)["rates"]["network_rate"] == 3e9
     assert f"Rates are from {file}" in told.err
     assert main([*job, "--json", "-"]) == 0
-    assert "for want of --measured" in capsys.readouterr().err
+    assert "since there is no --measured" in capsys.readouterr().err
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps(replace(RUN, parity=0, data=0, encode_s=0.0).to_json()))
     both = ["tune", "--nodes", "128", "--measured", str(profile), "--measured", str(file)]
@@ -258,7 +258,7 @@ def test_simulate_takes_rates_from_a_file(tmp_path: Path, capsys: pytest.Capture
         told = capsys.readouterr()
         result = json.loads(told.out)
         every[len(options)] = result["rows"][0]["every"]
-        assert ("for want of --measured" in told.err) == (not options)
+        assert ("since there is no --measured" in told.err) == (not options)
     assert every[4] < every[2], "64 cores protect sooner than 1.5"
 
 

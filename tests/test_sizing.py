@@ -111,7 +111,7 @@ def test_a_frozen_base_is_captured_once_and_kept() -> None:
         (["--zero", "4"], "ZeRO stages are 0 to 3"),
         (["--optimizer", "lion"], "'lion'.* is not known"),
         (["--step", "12"], "--step: '12' has no unit"),
-        (["--device-rate", "0"], "rates are more than 0"),
+        (["--device-rate", "0"], "rates must be more than 0"),
     ],
 )
 def test_what_cannot_be_is_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,3 +1,1 @@
-"""What `holdfast bench` measures."""
-
-__all__ = ["ec", "stall"]
+"""The benchmarks of `holdfast bench`."""

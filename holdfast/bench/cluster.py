@@ -1,8 +1,8 @@
-"""Real SMPs on this machine, and one process that is the trainer of each of them: what the benchmarks of SMPs drive.
+"""Real SMPs on this machine, for benchmarks, and one process that acts as the trainer of all of them.
 
-``python -m holdfast.bench.cluster`` is such a process. It does what it is told on standard input, a JSON object a line,
-and answers with one. `holdfast bench node` runs this file beside the code of another checkout, too: it uses nothing of
-its own folder.
+``python -m holdfast.bench.cluster`` runs as a process that takes orders on standard input, one JSON object per line,
+and answers each with one JSON object. `holdfast bench node` also runs this file with the code of another checkout, so
+it must import nothing from its own folder.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot, wri
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
 LOST = 1
-"""The node that loses its memory."""
+"""Index of the node that loses its memory."""
 
 SLOTS = 2
 DEADLINE_S = 120.0
 PAUSE_S = 0.9
-"""For so long encoding is held back while all nodes seal; SMPs grant a second."""
+"""How long to hold back encoding while all nodes seal, in seconds. SMPs grant at most a second."""
 
 ATTEMPTS = 5
-"""How often a snapshot is taken anew that was not sealed within `PAUSE_S`, on a busy machine."""
+"""How many snapshots to try until one is sealed within `PAUSE_S`, which may fail on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Protected:
-    """One snapshot of all nodes. Processor time is user and system, of all SMPs together.
+    """Times of one snapshot of all nodes. Processor time is user plus system time, summed over all SMPs.
 
     Attributes:
-        bytes: of all shards.
-        seal_s, seal_cpu_s: digesting every byte, node by node.
-        seconds, cpu_s: from then on, until every node has committed its parity and heard that the others have.
+        bytes: size of all shards together.
+        seal_s, seal_cpu_s: time to seal, which digests every byte, node by node.
+        seconds, cpu_s: time from then until every node has committed its parity and heard that the others have.
     """
 
     bytes: int
@@ -63,11 +63,12 @@ class Protected:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecovered:
-    """A lost node's shard that came back.
+    """Times of the recovery of a lost node's shard.
 
     Attributes:
-        cpu_s: of all SMPs together.
-        sent, received: bytes between SMPs, by node.
+        bytes: size of the shard.
+        cpu_s: processor time of all SMPs together.
+        sent, received: bytes that each node sent to, and received from, other SMPs.
     """
 
     bytes: int
@@ -81,8 +82,8 @@ class Cluster:
     """SMPs that hold one shard each. Not thread-safe; every call blocks.
 
     Attributes:
-        nodes, clients: in the order of their shards.
-        content: of every shard.
+        nodes, clients: the nodes and the connections to their SMPs, in the order of their shards.
+        content: the bytes of every shard.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class Cluster:
         settings: Mapping[str, str] | None = None,
         places: Sequence[tuple[str, str | None]] = (),
     ) -> None:
-        """Start them; `stack` ends them.
+        """Start the SMPs; closing `stack` ends them.
 
         Args:
-            settings: more environment variables.
-            places: of each node, its addresses with commas between them, and the path of its network namespace; left
-                out, they are on loopback.
+            settings: additional environment variables for the SMPs.
+            places: for each node its addresses, separated by commas, and the path of its network namespace. If empty,
+                all nodes are on loopback.
 
         Raises:
             HoldfastError: an SMP cannot start.
@@ -128,7 +129,7 @@ class Cluster:
             self._formats.append(plan_slot(job, f"dp{node.index}", [leaf], 64))
 
     def configure(self, protect: str) -> None:
-        """Have memory reserved, with two slots a shard."""
+        """Give all SMPs a layout, for which they reserve memory: `SLOTS` slots per shard."""
         ranks = [
             RankInfo.of(f"dp{i}", client.inventory(), form.total_bytes)
             for i, (client, form) in enumerate(zip(self.clients, self._formats, strict=True))
@@ -140,7 +141,7 @@ class Cluster:
             client.configure(self._layout)
 
     def write(self) -> SnapshotId:
-        """Write the next snapshot into its slots."""
+        """Write the next snapshot into its slots, and return its id."""
         self._step += 1
         snapshot = SnapshotId(self._epoch, self._step)
         keep = [self._newest] if self._newest else []
@@ -149,22 +150,22 @@ class Cluster:
         return snapshot
 
     def seal(self, snapshot: SnapshotId) -> None:
-        """Have it digested and committed, node by node."""
+        """Seal the snapshot, node by node: its SMP digests and commits it."""
         for i, client in enumerate(self.clients):
             client.seal(snapshot, f"dp{i}")
 
     def await_protected(self, snapshot: SnapshotId) -> None:
-        """Until every node says so. Raises `DeadlineExceeded`."""
+        """Wait until every node says that the snapshot is protected. Raises `DeadlineExceeded`."""
         for i, client in enumerate(self.clients):
             if client.await_outcome(snapshot, DEADLINE_S) is not SnapshotOutcome.PROTECTED:
                 raise DeadlineExceeded(f"node {i} did not protect {snapshot} in {DEADLINE_S:.0f} s")
         self._newest = snapshot
 
     def protect(self) -> Protected:
-        """Protect a snapshot, sealing and encoding apart: the trainers ask for quiet until all have sealed.
+        """Protect a snapshot, and time sealing and encoding separately: the SMPs pause encoding until all have sealed.
 
         Raises:
-            DeadlineExceeded: sealing takes longer than SMPs grant quiet, `ATTEMPTS` times.
+            DeadlineExceeded: in each of `ATTEMPTS` attempts, sealing took longer than the pause.
         """
         for _ in range(ATTEMPTS):
             snapshot = self.write()
@@ -194,7 +195,11 @@ class Cluster:
         )
 
     def recover(self, method: str) -> NodeRecovered:
-        """Have `LOST` lose its memory, and its replacement get the shard back by one of `recovery.rebuild.METHODS`."""
+        """Make `LOST` lose its memory, and time how its replacement rebuilds the shard.
+
+        Args:
+            method: one of `recovery.rebuild.METHODS`.
+        """
         assert self._newest is not None
         node = self.nodes[LOST]
         self.clients[LOST].close()
@@ -204,7 +209,7 @@ class Cluster:
         self.clients[LOST] = SmpClient(node.arena, "bench")
         plan = plan_restore([client.inventory() for client in self.clients], self._layout.coords)
         if plan is None or plan.snapshot != self._newest:
-            raise HoldfastError(f"{self._newest} was protected and cannot be had")
+            raise HoldfastError(f"{self._newest} was protected, but cannot be restored")
         self._epoch += 1
         for client in self.clients:
             client.join(self._epoch)
@@ -214,7 +219,7 @@ class Cluster:
         seconds, cpu_s = time.perf_counter() - began, self._cpu_s() - before
         offset, leaf = self._formats[LOST].offsets["state"]
         if shard.how != "rebuilt" or shard.view[offset : offset + leaf.bytes] != self.content:
-            raise HoldfastError(f"the shard came back {shard.how}, and not as it was")
+            raise HoldfastError(f"the lost shard came back {shard.how}: it was not rebuilt, or its bytes are wrong")
         sent, received = (
             [client.counters()[name] - early[name] for client, early in zip(self.clients, counted, strict=True)]
             for name in ("bytes_sent", "bytes_received")
@@ -242,19 +247,19 @@ class Cluster:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has taken, of all its threads, those that have ended included."""
-    return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3): nanoseconds, where /proc has hundredths
+    """Processor time of a process: all its threads, including those that have ended."""
+    return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3): in nanoseconds; /proc has only hundredths of 1 s
 
 
 def random_content(count: int, seed: int) -> memoryview:
-    """So many bytes in memory of their own."""
+    """`count` random bytes in a memory mapping of their own."""
     content = memoryview(mmap.mmap(-1, count))
     content[:] = np.random.default_rng(seed).bytes(count)
     return content
 
 
 def main() -> None:
-    """Serve standard input until it ends: ``{"do": "protect"}``, ``{"do": "recover"}``."""
+    """Carry out the orders on standard input, ``{"do": "protect"}`` or ``{"do": "recover"}``, until it ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--protect", required=True)
@@ -264,7 +269,7 @@ def main() -> None:
     try:
         with Scratch("bench") as scratch, ExitStack() as stack:
             content = random_content(options.shard_bytes, options.seed)
-            # Nothing else is to be measured: the scrub would read now and then.
+            # Without the scrub, whose reads would disturb the measurement.
             cluster = Cluster(scratch.path, content, options.nodes, stack, {"HOLDFAST_SCRUB": "0"})
             cluster.configure(options.protect)
             _answer({"code": str(Path(holdfast.__file__).parent.parent)})

@@ -1,4 +1,4 @@
-"""How fast state is copied into a slot: the capture's own copy, in turn with memcpy of the same bytes."""
+"""How fast state is copied into a slot: the capture's own copy, alternating with memcpy of the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One kind of state. Throughputs in 10^9 bytes a second."""
+    """Result for one kind of state. Throughputs are in 10^9 bytes per second."""
 
     what: str
     tensors: int
@@ -28,15 +28,15 @@ class CopyRow:
 
     @property
     def ratio(self) -> float:
-        """Ours as a part of memcpy's."""
+        """Our throughput divided by memcpy's."""
         return self.ours_gbps / self.memcpy_gbps
 
 
 def measure_copies(part: int = 1) -> list[CopyRow]:
-    """Tensors of a model's size against one memcpy each, and many small ones against one flat buffer. About 20 s.
+    """Compare large tensors with one memcpy each, and many small ones with memcpy of one flat buffer. About 20 s.
 
     Args:
-        part: measures one in so many of the tensors.
+        part: divides the number of tensors.
     """
     return [
         _row(48 // part, 2_732_032, flat=False),
@@ -46,7 +46,7 @@ def measure_copies(part: int = 1) -> list[CopyRow]:
 
 
 def _row(count: int, length: int, *, flat: bool) -> CopyRow:
-    """`count` tensors of `length` float32 numbers."""
+    """Measure `count` tensors of `length` float32 numbers."""
     against = "memcpy of one flat buffer" if flat else "memcpy one by one"
     what = f"{count:,} tensors of {4 * length:,} bytes, {against}"
     tensors = [torch.full((length,), float(i)) for i in range(count)]
@@ -72,7 +72,7 @@ def _row(count: int, length: int, *, flat: bool) -> CopyRow:
 
 
 def _in_turn(works: Sequence[Callable[[], None]]) -> list[float]:
-    """Median seconds of each, after one round that does not count."""
+    """Run `works` in turn, `REPEATS` times after a round that does not count. Returns the median seconds of each."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS + 1):
         for work, took in zip(works, times, strict=True):

@@ -1,8 +1,8 @@
-"""``holdfast bench ec``: how fast the erasure codes are, as a part of what copying the same bytes takes.
+"""``holdfast bench ec``: how fast the erasure codes are, relative to copying the same bytes.
 
-Times on a shared machine mean little. So each operation takes turns with `memmove` of the same number of bytes in the
-same number of threads, and what counts is the ratio of their medians. `measure` holds the clock; the rest decides,
-counts and draws.
+Times on a shared machine mean little. So each operation alternates with `memmove` of the same number of bytes in the
+same number of threads, and the result is the ratio of their medians. `measure` does the timing; the other functions
+choose what to measure, evaluate the results and print them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ OPS = ("encode", "accumulate", "reconstruct")
 KIB, MIB = 1 << 10, 1 << 20
 
 BATCH_S = 0.004
-"""One measurement repeats a short call for about so long: threads start up to 0.1 ms apart."""
+"""How long a measurement repeats a short call, in seconds, since threads start up to 0.1 ms apart."""
 
 WARM_UP_S = 0.1
-"""More than preparing tables takes: a first call longer than this was long by itself."""
+"""Longer than preparing tables takes, in seconds: a first call that takes longer is slow for other reasons."""
 
 MIN_SAMPLES = 3
 SLOW_BYTES = 16 * MIB
-"""The largest unit that slow backends are measured at: beyond it they take minutes and get no faster."""
+"""The largest unit to measure slow backends with: with larger ones they take minutes, and are no faster per byte."""
 
 BARRIER_DEADLINE_S = 60.0
 
@@ -59,11 +59,11 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class EcBenchmark:
-    """What is measured: every combination, and then four SMPs.
+    """What to measure: every combination of the first four fields, and then four SMPs.
 
     Attributes:
-        budget_s: what a cell may take, unless `MIN_SAMPLES` need longer.
-        protects, shard_bytes, repeats: codes of the SMPs, bytes on each, and how often they protect them.
+        budget_s: time for one combination, unless `MIN_SAMPLES` take longer.
+        protects: codes of the SMPs. shard_bytes: bytes on each. repeats: number of snapshots they protect.
     """
 
     codes: tuple[tuple[int, int], ...] = ((2, 1), (4, 1), (4, 2), (6, 2), (8, 2), (8, 3))
@@ -78,7 +78,7 @@ class EcBenchmark:
 
 
 def quick(seed: int) -> EcBenchmark:
-    """A few seconds' worth."""
+    """A benchmark of a few seconds."""
     return EcBenchmark(
         codes=((4, 1), (4, 2)),
         unit_bytes=(64 * KIB, MIB),
@@ -92,7 +92,7 @@ def quick(seed: int) -> EcBenchmark:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing to measure."""
+    """One combination to measure."""
 
     op: str
     k: int
@@ -103,13 +103,13 @@ class Setting:
 
     @property
     def bytes(self) -> int:
-        """Data that one call reads, and that is copied to compare: one unit to accumulate, else k."""
+        """Data that one call reads, and that memcpy copies for comparison: one unit for accumulate, else k units."""
         return self.unit_bytes * (1 if self.op == "accumulate" else self.k)
 
 
 @dataclass(frozen=True, slots=True)
 class Row(Setting):
-    """What was measured. GB are 10^9 bytes; `ratio` is gb_s / memcpy_gb_s."""
+    """The result for one combination. GB are 10^9 bytes; `ratio` is gb_s / memcpy_gb_s."""
 
     gb_s: float
     memcpy_gb_s: float
@@ -117,7 +117,7 @@ class Row(Setting):
 
     @classmethod
     def of(cls, cell: Setting, op_s: Sequence[float], memcpy_s: Sequence[float]) -> Self:
-        """From the seconds that calls and copies took."""
+        """The row for the seconds that each call and each copy took."""
         total = cell.bytes * cell.threads / 1e9
         gb_s, memcpy_gb_s = (bench_smp.rounded(total / statistics.median(seconds)) for seconds in (op_s, memcpy_s))
         return cls(**asdict(cell), gb_s=gb_s, memcpy_gb_s=memcpy_gb_s, ratio=bench_smp.rounded(gb_s / memcpy_gb_s))
@@ -125,7 +125,7 @@ class Row(Setting):
 
 @dataclass(frozen=True, slots=True)
 class EcReport:
-    """A run of the benchmark. `notes` say what was left out."""
+    """The result of a run of the benchmark. `notes` say what was left out."""
 
     date: str
     machine: dict[str, Any]
@@ -137,7 +137,7 @@ class EcReport:
     rebuild: list[bench_smp.RebuildRow]
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The JSON object that ``--json`` writes."""
         return {
             "date": self.date,
             "machine": self.machine,
@@ -190,7 +190,7 @@ def run(plan: EcBenchmark, console: Console) -> EcReport:
 
 
 def cells(plan: EcBenchmark, unusable: Iterable[str]) -> list[Setting]:
-    """What to measure, sorted by size."""
+    """All combinations to measure, sorted by unit size."""
     return [
         Setting(op, k, m, unit_bytes, backend, threads)
         for unit_bytes in plan.unit_bytes
@@ -209,7 +209,7 @@ def _slow(backend: str, m: int) -> bool:
 
 
 def notes(plan: EcBenchmark, unusable: dict[str, str]) -> list[str]:
-    """What `cells` leaves out, and why."""
+    """Sentences on what `cells` leaves out, and why."""
     found = [f"{backend} is left out: {reason}" for backend, reason in unusable.items()]
     if "pyeclib" in plan.backends and "pyeclib" not in unusable:
         found.append("pyeclib cannot accumulate single units; its backend does that by NumPy, so see there")
@@ -219,7 +219,10 @@ def notes(plan: EcBenchmark, unusable: dict[str, str]) -> list[str]:
 
 
 def measure(plan: EcBenchmark, todo: Sequence[Setting], begin: Callable[[int, Setting], object]) -> list[Row]:
-    """Measure the cells, size by size, and tell `begin` how many are done before each. Blocks for minutes.
+    """Measure the combinations in `todo`, size by size. Blocks for minutes.
+
+    Args:
+        begin: called before each combination, with the number of combinations that are done.
 
     Raises:
         ConfigError: the buffers do not fit into memory.
@@ -227,7 +230,7 @@ def measure(plan: EcBenchmark, todo: Sequence[Setting], begin: Callable[[int, Se
     most_k, most_m, threads = max(k for k, _ in plan.codes), max(m for _, m in plan.codes), max(plan.threads)
     need = threads * (2 * most_k + most_m) * max(plan.unit_bytes)
     room = psutil.virtual_memory().available
-    if 3 * need > room:  # pyeclib copies twice
+    if 3 * need > room:  # pyeclib makes two more copies
         raise ConfigError(f"the buffers need about {3 * need:,} bytes and {room:,} are free: use --quick")
     random = np.random.default_rng(plan.seed)
     rows: list[Row] = []
@@ -237,12 +240,12 @@ def measure(plan: EcBenchmark, todo: Sequence[Setting], begin: Callable[[int, Se
             for cell in (cell for cell in todo if cell.unit_bytes == unit_bytes):
                 begin(len(rows), cell)
                 rows.append(_measure(cell, stripes[: cell.threads], pool, plan.budget_s))
-            del stripes  # before the next are made
+            del stripes  # free the memory before the next ones are made
     return rows
 
 
 class _Stripe:
-    """Units of one size in shared memory, as in an arena: data, parity, and room to copy the data to; all populated."""
+    """Units of one size in shared memory, as in an arena: data, parity, and a target for memcpy. All are filled."""
 
     def __init__(self, k: int, m: int, unit_bytes: int, random: np.random.Generator) -> None:
         view = memoryview(mmap.mmap(-1, (2 * k + m) * unit_bytes))
@@ -254,7 +257,7 @@ class _Stripe:
         self.copy: Buffer = view[(k + m) * unit_bytes :]
 
     def call(self, cell: Setting, codec: Codec) -> Callable[[], object]:
-        """The operation of a cell, ready to be called."""
+        """The operation of `cell` as a function without arguments."""
         data, parity = self.data[: cell.k], self.parity[: cell.m]
         if cell.op == "encode":
             return partial(codec.encode, data, parity)
@@ -266,7 +269,7 @@ class _Stripe:
         return partial(codec.reconstruct, survivors, {index: units[index] for index in lost})
 
     def memcpy(self, cell: Setting) -> Callable[[], object]:
-        """A copy of as many bytes, ready to be called."""
+        """A copy of as many bytes as `cell` reads, as a function without arguments."""
         target, source = as_array(self.copy).ctypes.data, as_array(self.data[0]).ctypes.data
         return partial(ctypes.memmove, target, source, cell.bytes)
 
@@ -286,7 +289,7 @@ def _measure(cell: Setting, stripes: Sequence[_Stripe], pool: ThreadPoolExecutor
 
 
 def _times(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]]) -> int:
-    """How often to repeat `works` in one measurement: by its best of four, for the first call prepares tables."""
+    """How often to repeat `works` in one measurement: from the fastest of four, as the first call prepares tables."""
     best = _seconds(pool, works, 1)
     for _ in range(3):
         if best < WARM_UP_S:
@@ -295,7 +298,7 @@ def _times(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]]) -> i
 
 
 def _seconds(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]], times: int) -> float:
-    """Seconds that one call takes when each of `works` is called `times` times in a thread of its own, all at once."""
+    """Seconds per call when each of `works` is called `times` times, all at the same time in threads of their own."""
     barrier = threading.Barrier(len(works))
 
     def call(work: Callable[[], object]) -> tuple[float, float]:
@@ -310,12 +313,12 @@ def _seconds(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]], ti
 
 
 def repeats(once_s: float) -> int:
-    """How many calls of `once_s` seconds make a measurement."""
+    """Number of calls in one measurement if a call takes `once_s` seconds."""
     return max(1, round(BATCH_S / once_s))
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Facts about this machine, to report beside the figures."""
     return {
         "cpu_model": cpu_model(Path("/proc/cpuinfo").read_text()) or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -325,7 +328,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe(computer: dict[str, Any]) -> str:
-    """What `machine` found, in words."""
+    """The facts from `machine` as text."""
     return (
         f"{computer['cpu_model']}, {computer['cores']} cores, {computer['memory_bytes']:,} bytes of memory, "
         f"Linux {computer['kernel']}"
@@ -333,7 +336,7 @@ def describe(computer: dict[str, Any]) -> str:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The processor's name in the text of ``/proc/cpuinfo``; empty if it has none, as on ARM."""
+    """The processor's name from the text of ``/proc/cpuinfo``; empty if there is none, as on ARM."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -342,7 +345,7 @@ def cpu_model(cpuinfo: str) -> str:
 
 
 def goals(rows: Iterable[Row]) -> list[tuple[bool, str]]:
-    """Whether ISA-L is as fast as it shall be: for each goal and number of threads, by the slowest measured."""
+    """Whether ISA-L meets each goal, for each number of threads. The slowest matching row decides."""
     encodes = [row for row in rows if (row.op, row.backend) == ("encode", "isal")]
     wanted = [
         ("encode 4+2 at 1 MiB", 0.8, [r for r in encodes if (r.k, r.m, r.unit_bytes) == (4, 2, MIB)]),
@@ -359,7 +362,7 @@ def goals(rows: Iterable[Row]) -> list[tuple[bool, str]]:
 
 
 def grid(rows: Iterable[Row], op: str) -> list[list[str]]:
-    """The table of one operation, its header first: a row per code, backend and threads, a column per size."""
+    """The table of one operation, header first: a line per code, backend and threads; a column per unit size."""
     mine = [row for row in rows if row.op == op]
     sizes = sorted({row.unit_bytes for row in mine})
     lines: dict[tuple[str, str, str], dict[int, str]] = {}
@@ -371,12 +374,12 @@ def grid(rows: Iterable[Row], op: str) -> list[list[str]]:
 
 
 def size(count: int) -> str:
-    """``"64 KiB"``."""
+    """A number of bytes as text, such as ``"64 KiB"``."""
     return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
 
 
 def tables(report: EcReport) -> list[tuple[str, list[list[str]]]]:
-    """Every table with its title."""
+    """All tables with their titles."""
     ends = [
         ("four SMPs protect a snapshot", bench_smp.grid(report.protect)),
         ("an empty node gets a lost shard back", bench_smp.rebuild_grid(report.rebuild)),
@@ -406,7 +409,7 @@ def show(console: Console, report: EcReport) -> None:
 
 
 def verdicts(report: EcReport) -> list[tuple[bool, str]]:
-    """`goals` of the codes, and of the SMPs' memory."""
+    """Whether each goal is met: `goals` for the codes, then the goal for the SMPs' memory."""
     found = goals(report.rows)
     for row in report.protect:
         beyond = row.high_water_bytes - row.arena_bytes
@@ -416,7 +419,7 @@ def verdicts(report: EcReport) -> list[tuple[bool, str]]:
 
 
 def markdown(report: EcReport) -> str:
-    """The same as a file to keep."""
+    """The report as a Markdown file."""
     parts = ["# Erasure codes, compared with memcpy", _head(report), LEGEND]
     for title, (header, *lines) in tables(report):
         ruler = ["---"] * 2 + ["---:"] * (len(header) - 2)

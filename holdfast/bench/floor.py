@@ -1,9 +1,10 @@
-"""What protecting must cost at the least: plain sockets between processes that carry the same bytes.
+"""The least that protecting must cost: plain sockets between processes that carry the same bytes.
 
-``python -m holdfast.bench.floor`` is one of these processes, as each SMP is one. Each connects to every other as often
-as it is told, and each end of a connection has a thread: one sends memory that holds the state, piece by piece, the
-other receives into one buffer again and again. *Plain* is no more than that. *Folded* also digests what was received,
-once, and adds it to parity by XOR, once. It does what it is told on standard input, one word a line.
+``python -m holdfast.bench.floor`` runs one of these processes, each of which stands for one SMP. It opens a given
+number of connections to each of the other processes. Each end of a connection has a thread: the sender sends memory
+that holds the state, piece by piece, and the receiver receives all pieces into one buffer. A *plain* round does only
+that. A *folded* round also digests each received piece once and adds it to parity by XOR once. The process takes orders
+on standard input, one JSON value per line.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, S
 from holdfast.smp_daemon.shared.records import digest
 
 PIECE_BYTES = 256 << 10
-"""Of one call. They fit the second cache; of 128 KiB to 2 MiB these took plain sockets the least processor time."""
+"""Bytes per call. They fit the L2 cache; of 128 KiB to 2 MiB, plain sockets took the least processor time with this."""
 
 DEADLINE_S = 60.0
 ANSWER_S = 600.0
-"""What a process may take for one answer: it has deadlines of its own for all that it waits for."""
+"""Timeout for one answer of a process, in seconds. The process has its own timeouts for whatever it waits for."""
 
 ROUNDS = ("plain", "folded")
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """Who is connected to whom.
+    """Which processes are connected, and what their connections carry.
 
     Attributes:
-        connections: from each process to each that it sends to.
-        bytes: that each connection carries in a round: whole pieces.
-        oneway: whether process 0 alone sends, to process 1; else every process to every other.
-        tls: whether each connection is the project's TLS, with this process's credentials.
+        processes: number of processes.
+        connections: number of connections from a process to each of its targets.
+        bytes: bytes that each connection carries in a round; a multiple of `PIECE_BYTES`.
+        oneway: whether only process 0 sends, to process 1. Otherwise every process sends to every other.
+        tls: whether connections use TLS as SMPs do, with the credentials of each process.
     """
 
     processes: int
@@ -58,24 +60,24 @@ class Wires:
     tls: bool = False
 
     def targets(self, index: int) -> list[int]:
-        """Whom that process sends to."""
+        """The processes that process `index` sends to."""
         if self.oneway:
             return [1] if index == 0 else []
         return [other for other in range(self.processes) if other != index]
 
     def sources(self, index: int) -> list[int]:
-        """Whom it receives from."""
+        """The processes that process `index` receives from."""
         return [other for other in range(self.processes) if index in self.targets(other)]
 
     @property
     def total_bytes(self) -> int:
-        """Carried in a round by all connections."""
+        """Bytes that all connections together carry in a round."""
         return sum(len(self.targets(i)) for i in range(self.processes)) * self.connections * self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """One round: seconds on the clock, and processor seconds (user and system) of each process."""
+    """Result of one round: seconds of wall time, and of processor time (user and system) for each process."""
 
     bytes: int
     seconds: float
@@ -83,7 +85,7 @@ class Carried:
 
 
 class Floor:
-    """Processes that are connected, and do a round when told. Not thread-safe; a context manager that ends them."""
+    """A context manager that starts, connects and ends the processes. In between they run rounds. Not thread-safe."""
 
     def __init__(self, wires: Wires, environment: Mapping[str, str]) -> None:
         self.wires = wires
@@ -118,7 +120,7 @@ class Floor:
         self._stack.close()
 
     def round(self, kind: str) -> Carried:
-        """Carry the bytes once, by one of `ROUNDS`."""
+        """Run one round of a kind in `ROUNDS`. Blocks."""
         began = time.perf_counter()
         for process in self._processes:
             tell(process, kind)
@@ -127,7 +129,7 @@ class Floor:
 
 
 def tell(process: subprocess.Popen[str], order: Any) -> None:
-    """Give a process that serves its standard input an order, as JSON."""
+    """Send an order to a process that reads orders from its standard input, as JSON."""
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(order) + "\n")
@@ -137,7 +139,12 @@ def tell(process: subprocess.Popen[str], order: Any) -> None:
 
 
 def answer(process: subprocess.Popen[str]) -> Any:
-    """Its answer. Blocks; raises `HoldfastError` if it ended instead."""
+    """The next answer of a process. Blocks.
+
+    Raises:
+        DeadlineExceeded: there was no answer for `ANSWER_S`.
+        HoldfastError: the process ended, or its answer is an error.
+    """
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], ANSWER_S)[0]:
         raise DeadlineExceeded(f"process {process.pid} of the benchmark said nothing for {ANSWER_S:.0f} s")
@@ -155,9 +162,9 @@ def _ended(process: subprocess.Popen[str]) -> HoldfastError:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Have it end, as it does with its standard input; blocks until it has."""
+    """End a process by closing its standard input; after `DEADLINE_S`, kill it. Blocks until it has ended."""
     assert process.stdin is not None and process.stdout is not None
-    with suppress(BrokenPipeError):  # it has ended already, with something unread
+    with suppress(BrokenPipeError):  # it has already ended, with input unread
         process.stdin.close()
     try:
         process.wait(DEADLINE_S)
@@ -168,7 +175,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 class _Side:
-    """The ends of all connections of one process."""
+    """One process's ends of all its connections. Used by its main thread; in a round, each end has a pool thread."""
 
     def __init__(self, index: int, wires: Wires) -> None:
         self._wires = wires
@@ -179,7 +186,7 @@ class _Side:
         self._pool: ThreadPoolExecutor
 
     def connect(self, ports: Sequence[int]) -> None:
-        """Connect to all, and be connected to."""
+        """Connect to all targets, and accept the connections of all sources. `ports` has the port of each process."""
         wires = self._wires
         expected = len(wires.sources(self._index)) * wires.connections
         with ThreadPoolExecutor(1) as accepting:
@@ -200,7 +207,7 @@ class _Side:
         self._pool = ThreadPoolExecutor(max(1, len(outgoing) + len(incoming)))
 
     def round(self, kind: str) -> float:
-        """Do it; processor seconds that it took."""
+        """Run one round of a kind in `ROUNDS`. Returns the processor seconds that it took."""
         before = time.process_time()
         for done in [self._pool.submit(work) for work in self._works[kind]]:
             done.result()
@@ -217,7 +224,8 @@ class _Side:
 
 
 def _made_ready(sock: socket.socket, tls: bool, *, server: bool) -> socket.socket:
-    """Blocking, so that one call may take a whole piece, with the deadline left to the kernel."""
+    """Set up a connection, with TLS if wanted. It is blocking, so that one call can receive a whole piece; the kernel
+    applies the deadline."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -249,7 +257,7 @@ def _receive(sock: socket.socket, count: int, piece: memoryview, use: Callable[[
 
 
 def _fold(parity: memoryview) -> Callable[[memoryview, int], None]:
-    """Digest a piece and XOR it into `parity`, which is gone through as often as there are data units a stripe."""
+    """A function that digests a piece and XORs it into `parity`. A round goes through `parity` once per source."""
     codec = choose_codec(2, 1)
 
     def fold(piece: memoryview, index: int) -> None:
@@ -261,12 +269,12 @@ def _fold(parity: memoryview) -> Callable[[memoryview, int], None]:
 
 
 def whole_pieces(count: int) -> int:
-    """The most bytes that are whole pieces, of so many."""
+    """`count` rounded down to a multiple of `PIECE_BYTES`."""
     return count // PIECE_BYTES * PIECE_BYTES
 
 
 def memory(count: int) -> memoryview:
-    """So many bytes that are there, in pages of their own."""
+    """`count` bytes in a memory mapping of their own, with all pages allocated."""
     view = memoryview(mmap.mmap(-1, count))
     for start in range(0, count, PIECE_BYTES):
         view[start : start + PIECE_BYTES] = bytes([start // PIECE_BYTES % 255 + 1]) * min(PIECE_BYTES, count - start)
@@ -274,7 +282,7 @@ def memory(count: int) -> memoryview:
 
 
 def main() -> None:
-    """One process: says its port, hears those of all, and does a round for each word until its input ends."""
+    """Run one process: print its port, read the ports of all, then run a round for each order until its input ends."""
     parser = argparse.ArgumentParser()
     for name in ("index", "processes", "connections", "bytes"):
         parser.add_argument(f"--{name}", type=int, required=True)

@@ -1,9 +1,9 @@
 """``holdfast bench node``: how fast this machine protects snapshots, part by part and as a whole.
 
-The whole are real SMPs. They take turns with the *floor* (`holdfast.bench.floor`): as many plain sockets between as
-many processes, which carry the same bytes. What counts are ratios of two measurements that followed each other; the
-processor time is of all SMPs together, and of all processes of the floor. With another checkout its SMPs take turns,
-too. The result is what ``--measured`` of `holdfast plan`, `tune` and `simulate` reads.
+The whole is measured with real SMPs. They alternate with the *floor* (`holdfast.bench.floor`): as many plain sockets
+between as many processes, which carry the same bytes. The results are ratios of measurements from the same round.
+Processor time is the sum over all SMPs, or over all processes of the floor. If another checkout is given, its SMPs take
+turns, too. ``--measured`` of `holdfast plan`, `tune` and `simulate` reads the result.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from holdfast.smp_daemon.shared.versions import RELEASE
 
 LINKS_ENV = "HOLDFAST_LINKS"
 CODES = {2: "1+1", 4: "3+1"}
-"""How so many nodes protect each other: one parity, over all of them."""
+"""The code for each number of nodes: one parity unit, and all nodes in one group."""
 
 GB = 1e9
 WIDEST = 120
-"""Columns of the tables: on a narrower terminal their lines go on in the next."""
+"""Columns to print the tables for; a narrower terminal wraps their lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeBenchmark:
-    """What is measured.
+    """What to measure.
 
     Attributes:
-        nodes: how many SMPs protect each other; of `CODES`.
-        connections: from one of them to another.
-        shard_bytes: of each node.
-        rounds: how often each is measured, after one that does not count; `recoveries`: how often a node is lost.
-        most_bytes: that a part reads in one pass.
+        nodes: numbers of SMPs that protect each other; keys of `CODES`.
+        connections: numbers of connections from each SMP to each other one.
+        shard_bytes: size of each node's shard.
+        rounds: how often to measure, after one round that does not count.
+        recoveries: how often to lose a node.
+        most_bytes: most bytes that a part reads in one pass.
         against: the root of another checkout, whose SMPs take turns with these.
-        parts: whether anything but SMPs is measured; without, the planner has no use for the result.
-        tls: whether connections by TLS are measured, too.
+        parts: whether to measure parts and sockets. Without them the planner refuses the result.
+        tls: whether to measure TLS connections, too.
     """
 
     nodes: tuple[int, ...] = (2, 4)
@@ -76,31 +77,32 @@ class NodeBenchmark:
         if self.shard_bytes < least:
             raise ConfigError(f"--shard of {self.shard_bytes:,} bytes: give {least:,} or more, or fewer connections")
         if self.rounds < 1 or self.recoveries < 0 or self.seed < 0:
-            raise ConfigError("give 1 round or more, no less than 0 recoveries, and a seed of 0 or more")
+            raise ConfigError("give 1 round or more, 0 recoveries or more, and a seed of 0 or more")
         if self.against is not None and not (self.against / "holdfast" / "smp_daemon").is_dir():
             raise ConfigError(f"--against {self.against}: there is no holdfast/smp_daemon in it; name a checkout")
 
 
 def quick(seed: int, against: Path | None = None) -> NodeBenchmark:
-    """A few seconds' worth, of which no figure is to be trusted."""
+    """A benchmark of a few seconds, whose figures are not to be trusted."""
     return NodeBenchmark((2,), (1,), 24 << 20, 1, 1, 32 << 20, seed, against, tls=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ProtectRate:
-    """SMPs that protect snapshots, from sealed to parity committed; the digests of the seal are apart.
+    """How fast SMPs protect snapshots, from sealed to parity committed. The digests of the seal are not included.
 
-    Bytes are those of the state, each once. Medians; ratios are the medians of the rounds' ratios.
+    Bytes are bytes of state, each counted once. All values are medians over the rounds, also those of ratios.
 
     Attributes:
-        code: ``this``, or ``against``: of the other checkout.
-        tls: whether the SMPs' connections are TLS; those of the floor never are.
-        throughput_ratio: to what the plain sockets carry.
-        folded_ratio: to what they carry if it is also digested and folded.
-        cpu_ratio: to the processor time of that.
-        smp_cores: that one SMP kept busy.
-        seal_cpu_s_per_gb: the digests.
-        throughput_gain, cpu_gain: times the throughput and times the processor time of ``against``, if that is there.
+        code: ``this`` for this code, ``against`` for the other checkout.
+        tls: whether the SMPs' connections use TLS; those of the floor never do.
+        bytes_per_s, plain_bytes_per_s, folded_bytes_per_s: of the SMPs, and of plain and folded rounds of the floor.
+        throughput_ratio: throughput divided by that of plain rounds.
+        folded_ratio: throughput divided by that of folded rounds.
+        cpu_ratio: processor time divided by that of folded rounds.
+        smp_cores: number of cores that one SMP kept busy.
+        seal_cpu_s_per_gb: processor time of the seal's digests.
+        throughput_gain, cpu_gain: throughput and processor time divided by those of ``against``; None without it.
     """
 
     code: str
@@ -126,7 +128,7 @@ class ProtectRate:
 
 @dataclass(frozen=True, slots=True)
 class RecoverRate:
-    """A lost node's bytes that come back into its replacement; as `ProtectRate`, and medians."""
+    """How fast a replacement gets a lost node's bytes back. Medians; the fields are as in `ProtectRate`."""
 
     code: str
     nodes: int
@@ -142,12 +144,13 @@ class RecoverRate:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A run of the benchmark.
+    """The result of a run of the benchmark.
 
     Attributes:
-        load: average of the last minute, before and after it.
-        against: the folder of the other checkout; empty: there is none.
-        rates: what the planner works with; None: the parts were left out.
+        load: load average of the last minute, before and after the run.
+        against: name of the other checkout's folder; empty if there is none.
+        rates: the rates that the planner uses; None if the parts were left out.
+        notes: sentences on what was left out.
     """
 
     date: str
@@ -164,12 +167,12 @@ class NodeReport:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The JSON object that ``--json`` writes."""
         return {"kind": KIND, "format": FORMAT} | asdict(self)
 
 
 def run(plan: NodeBenchmark, console: Console) -> NodeReport:
-    """Measure everything, and say what is under way. Blocks for minutes.
+    """Measure everything, and print what is being measured. Blocks for minutes.
 
     Raises:
         HoldfastError: there is too little memory, or a process failed.
@@ -217,7 +220,7 @@ def run(plan: NodeBenchmark, console: Console) -> NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """So many SMPs with so many connections from each to each."""
+    """A number of SMPs, and the number and kind of connections from each to each other one."""
 
     nodes: int
     connections: int
@@ -228,14 +231,14 @@ class Setup:
 
 
 def setups(plan: NodeBenchmark, *, tls: bool) -> list[Setup]:
-    """All of them; TLS with the fewest SMPs only."""
+    """All setups to measure. TLS is measured only with the smallest number of SMPs."""
     found = [Setup(nodes, count, False) for nodes in plan.nodes for count in plan.connections]
     return found + [Setup(min(plan.nodes), count, True) for count in plan.connections if tls]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one round measured, the floor's and each code's."""
+    """Results of one round: the floor's, and those of each code, ``this`` and ``against``."""
 
     plain: Carried
     folded: Carried
@@ -267,7 +270,7 @@ def _measure(
 
 
 def _turn(number: int, floor: Floor, smps: Mapping[str, Smps]) -> Turn:
-    """All of them once, each time in another order: whoever comes first may find the machine at its busiest."""
+    """Measure each of them once, each time in another order, in case the first one finds the machine busier."""
     works: dict[str, Callable[[], Any]] = {
         "plain": lambda: floor.round("plain"),
         "folded": lambda: floor.round("folded"),
@@ -279,7 +282,7 @@ def _turn(number: int, floor: Floor, smps: Mapping[str, Smps]) -> Turn:
 
 
 def protect_rate(setup: Setup, code: str, turns: Sequence[Turn]) -> ProtectRate:
-    """The row of what was measured of one code. Pure."""
+    """The row for one code, from what the rounds measured. Pure."""
     mine = [(turn, turn.protected[code]) for turn in turns]
 
     def median(of: Callable[[Turn, cluster_module.Protected], float]) -> float:
@@ -314,7 +317,7 @@ def protect_rate(setup: Setup, code: str, turns: Sequence[Turn]) -> ProtectRate:
 
 
 def recover_rate(row: ProtectRate, found: Sequence[cluster_module.NodeRecovered]) -> RecoverRate:
-    """The row of what a code needed to bring a node's bytes back, beside the floor of its `row`. Pure."""
+    """The row for one code's recoveries, with ratios to the floor in `row`. Pure."""
     bytes_per_s = statistics.median(_rate(each) for each in found)
     cpu_s_per_gb = statistics.median(each.cpu_s / each.bytes * GB for each in found)
     return RecoverRate(
@@ -336,9 +339,9 @@ def _cost(it: Carried) -> float:
 
 
 class Smps:
-    """SMPs in processes of their own, of this code or of a checkout's; a context manager that ends them.
+    """A context manager for SMPs of this code or of another checkout, driven through a process of their own.
 
-    A checkout's are run by this interpreter, with what it has installed.
+    Another checkout's SMPs run on this interpreter, with its installed packages.
     """
 
     def __init__(
@@ -354,7 +357,7 @@ class Smps:
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        """Raises `HoldfastError` if they do not start, or are not of that checkout."""
+        """Start the SMPs. Raises `HoldfastError` if they do not start, or run another checkout's code."""
         self._process = subprocess.Popen(
             self._command,
             cwd=self._root,
@@ -367,7 +370,7 @@ class Smps:
             code = Path(answer(self._process)["code"])
             root = self._root or Path(cluster_module.__file__).parents[2]
             if not code.samefile(root):
-                raise HoldfastError(f"the SMPs of {root} would be those of {code}: measure from another folder")
+                raise HoldfastError(f"the SMPs of {root} run the code of {code}: start from another folder")
         except BaseException:
             self.__exit__()
             raise
@@ -377,12 +380,12 @@ class Smps:
         end(self._process)
 
     def protect(self) -> cluster_module.Protected:
-        """A snapshot."""
+        """Protect a snapshot. Blocks."""
         tell(self._process, {"do": "protect"})
         return cluster_module.Protected(**answer(self._process))
 
     def recover(self) -> cluster_module.NodeRecovered:
-        """A lost node."""
+        """Lose a node, and recover its shard. Blocks."""
         tell(self._process, {"do": "recover"})
         return cluster_module.NodeRecovered(**answer(self._process))
 
@@ -394,10 +397,10 @@ def summary(
     sockets: Sequence[SocketRate],
     protect: Sequence[ProtectRate],
 ) -> NodeRates:
-    """What the planner works with. Pure.
+    """The rates that the planner uses. Pure.
 
-    A part's rate is that of a core while all others do the same. Protecting is taken with the number
-    of connections that does best, and with the number of SMPs that does worst.
+    A part's rate is that of one core while all others do the same. The rate of protecting is that of the number of
+    connections that needs the least processor time, and of the number of SMPs that then needs the most.
     """
     each = {row.part: row.bytes_per_core_s for row in sorted(parts, key=lambda row: row.threads)}
     plain = [row for row in sockets if not row.tls]
@@ -430,7 +433,7 @@ LEGEND = (
 
 
 def tables(report: NodeReport) -> list[tuple[str, list[list[str]]]]:
-    """Every table with its title, its header first. Pure."""
+    """All tables with their titles. The first line of a table is its header. Pure."""
     gains = any(row.throughput_gain is not None for row in report.protect)
     heads = {
         "parts, GB/s": ["part", "threads", "together", "by a core", "memcpy", "x memcpy"],
@@ -501,7 +504,7 @@ def show(console: Console, report: NodeReport) -> None:
 
 
 def markdown(report: NodeReport) -> str:
-    """The same as a file to keep."""
+    """The report as a Markdown file."""
     parts = ["# What this machine does with a node's snapshots", _head(report), LEGEND]
     for title, (header, *lines) in tables(report):
         ruler = ["---"] + ["---:"] * (len(header) - 1)

@@ -1,7 +1,7 @@
 """How fast this machine is at each part of protecting a snapshot: the first half of ``holdfast bench node``.
 
-Each part takes turns with memcpy of as many bytes in as many threads. What is read lies in more memory than the last
-cache holds, for state does.
+Each part alternates with memcpy of as many bytes in as many threads. The buffers are larger than the last-level cache,
+because training state is.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ PARTS = {
     "fold_xor": "of data units added to parity, m = 1",
     "fold_gf": "of data units added to one parity unit, m = 2",
 }
-"""What a byte of each rate is."""
+"""For each part, what its rate counts: bytes that are ..."""
 
 CACHES = 2
-"""What is read is so many times the last cache, at least."""
+"""Least size of the bytes that are read, in multiples of the last-level cache."""
 
 LEAST_BYTES = 64 << 20
 UNIT_BYTES = 2 << 20
-"""What SMPs digest and fold at once."""
+"""How many bytes to digest or fold in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartRate:
-    """Of one of `PARTS`.
+    """The rate of one of `PARTS`.
 
     Attributes:
-        bytes_per_s: on the clock, all threads together.
-        bytes_per_core_s: by the processor time that the threads took, which other work on the machine takes less from.
-        memcpy_bytes_per_core_s: the same of memcpy; `ratio` is to that.
+        bytes_per_s: bytes per second of wall time, all threads together.
+        bytes_per_core_s: bytes per second of processor time, which other work on the machine disturbs less.
+        memcpy_bytes_per_core_s: the same for memcpy.
+        ratio: `bytes_per_core_s` divided by memcpy's.
     """
 
     part: str
@@ -64,12 +65,12 @@ class PartRate:
 
 @dataclass(frozen=True, slots=True)
 class SocketRate:
-    """Loopback sockets from one process to another, a thread at each end of a connection.
+    """The rate of loopback sockets from one process to another, with a thread at each end of a connection.
 
     Attributes:
-        bytes_per_s: on the clock, all connections together.
-        send_bytes_per_core_s, receive_bytes_per_core_s: by the processor time that the sending and the receiving
-            process took.
+        bytes_per_s: bytes per second of wall time, all connections together.
+        send_bytes_per_core_s, receive_bytes_per_core_s: bytes per second of processor time of the sending and of the
+            receiving process.
     """
 
     connections: int
@@ -80,10 +81,10 @@ class SocketRate:
 
 
 def measure_parts(cores: int, rounds: int, most_bytes: int) -> list[PartRate]:
-    """Every part with one thread and with one for each core.
+    """Measure every part with one thread, and with one thread per core.
 
     Args:
-        most_bytes: that are read in a pass, whatever the cache.
+        most_bytes: most bytes to read in one pass, however large the cache is.
 
     Raises:
         ConfigError: the buffers do not fit into memory.
@@ -94,7 +95,7 @@ def measure_parts(cores: int, rounds: int, most_bytes: int) -> list[PartRate]:
         share = max(UNIT_BYTES, share // UNIT_BYTES * UNIT_BYTES)
         need, room = 2 * share * threads, psutil.virtual_memory().available
         if need > room / 2:
-            raise ConfigError(f"the buffers need {need:,} bytes, and half of {room:,} are to spare: use --quick")
+            raise ConfigError(f"the buffers need {need:,} bytes, over half of the {room:,} that are free: use --quick")
         sources, targets = ([memory(share) for _ in range(threads)] for _ in range(2))
         copies = [partial(_memcpy, *pair) for pair in zip(sources, targets, strict=True)]
         with ThreadPoolExecutor(threads) as pool:
@@ -113,7 +114,7 @@ def _work(part: str, source: Buffer, target: Buffer) -> Callable[[], object]:
     codec, row = (choose_codec(7, 1), 0) if part == "fold_xor" else (choose_codec(6, 2), 1)
 
     def fold() -> None:
-        unit = source[:UNIT_BYTES]  # the same again and again: what is folded has just been received and digested
+        unit = source[:UNIT_BYTES]  # always the same one, so it is cached, as a unit just received and digested is
         for start in range(0, target.nbytes, UNIT_BYTES):
             codec.accumulate(1, unit, {row: target[start : start + UNIT_BYTES]})
 
@@ -134,7 +135,7 @@ def _in_turn(
     rounds: int,
 ) -> PartRate:
     times = [(*_together(pool, works), *_together(pool, copies)) for _ in range(rounds + 1)]
-    seconds, cpu_s, _, memcpy_cpu_s = map(statistics.median, zip(*times[1:], strict=True))  # the first prepares pages
+    seconds, cpu_s, _, memcpy_cpu_s = map(statistics.median, zip(*times[1:], strict=True))  # the first is a warm-up
     return PartRate(
         part=part,
         threads=threads,
@@ -146,7 +147,7 @@ def _in_turn(
 
 
 def _together(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]]) -> tuple[float, float]:
-    """Do each of `works` once, in a thread of its own, all at once: seconds on the clock, and of all processors."""
+    """Run each of `works` once, all at the same time in threads of their own. Returns wall and processor seconds."""
     barrier = threading.Barrier(len(works))
 
     def timed(work: Callable[[], object]) -> tuple[float, float, float]:
@@ -162,7 +163,11 @@ def _together(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]]) -
 def measure_sockets(
     connections: Sequence[int], total: int, rounds: int, environment: Mapping[str, str], *, tls: bool
 ) -> list[SocketRate]:
-    """What plain sockets carry, `total` bytes a round. With `tls` the environment has certificates.
+    """Measure plain sockets with each number of connections.
+
+    Args:
+        total: bytes to send per round.
+        environment: environment of the processes; with `tls` it must name certificates.
 
     Raises:
         HoldfastError: a process failed.
@@ -182,10 +187,12 @@ def measure_sockets(
 
 
 def certificates(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The variables that name this process's certificates; where it has none, of one that is made in `folder`.
+    """Variables to add to `environment` so that it names certificates: none if it has them; else a new one's.
+
+    The new certificate is made in `folder`.
 
     Raises:
-        ConfigError: it has none, and there is no ``openssl`` to make one.
+        ConfigError: a certificate is needed, and ``openssl`` is missing or failed to make one.
     """
     if all(environment.get(name) for name in TLS_ENVS):
         return {}
@@ -203,7 +210,7 @@ def certificates(environment: Mapping[str, str], folder: Path) -> dict[str, str]
 
 
 def last_cache_bytes() -> int:
-    """The largest cache that the kernel names; 0 if it names none."""
+    """Size of the largest cache that the kernel lists; 0 if it lists none."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

@@ -1,9 +1,9 @@
 """The second half of ``holdfast bench ec``: real SMPs on this machine protect and rebuild, compared with memcpy.
 
 Four SMPs hold one shard each. *Protect* is the time from the first seal until all four say that the snapshot is
-protected: reading every byte for its digest, sending it, checking it, adding it to the parity. *Rebuild* is the time
-in which an empty replacement gets a lost node's shard back. memcpy moves the bytes of all four shards, or of the one,
-in one thread.
+protected: every byte is read for its digest, sent, checked, and added to the parity. *Rebuild* is the time that an
+empty replacement takes to get a lost node's shard back. For comparison, memcpy copies the bytes of all four shards, or
+of the lost one, in one thread.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ NODES = 4
 
 @dataclass(frozen=True, slots=True)
 class ProtectRow:
-    """Protecting one snapshot of four nodes.
+    """Result of protecting snapshots of four nodes.
 
     Attributes:
-        bytes: of the four shards together.
-        sent_bytes: by all SMPs together, to protect one snapshot.
-        arena_bytes: of one node, in shared memory.
-        high_water_bytes: most memory that one SMP process ever had resident, its arena and its code included.
+        bytes: size of the four shards together.
+        ratio: throughput divided by memcpy's.
+        sent_bytes: bytes that all SMPs together sent to protect one snapshot.
+        arena_bytes: shared memory of one node's arena; the largest of the four.
+        high_water_bytes: most memory that any SMP process ever had resident, including its arena and its code.
     """
 
     protect: str
@@ -51,12 +52,13 @@ class ProtectRow:
 
 @dataclass(frozen=True, slots=True)
 class RebuildRow:
-    """Rebuilding one lost shard.
+    """Result of rebuilding one lost shard.
 
     Attributes:
-        bytes: of the shard.
-        received_bytes: by the replacement.
-        sent_bytes, helpers_received_bytes: by each of the others, in order.
+        bytes: size of the shard.
+        ratio: throughput divided by memcpy's.
+        received_bytes: bytes that the replacement received.
+        sent_bytes, helpers_received_bytes: bytes that each of the other nodes sent and received, in order.
     """
 
     protect: str
@@ -71,7 +73,7 @@ class RebuildRow:
 
 
 def measure(protect: str, shard_bytes: int, seed: int, repeats: int) -> tuple[ProtectRow, list[RebuildRow]]:
-    """Start four SMPs, protect `repeats` snapshots, lose a node, rebuild it in every way. Blocks; cleans up.
+    """Start four SMPs, protect `repeats` snapshots, then rebuild a lost node by every method. Blocks; cleans up.
 
     Raises:
         HoldfastError: there is too little shared memory, or an SMP failed.
@@ -79,14 +81,14 @@ def measure(protect: str, shard_bytes: int, seed: int, repeats: int) -> tuple[Pr
     with Scratch("bench") as scratch, ExitStack() as stack:
         cluster = Cluster(scratch.path, random_content(shard_bytes, seed), NODES, stack)
         cluster.configure(protect)
-        times = [_protect(cluster) for _ in range(repeats + 1)][1:]  # the first prepares tables and pages
+        times = [_protect(cluster) for _ in range(repeats + 1)][1:]  # the first is a warm-up: tables and pages
         protected = _protect_row(cluster, protect, times)
         rebuilt = [_rebuild_row(cluster, protect, method) for method in METHODS]
     return protected, rebuilt
 
 
 def _protect(cluster: Cluster) -> tuple[float, float]:
-    """Write, seal and see a snapshot protected: seconds that it took, and that memcpy took."""
+    """Protect a snapshot. Returns the seconds from its seal until it was protected, and the seconds of memcpy."""
     snapshot = cluster.write()
     memcpy_s = NODES * _memcpy(cluster.content)
     began = time.perf_counter()
@@ -96,7 +98,7 @@ def _protect(cluster: Cluster) -> tuple[float, float]:
 
 
 def _protect_row(cluster: Cluster, protect: str, times: Sequence[tuple[float, float]]) -> ProtectRow:
-    """The medians of what `_protect` returned."""
+    """The row for the medians of `times`, which `_protect` returned."""
     seconds, memcpy_s = (statistics.median(column) for column in zip(*times, strict=True))
     count = NODES * len(cluster.content)
     sent = sum(client.counters()["bytes_sent"] for client in cluster.clients)
@@ -131,7 +133,7 @@ def _rebuild_row(cluster: Cluster, protect: str, method: str) -> RebuildRow:
 
 
 def _memcpy(content: memoryview) -> float:
-    """Seconds in which one thread copies a shard's bytes into memory that is there."""
+    """Seconds that one thread takes to copy a shard's bytes into memory whose pages are allocated."""
     target = memoryview(mmap.mmap(-1, len(content)))
     target[:] = content
     source, to = as_array(content).ctypes.data, as_array(target).ctypes.data
@@ -141,7 +143,7 @@ def _memcpy(content: memoryview) -> float:
 
 
 def grid(rows: Sequence[ProtectRow]) -> list[list[str]]:
-    """The table of protecting, its header first."""
+    """The table of protecting, with its header as the first line."""
     header = ["code", "data", "seconds", "x memcpy", "GB/s", "sent", "arena", "most memory", "beyond arena"]
     return [
         header,
@@ -163,7 +165,7 @@ def grid(rows: Sequence[ProtectRow]) -> list[list[str]]:
 
 
 def rebuild_grid(rows: Sequence[RebuildRow]) -> list[list[str]]:
-    """The table of rebuilding, its header first."""
+    """The table of rebuilding, with its header as the first line."""
     header = ["code", "by", "shard", "seconds", "x memcpy", "into new node", "out of others", "into others"]
     return [
         header,
@@ -199,5 +201,5 @@ def _high_water_bytes(pid: int) -> int:
 
 
 def rounded(value: float) -> float:
-    """To four significant digits."""
+    """`value` rounded to four significant digits."""
     return float(f"{value:.4g}")

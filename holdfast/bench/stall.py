@@ -1,7 +1,8 @@
-"""``holdfast bench stall``: what a snapshot costs the training loop, beside the checkpoints of others.
+"""``holdfast bench stall``: what a snapshot costs the training loop, compared with other systems' checkpoints.
 
-Every system runs in the same loop (``benchmarks/stall_loop.py``) in processes of its own, one for each rank; a peer has
-a virtual environment of its own, since their pins differ. Needs a checkout: the peers' side is not installed.
+Every system runs in the same loop (``benchmarks/stall_loop.py``) in processes of its own, one per rank. The other
+systems (*peers*) have a virtual environment each, since their pinned requirements differ. Needs a checkout: the peers'
+side of the loop is not installed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LOOP = ROOT / "benchmarks" / "stall_loop.py"
 REQUIREMENTS = ROOT / "benchmarks" / "systems" / "requirements"
 CELL_DEADLINE_S = 1200.0
 BATCHES = {"cpu": 32, "cuda": 4096}
-"""Rows of a step."""
+"""Default batch size, in rows, by device."""
 
 INSTALL_DEADLINE_S = 900.0
 
@@ -44,10 +45,10 @@ class SavingMethod:
     """One way to save the training state.
 
     Attributes:
-        key: on the command line.
+        key: its name on the command line.
         spec: ``module:class`` of its side of the loop.
-        peer: name of its virtual environment and requirements; None: this project's own.
-        least_ranks: fewest ranks that it makes sense with.
+        peer: name of its virtual environment and requirements; None for this project's own environment.
+        least_ranks: the smallest number of ranks that it makes sense with.
     """
 
     key: str
@@ -72,15 +73,16 @@ SYSTEMS = (
 
 @dataclass(frozen=True, slots=True)
 class StallBenchmark:
-    """What is measured.
+    """What to measure.
 
     Attributes:
-        device: where the state is, ``cpu`` or ``cuda``: then each rank has a GPU of its own.
-        layers: of the model; 32.8 MB of state each. batch: rows of a step; None: few on a CPU, and on a GPU enough to
-            keep it busy.
-        rounds, block: so many times, a block of steps with saves between blocks without.
-        venvs: where the peers' virtual environments are, or are made.
-        copies: one in so many tensors of the plain copies; see `measure_copies`.
+        every: steps between saves.
+        layers: layers of the model, with 32.8 MB of state each.
+        rounds: number of blocks with saves, each between two blocks without. block: steps in a block.
+        venvs: folder of the peers' virtual environments, which are made if they are missing.
+        copies: divides the number of tensors of the plain copies; see `measure_copies`.
+        device: ``cpu`` or ``cuda``, where the state is; with ``cuda`` each rank has a GPU of its own.
+        batch: rows in a step; None for few on a CPU, and enough to keep a GPU busy.
     """
 
     systems: tuple[SavingMethod, ...] = SYSTEMS
@@ -97,7 +99,7 @@ class StallBenchmark:
 
 @dataclass(slots=True)
 class StallReport:
-    """What was measured, when and where. `rows` are those of ``benchmarks/stall_loop.py``."""
+    """The results, with date and machine. `rows` are written by ``benchmarks/stall_loop.py``."""
 
     date: str
     machine: dict[str, Any]
@@ -111,7 +113,7 @@ class StallReport:
 
     @classmethod
     def read(cls, path: Path) -> StallReport:
-        """What `to_json` wrote. Raises `ConfigError` if that is not what is in the file."""
+        """Read a file that `to_json` wrote. Raises `ConfigError` if it has another content."""
         try:
             told = json.loads(path.read_text())
             rows = [{"device_extra_bytes": 0} | row for row in told["rows"]]
@@ -122,26 +124,28 @@ class StallReport:
 
 
 def quick(device: str = "cpu") -> StallBenchmark:
-    """Only this project, only once and small: a trial of the measurement in half a minute."""
+    """A trial of the measurement in half a minute: only this project, one round, small state."""
     systems = choose("none,copy,holdfast")
     return StallBenchmark(systems, (1,), (2,), layers=2, rounds=1, block=4, copies=16, device=device)
 
 
 def choose(keys: str) -> tuple[SavingMethod, ...]:
-    """Systems from ``"holdfast,dcp-thread"`` or ``"all"``. Raises `ConfigError` for one that is not there."""
+    """Read a list of systems such as ``"holdfast,dcp-thread"``, or ``"all"``. Raises `ConfigError` for unknown ones."""
     known = {system.key: system for system in SYSTEMS}
     names = list(known) if keys == "all" else keys.split(",")
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"there is no system {unknown[0]!r} to compare with: choose of {', '.join(known)}")
+        raise ConfigError(f"there is no system {unknown[0]!r} to compare with: choose from {', '.join(known)}")
     return tuple(known[name] for name in names)
 
 
 def run(plan: StallBenchmark, console: Console) -> StallReport:
-    """Measure all cells, one after another. Takes about a minute and a half a cell; the machine should be idle.
+    """Measure each system with each number of ranks, one after another, for about a minute and a half each.
+
+    The machine should be idle. A system that fails in the loop is noted in the report.
 
     Raises:
-        ConfigError: this is no checkout.
-        HoldfastError: an environment cannot be made. A system that fails in the loop is noted in the report.
+        ConfigError: this is not a checkout, or there are fewer GPUs than ranks.
+        HoldfastError: a virtual environment cannot be made.
     """
     if not LOOP.exists():
         raise ConfigError(f"{LOOP} is not there: the comparison runs from a checkout of the project")
@@ -165,7 +169,7 @@ def run(plan: StallBenchmark, console: Console) -> StallReport:
 
 
 def device_facts(device: str) -> dict[str, Any]:
-    """What the report says of the GPUs, if the state is on one."""
+    """Facts about the GPUs for the report, if the state is on GPUs."""
     if device == "cpu":
         return {}
     import torch
@@ -186,13 +190,13 @@ def _check_devices(ranks: int) -> None:
 
 
 def measure(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark) -> list[dict[str, Any]]:
-    """The rows of one system with so many ranks. Blocks for a minute or more.
+    """The rows of one system with `ranks` ranks. Blocks for a minute or more.
 
     Args:
-        python: the interpreter that has the system.
+        python: the interpreter of the system's virtual environment.
 
     Raises:
-        HoldfastError: it failed; the message has its last line.
+        HoldfastError: a rank failed; the message has the last line of its log.
     """
     with Scratch("bench") as scratch:
         folder = scratch.path
@@ -222,12 +226,17 @@ def measure(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark)
         finally:
             for trainer in trainers:
                 end(trainer)
-            for leftover in find_leftovers(folder):  # SMPs live on when trainers do not end well
+            for leftover in find_leftovers(folder):  # SMPs outlive trainers that fail
                 remove(leftover)
 
 
 def _await(trainers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Block until all have ended well. Raises what the first that did not has to say."""
+    """Block until all trainers have ended well.
+
+    Raises:
+        DeadlineExceeded: a rank did not end within `CELL_DEADLINE_S`.
+        HoldfastError: a rank failed; the message has the last line of its log.
+    """
     limit = time.monotonic() + CELL_DEADLINE_S
     for rank, trainer in enumerate(trainers):
         try:
@@ -236,11 +245,11 @@ def _await(trainers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
             raise DeadlineExceeded(f"rank {rank} did not end within {CELL_DEADLINE_S:.0f} s") from None
         if status != 0:
             lines = (folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
-            raise HoldfastError(f"rank {rank} ended with status {status}: {lines[-1] if lines else 'without a word'}")
+            raise HoldfastError(f"rank {rank} ended with status {status}: {lines[-1] if lines else 'its log is empty'}")
 
 
 def _python(system: SavingMethod, venvs: Path, console: Console) -> str:
-    """The interpreter of a system's virtual environment, which is made if it is not there."""
+    """The interpreter of a system's virtual environment, which is made if it does not exist."""
     if system.peer is None:
         return sys.executable
     python = venvs / system.peer / "bin" / "python"
@@ -288,7 +297,7 @@ COLUMNS = (
 
 
 def grid(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> list[list[str]]:
-    """A table of the rows with so many ranks and that interval, cheapest first, with its head."""
+    """The table for one number of ranks and one interval, header first; the cheapest system is at the top."""
     chosen = sorted((r for r in rows if (r["ranks"], r["every"]) == (ranks, every)), key=lambda row: row["lost_s"])
     shown = [
         (key, title)
@@ -302,7 +311,8 @@ def grid(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> list[list[st
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A table of all cells: how many copies each system loses to a snapshot, with its head; the cheapest come first."""
+    """The table of training time that each system loses to one snapshot, in copies of the state, for all ranks and
+    intervals. Header first; the cheapest systems are at the top."""
     names = {row["system"] for row in rows} - {"nothing"}
     ratios = {name: [row["lost_ratio"] for row in rows if row["system"] == name] for name in names}
     cells = {(row["system"], row["ranks"], row["every"]): lost(row) for row in rows}
@@ -317,13 +327,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def lost(row: dict[str, Any]) -> str:
-    """How many copies a row loses to each snapshot, and of how many that were asked for, if not of all."""
+    """How many copies of the state a snapshot costs, and the share of requested snapshots taken, if not all were."""
     part = f" ({row['taken']:.0%} taken)" if row["taken"] < 1 else ""
     return f"{row['lost_ratio']:.2f}{part}"
 
 
 def pairs(rows: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(ranks, every) that were measured."""
+    """All measured pairs of (ranks, every)."""
     return sorted({(row["ranks"], row["every"]) for row in rows})
 
 
@@ -336,7 +346,7 @@ def every_text(every: int) -> str:
 
 
 def describe_run(report: StallReport) -> str:
-    """When and on what, in words."""
+    """Date and machine of a run, as text."""
     computer = report.machine
     load = f", load average {computer['load_average']:.1f} before" if "load_average" in computer else ""
     return f"{report.date[:10]}: {describe(computer)}{load}{_with_device(computer)}"
@@ -357,7 +367,7 @@ def _text(value: float | None) -> str:
 
 
 def tables(report: StallReport) -> list[tuple[str, list[list[str]]]]:
-    """Every table of a report, with its title."""
+    """All tables of a report, with their titles."""
     found = [("Training time lost to one snapshot, in copies of the state", summary(report.rows))]
     found += [
         (f"{ranks_text(ranks)}, a snapshot {every_text(every)}", grid(report.rows, ranks, every))
@@ -381,7 +391,7 @@ def show(console: Console, report: StallReport) -> None:
 
 
 def markdown(report: StallReport) -> str:
-    """The report as a page."""
+    """The report as a Markdown page."""
     lines = [
         "# What a snapshot costs the training loop",
         "",
@@ -392,8 +402,8 @@ def markdown(report: StallReport) -> str:
         "steps until it is done, of the slowest rank; *copy* is one copy of the same tensors at the same time on all "
         "ranks, in the same run: a memcpy, or from a GPU a transfer into pinned memory. *Survives kill* and *node*: "
         "seconds until the newest state would survive a trainer's SIGKILL, or the loss of its node. *Taken*: of the "
-        "snapshots that were asked for; who is busy with one lets the next pass. *Protected* keeps parity on other "
-        "nodes, each rank a node, all on this machine; the others, and holdfast without it, survive the death of "
+        "snapshots that were asked for; a system that is busy with one skips the next. *Protected* keeps parity on "
+        "other nodes, each rank a node, all on this machine; the others, and holdfast without it, survive the death of "
         "processes alone. Medians.",
     ]
     for title, (head, *rows) in tables(report):

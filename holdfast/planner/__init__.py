@@ -1,3 +1,1 @@
-"""How often to take snapshots, and how safe that is: pure functions, without torch."""
-
-__all__ = ["codes", "costs", "curves", "reasons", "recommend", "sizing", "slots"]
+"""How often to take snapshots, and how safe the state then is. Pure functions, without torch."""

@@ -1,4 +1,4 @@
-"""What would make a snapshot protected sooner, or more often: what to buy, and what to change. Pure."""
+"""Advice on how to protect snapshots sooner, or more often: what to buy, and what to change. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from holdfast.planner.sizing import Sizes
 from holdfast.smp_daemon.shared.quantities import amount, duration
 
 MORE = 4
-"""So many times as many cores are what is shown, unless fewer fill the network."""
+"""The advice shows this many times as many cores, unless fewer fill the network."""
 
 MOST_CORES = 256
-"""Nobody has more for an SMP."""
+"""The largest number of cores to consider for an SMP."""
 
 Sized = Callable[[SmpRates, int], Sizes]
-"""Of a job with that SMP and so many parity units a stripe."""
+"""Computes the sizes of the job with the given SMP rates and number of parity units per stripe."""
 
 
 def advice(smp: SmpRates, parity: int, step_s: float, sized: Sized) -> Iterator[str]:
-    """Sentences on what limits: the cores, the network cards, m, the interval. None without parity.
+    """Sentences on what limits protection: cores or network cards, m, and the interval. No sentences without parity.
 
     Args:
-        parity: m in effect; step_s: of the job; 0: not known.
+        parity: m in effect.
+        step_s: duration of a step of the job; 0 if it is not known.
     """
     if parity:
         yield _faster(smp, parity, sized)

@@ -1,4 +1,4 @@
-"""Which codes a job could take, and what each of them survives. Pure."""
+"""Which codes a job could use, and what each of them survives. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from holdfast.snapshot.interval.checks import not_negative, within
 from holdfast.snapshot.interval.failures import DAY_S, FailureModel
 
 SURVIVAL_S = 30 * DAY_S
-"""Survival is told for so long."""
+"""The time that survival is computed for, in seconds."""
 
 LARGEST_GROUP = 16
-"""Of the codes that are tried. The rebuilding of one node keeps all others of its group busy."""
+"""Largest k + m to try. Rebuilding one node keeps all other nodes of its group busy."""
 
 MOST_PARITY = 4
 
@@ -25,15 +25,16 @@ PLACEMENTS = ("labelled", "neighbours", "random")
 
 @dataclass(frozen=True, slots=True)
 class Domains:
-    """What fails together.
+    """Which nodes fail together.
 
     Attributes:
-        nodes: that one shock hits; Meta RSC's racks hold 2.
-        placement: ``labelled``: groups are planned over `HOLDFAST_DOMAINS`, no more than m of a domain in one;
-            ``neighbours``: nodes have no labels, neighbours are grouped and fail together; ``random``: neither.
+        nodes: number of nodes that one shock hits; Meta RSC's racks hold 2.
+        placement: ``labelled``: groups are planned with `HOLDFAST_DOMAINS`, so that a domain has at most m nodes in a
+            group if possible; ``neighbours``: nodes have no labels, and neighbours form groups and fail together;
+            ``random``: the nodes that fail together are at random places.
 
     Raises:
-        ConfigError: no nodes, or no such placement.
+        ConfigError: the number of nodes is less than 1, or the placement is unknown.
     """
 
     nodes: int = 2
@@ -48,12 +49,13 @@ class Domains:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """k+m in a job: its groups, and how often more is lost than it covers.
+    """A code k+m in a job: its groups, and how often more is lost than it covers.
 
     Attributes:
-        sizes: nodes of each group.
-        fatal: share of shocks that cost data.
-        loss_rate: losses of data to nodes and shocks per second, of the whole job.
+        data, parity: k and m; 0 and 0 without parity.
+        sizes: number of nodes in each group.
+        fatal: share of shocks that lose data.
+        loss_rate: how often data is lost by node losses and shocks, per second, in the whole job.
     """
 
     data: int
@@ -74,7 +76,7 @@ class Code:
 
     @property
     def risk(self) -> float:
-        """1 - survival, also where that is too small to see in a float next to 1."""
+        """1 - survival, exact even where it is too small to subtract from 1 in a float."""
         return -math.expm1(-self.loss_rate * SURVIVAL_S)
 
     def __str__(self) -> str:
@@ -82,10 +84,10 @@ class Code:
 
 
 def judge(data: int, parity: int, nodes: int, model: FailureModel, domains: Domains, window_s: float) -> Code:
-    """What k+m survives in a job of `nodes`, if a lost node is protected again after `window_s`.
+    """Compute what k+m survives in a job of `nodes` nodes, if a lost node's bytes are protected again after `window_s`.
 
     Raises:
-        ConfigError: the code needs more nodes than there are, or a number is out of its range.
+        ConfigError: the code needs more nodes than the job has, or a number is out of its range.
     """
     if nodes < 1:
         raise ConfigError(f"{nodes} nodes: give 1 or more")
@@ -107,12 +109,12 @@ def judge(data: int, parity: int, nodes: int, model: FailureModel, domains: Doma
 
 
 def candidates(nodes: int) -> list[tuple[int, int]]:
-    """All (k, m) that are tried for a job of `nodes`; (0, 0) is no parity."""
+    """All (k, m) to try for a job of `nodes` nodes; (0, 0) is no parity."""
     return [(0, 0)] + [
         (k, m)
         for m in range(1, MOST_PARITY + 1)
         for k in range(1, min(LARGEST_GROUP, nodes) - m + 1)
-        if k >= m or k == 1  # less memory is never had with fewer data than parity units, but for plain copies
+        if k >= m or k == 1  # with 1 < k < m, a larger k takes less memory; k = 1 is plain copies
     ]
 
 

@@ -1,4 +1,4 @@
-"""What snapshots, restarts and rebuilding cost in one job, measured or assumed; and the levels they make. Pure."""
+"""What snapshots, restarts and rebuilding cost in one job, measured or assumed; and the levels that follow. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from holdfast.snapshot.interval.waste import Level, Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Rates and times where nothing was measured; each to be replaced by a measured number.
+    """Rates and times to use where nothing was measured. Replace each by a measured number. Rates are bytes per second.
 
     Attributes:
-        step_s, state_bytes: of a step without snapshots; of one node. None: a measured profile has them.
-        device_rate: from one GPU to host memory, bytes per second.
-        copy_rate: host memory, bytes per second: at which a snapshot is digested.
-        network_rate: out of a node, what encoding sends.
+        step_s: duration of a step without snapshots. None: a measured profile has it.
+        state_bytes: size of one node's state. None: a measured profile has it.
+        device_rate: from one GPU to host memory.
+        copy_rate: at which a snapshot in host memory is digested.
+        network_rate: at which encoding sends out of a node.
         persist_rate: from a node to storage; 0: snapshots are not persisted.
-        interference: share of the time of copying, sending or persisting by which training is slowed meanwhile. This
-            project's copies cost 0.09 of a memcpy with an idle core, 1.2 to 1.6 without one.
-        restart_s, rebuild_s: until the next step after processes died, after a node was lost.
-        slots: for each shard.
+        interference: fraction of the time of copying, sending or persisting that training loses. This project's copies
+            cost 0.09 of a memcpy with an idle core, 1.2 to 1.6 without one.
+        restart_s, rebuild_s: from the death of processes, and from the loss of a node, to the next step.
+        slots: slots per shard.
     """
 
     step_s: float | None = None
@@ -65,14 +66,15 @@ class Costs:
     """Seconds and bytes that the tuner works with.
 
     Attributes:
-        snapshot_cost_s: training time that copying and sealing one takes.
-        encode_cost_s, encode_s: training time that encoding takes, and how long it runs; **for each parity unit a
+        snapshot_cost_s: training time lost to copying and sealing a snapshot.
+        encode_cost_s, encode_s: training time lost to encoding, and how long it runs; **for each parity unit of a
             stripe**.
-        persist_cost_s, persist_s: the same of a persist; `persist_s` is 0 if there is none.
-        commit_s: from the boundary until a snapshot is sealed.
-        assumed: what of all this was not measured, in words.
+        persist_cost_s, persist_s: the same for a persist; `persist_s` is 0 if snapshots are not persisted.
+        commit_s: time from the boundary until a snapshot is sealed.
+        assumed: what was not measured, as text.
         error_s: standard error of the measured cost of a snapshot; 0 if it is not known.
-        measured_interval: steps between snapshots while it was measured, 0 if it was not; `measured_cost_s` of each.
+        measured_interval: steps between snapshots during the measurement; 0 if nothing was measured.
+        measured_cost_s: measured training time lost to a snapshot.
     """
 
     step_s: float
@@ -97,9 +99,13 @@ class Costs:
         return self.persist_s > 0
 
     def levels(self, parity: int, process: float, memory: float, beyond: float) -> tuple[Level, ...]:
-        """The kinds of snapshots there are with so much parity, lowest first, with the job's rates of what needs them.
+        """The levels with `parity` parity units per stripe, lowest first.
 
-        Without parity memory losses are beyond it; without a storage tier what is beyond has no level: it ends the run.
+        Without parity, memory losses need the level *beyond*. Without a storage tier that level does not exist: such
+        failures end the run.
+
+        Args:
+            process, memory, beyond: failures of each class per second, in the whole job.
         """
         encode_s = parity * self.encode_s
         commit = [Level("process", self.snapshot_cost_s, self.commit_s, self.restart_s, process)]
@@ -114,24 +120,24 @@ class Costs:
         return tuple(commit)
 
     def limits(self, parity: int, budget: float | None, longest: int) -> Limits:
-        """What plans with so much parity must keep to."""
+        """The constraints on plans with `parity` parity units per stripe."""
         encode_s = parity * self.encode_s if parity else None
         persist_s = self.persist_s if self.persists else None
         return Limits(self.step_s, self.commit_s, encode_s, persist_s, self.slots, budget, longest)
 
 
 def assume(assumptions: Assumptions) -> Costs:
-    """Costs from rates alone, where nothing was measured.
+    """Costs from assumed rates alone.
 
-    A copy stalls training for what does not fit into the `OVERLAP` of a step, and slows it by the interference while it
-    lasts; so do digesting, sending and persisting. Encoding sends the state once for each parity unit.
+    A copy stalls training for the part that does not fit into the `OVERLAP` of a step. While copying, digesting,
+    sending and persisting last, training loses the interference. Encoding sends the state once for each parity unit.
 
     Raises:
         ConfigError: the time of a step or the state is missing.
     """
     step_s, state = assumptions.step_s, assumptions.state_bytes
     if step_s is None or state is None:
-        raise ConfigError("without a measured profile say --step, such as 12s, and --state of one node, such as 98GB")
+        raise ConfigError("without a measured profile, give --step, such as 12s, and --state of one node, such as 98GB")
     copy_s = state / (assumptions.device_rate * assumptions.gpus_per_node)
     seal_s = state / assumptions.copy_rate
     encode_s = state / assumptions.network_rate
@@ -154,10 +160,10 @@ def assume(assumptions: Assumptions) -> Costs:
 
 
 def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
-    """Costs from a measured profile; assumptions only for what it lacks.
+    """Costs from a measured profile, with assumptions for what it lacks.
 
-    What one snapshot took of training is shared out over copying and sealing, and encoding, as their times are.
-    Encoding goes with the parity: with m times as many units it sends and costs m times as much.
+    The training time lost to one snapshot is divided between copying and sealing on one side and encoding on the other,
+    in proportion to their durations. The duration and cost of encoding are proportional to m.
     """
     busy_s = measured.copy_s + measured.seal_s + measured.encode_s
     share = measured.encode_s / busy_s if busy_s and measured.parity else 0.0

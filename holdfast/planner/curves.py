@@ -1,4 +1,4 @@
-"""What the plot of a recommendation shows: waste against the interval, survival against memory."""
+"""Data for the plot of a recommendation: waste against the interval, survival against memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ POINTS = 60
 PLAYED_POINTS = 7
 MOST_NINES = 20.0
 MOST_WASTE = 0.9
-"""First order means nothing where most time is lost; the curve ends there."""
+"""Waste at which the predicted curve ends: first order means nothing where most time is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalPoint:
-    """A value at an interval in seconds, with its standard error; 0: none."""
+    """Waste at an interval, with its standard error; 0 if there is none."""
 
     interval_s: float
     waste: float
@@ -36,8 +36,9 @@ class Curves:
         predicted: to first order, with the recommended ratios of the levels.
         played: the same by Monte Carlo.
         chosen: the recommendation, by Monte Carlo.
-        rules: the single-level rules of Young and Daly, by name, for all that is served from memory.
-        measured: the measured cost at the measured interval, with the predicted loss to failures; None: nothing was.
+        rules: the intervals of Young's and Daly's single-level rules, by name, for all levels that memory serves.
+        measured: the measured cost at the measured interval, plus the predicted loss to failures; None if nothing was
+            measured.
     """
 
     predicted: tuple[IntervalPoint, ...]
@@ -84,7 +85,7 @@ def _rules(levels: Sequence[Level], waste: Callable[[float], IntervalPoint]) -> 
 
 
 def _measured(found: Recommendation, costs: Costs, ratios: Sequence[int]) -> IntervalPoint | None:
-    """What was measured is the cost; with it goes the loss to failures that is predicted at that interval."""
+    """The measured cost, plus the loss to failures that is predicted at that interval."""
     if not costs.measured_interval:
         return None
     interval_s = costs.measured_interval * costs.step_s

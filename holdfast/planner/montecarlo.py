@@ -1,8 +1,8 @@
-"""The same quantities as `waste` and `survival`, found by playing failure after failure; shares no formula with them.
+"""Monte Carlo simulation of the share of useful time, failure by failure. Shares no formula with `waste`.
 
-Many independent runs are played side by side with numpy, which `recommend` needs: it plays 50,000 failures of each plan
-that it compares. The fleet's engine goes through a single job with its machines, groups and spares, one failure after
-another. Times are exponential, everything follows from a seed.
+Many independent runs are simulated side by side with numpy, because `recommend` plays 50,000 failures of each plan that
+it compares. The fleet's engine, in contrast, simulates a single job with its machines, groups and spares. Times between
+failures are exponential. Results depend only on the seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Steps = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A mean over runs with its standard error, and how many failures (or losses) it rests on."""
+    """A mean over runs, its standard error, and the number of failures in them."""
 
     mean: float
     error: float
@@ -43,15 +43,15 @@ def play(
 ) -> Played:
     """Effective training time ratio of runs that fail, fall back, and go on, in whole steps.
 
-    Each run lasts for the time in which `failures` are expected. A step takes `step_s`; at the boundary after step s
-    every level whose period divides s starts a snapshot, which holds up training for the level's cost and counts once
-    its latency is over, if no failure comes before. A failure of class i ends the step in progress; after its restart,
-    which failures may end, too, the run goes on from the youngest snapshot that counts of level i or above. What that
-    left of younger ones is gone.
+    Each run lasts for the time in which `failures` failures are expected. A step takes `step_s`. At the boundary after
+    step s every level whose period divides s starts a snapshot. It holds up training for the level's cost, and counts
+    once its latency is over, if no failure comes first. A failure of class i ends the step in progress. After its
+    restart, which may itself fail, the run goes on from the youngest snapshot that counts, of level i or above. Younger
+    snapshots of lower levels are lost.
 
     Args:
         periods: steps between snapshots of each level.
-        anchored: levels count step numbers; if not, steps since the last recovery.
+        anchored: whether levels count step numbers; if not, they count steps since the last recovery.
     """
     positive("the time of a step", step_s, " s")
     rates = np.array([level.rate for level in levels])
@@ -73,7 +73,7 @@ def play(
 
 
 class _Clock:
-    """When which step is reached, if nothing fails: steps and the costs of snapshots add up."""
+    """When each step is reached if nothing fails: the sum of the steps' times and the snapshots' costs."""
 
     def __init__(self, step_s: float, costs: Floats, periods: Steps) -> None:
         self._step_s, self._costs, self.periods = step_s, costs, periods
@@ -81,12 +81,12 @@ class _Clock:
         self._slack = int(costs.sum() / self._pace) + 2
 
     def at(self, step: Steps, *, before: bool = False) -> Floats:
-        """Seconds from step 0 until after this step and its snapshots' costs; or `before` these."""
+        """Seconds from step 0 until `step` and its snapshots' costs are over; if `before`, without those costs."""
         counted = np.maximum(step - before, 0)[:, None] // self.periods
         return np.asarray(step * self._step_s + counted @ self._costs)
 
     def reached(self, seconds: Floats, *, before: bool = False) -> Steps:
-        """The last step that is over by then; 0 if none."""
+        """The last step that is over after `seconds`, as `at` defines it; 0 if there is none."""
         low = np.maximum(seconds / self._pace, 0.0).astype(np.int64)
         low -= np.minimum(low, 1)
         high = low + self._slack + 2
@@ -98,6 +98,8 @@ class _Clock:
 
 
 class _Runs:
+    """The state of all runs, one array element per run."""
+
     def __init__(self, levels: int, runs: int, horizon: float) -> None:
         self._horizon = horizon
         self._now = np.zeros(runs)
@@ -108,7 +110,7 @@ class _Runs:
         self.done = np.zeros(runs, dtype=np.int64)
 
     def fail(self, levels: Sequence[Level], clock: _Clock, gap: Floats, kind: NDArray[Any], anchored: bool) -> int:
-        """Play on to each run's next failure or to the end; how many failed."""
+        """Advance each run to its next failure or to its end. Returns the number of runs that failed."""
         ends = self._now + gap >= self._horizon
         busy = np.where(ends, self._horizon - self._now, gap) - self._restart
         origin = np.zeros_like(self._step) if anchored else self._step

@@ -1,4 +1,4 @@
-"""How fast an SMP is for each core: as ``holdfast bench node`` measured it, or as it was when it was last measured."""
+"""How fast an SMP is per core: as ``holdfast bench node`` measured it on a node, or as the project last measured it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.snapshot.interval.checks import positive
 
 KIND = "holdfast bench node"
 FORMAT = 1
-"""Version of the file; another one is refused."""
+"""Version of the file's format; other versions are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,11 @@ class NodeRates:
     """Bytes per second and core, as measured on a machine.
 
     Attributes:
-        date, cpu_model, cores: when, and on what.
-        copy, digest, send, receive, fold: of each part by itself.
-        protect: of a node's state, from sealed to parity committed with one parity unit a stripe: what it sends, and
-            what it receives, digests and folds for others meanwhile.
-        smp_cores: that one SMP kept busy with that.
+        date, cpu_model, cores: when and on what machine the rates were measured.
+        copy, digest, send, receive, fold: the rate of each part by itself.
+        protect: the rate at which a node's state is protected, from sealed to parity committed, with one parity unit
+            per stripe. Includes all that the node receives, digests and folds for others meanwhile.
+        smp_cores: number of cores that one SMP kept busy while protecting.
     """
 
     date: str
@@ -41,17 +41,17 @@ class NodeRates:
     smp_cores: float
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` if one is not more than 0."""
+        """Raises `ConfigError` if a number is not more than 0."""
         for field in fields(self)[2:]:
             positive(f"rates of a node: {field.name}", getattr(self, field.name))
 
     def __str__(self) -> str:
-        """When, and on what."""
+        """When and on what machine the rates were measured."""
         return f"{self.date[:10]}, {self.cpu_model}, {self.cores} core{'s' * (self.cores > 1)}"
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Of what ``holdfast bench node`` wrote. Raises `ConfigError` if it is anything else."""
+        """The rates from the JSON of ``holdfast bench node``. Raises `ConfigError` if `data` is anything else."""
         if not isinstance(data, dict) or data.get("kind") != KIND:
             raise ConfigError(f"it was not written by {KIND} --json")
         if data.get("format") != FORMAT:
@@ -76,20 +76,20 @@ LAST = NodeRates(
     protect=1.383e9,
     smp_cores=0.3295,
 )
-"""What is assumed without a file: benchmarks/results/node-2026-11-24.json, by `make bench-node`; a test compares."""
+"""The rates to use without a file: benchmarks/results/node-2026-11-24.json, by `make bench-node`; a test compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmpRates:
-    """What the SMP of a node can do: so much for each core, and no more than the network carries. Rates are bytes/s.
+    """What the SMP of a node can do: the rate of its cores, but no more than the network carries. Rates are bytes/s.
 
     Attributes:
-        rates: of a core.
-        file: where they come from; empty: `LAST`.
-        given_cores: that it may use; None: as many as it kept busy when this was measured, and 1 at least: the machine
-            may have had others to serve.
-        line_rate: out of all network cards of the node together; infinite: not known.
-        given_digest, given_network: named by the user, and then they hold, whatever was measured.
+        rates: rates per core.
+        file: the file they come from; empty for `LAST`.
+        given_cores: number of cores that the SMP may use. None: as many as it kept busy in the measurement, but at
+            least 1, since other processes may have needed that machine's cores.
+        line_rate: rate out of all network cards of the node together; infinite if it is not known.
+        given_digest, given_network: rates that the user named; they override what was measured.
     """
 
     rates: NodeRates = LAST
@@ -113,37 +113,37 @@ class SmpRates:
 
     @property
     def cores(self) -> float:
-        """That it uses."""
+        """Number of cores that the SMP uses."""
         return self.given_cores or max(1.0, self.rates.smp_cores)
 
     @property
     def digest(self) -> float:
-        """At which a snapshot is sealed."""
+        """Rate at which a snapshot is sealed."""
         return self.given_digest or self.rates.digest * self.cores
 
     @property
     def protect(self) -> float:
-        """At which its cores protect: send, and receive, digest and fold for others."""
+        """Rate at which the SMP's cores can protect: send, and receive, digest and fold for others."""
         return self.rates.protect * self.cores
 
     @property
     def network(self) -> float:
-        """What encoding sends out of a node."""
+        """Rate at which encoding sends out of a node."""
         return self.given_network or min(self.line_rate, self.protect)
 
     @property
     def limit(self) -> str:
-        """What limits that: ``cores``, ``network``, or what was ``given``."""
+        """What limits `network`: ``cores``, ``network`` cards, or the rate that was ``given``."""
         if self.given_network:
             return "given"
         return "network" if self.line_rate < self.protect else "cores"
 
     def with_cores(self, cores: float) -> SmpRates:
-        """The same with so many."""
+        """The same SMP with `cores` cores."""
         return replace(self, given_cores=cores)
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``: what was used, and where it comes from."""
+        """The JSON object that ``--json`` writes: the rates in use, and where they come from."""
         return {
             "source": self.file or "last measured",
             "measured": asdict(self.rates),
@@ -156,13 +156,13 @@ class SmpRates:
 
 
 def basis(smp: SmpRates, here: int) -> Iterator[str]:
-    """What a plan's rates rest on, in sentences. Pure.
+    """Sentences on what a plan's rates are based on. Pure.
 
     Args:
-        here: cores of the machine that plans.
+        here: number of cores of the machine that runs the planner.
     """
     rates = smp.rates
-    source = f"from {smp.file} ({rates})" if smp.file else f"as last measured ({rates}), for want of --measured"
+    source = f"from {smp.file} ({rates})" if smp.file else f"as last measured ({rates}), since there is no --measured"
     cores = f"{smp.cores:.3g} core{'s' * (smp.cores != 1)}"
     who = "--smp-cores" if smp.given_cores else "--smp-cores says how many it may use"
     yield (
@@ -183,14 +183,14 @@ def basis(smp: SmpRates, here: int) -> Iterator[str]:
     elif smp.line_rate < math.inf:
         yield f"{text}: the SMP's cores limit it; the network cards would do {amount(smp.line_rate)}/s (--line-rate)."
     else:
-        yield f"{text}: what the SMP's cores do, if the network cards do (--line-rate bounds it)."
+        yield f"{text}: what the SMP's cores can do, if the network cards carry it (--line-rate is not given)."
     if smp.file and here != rates.cores:
         yield (
-            f"NOTE: {smp.file} is of a machine with {rates.cores} cores, and this one has {here}: measure on a node of "
-            "the job, unless that was one."
+            f"NOTE: {smp.file} was measured on a machine with {rates.cores} cores, and this one has {here}: measure on "
+            "a node of the job, unless that was one."
         )
     if smp.cores > rates.cores:
         yield (
-            f"NOTE: {rates.cores} cores were measured, and not {smp.cores:g}: that each of them does as much is an "
-            "assumption; measure on a node of the job."
+            f"NOTE: {rates.cores} cores were measured, and not {smp.cores:g}: the plan assumes that each of them is as "
+            "fast; measure on a node of the job."
         )

@@ -1,4 +1,4 @@
-"""Why a recommendation is what it is, in sentences. Pure."""
+"""The reasons for a recommendation, in sentences. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.snapshot.interval.failures import FailureModel
 Show = Callable[[float], str]
 
 FEW = 0.05
-"""First order and Monte Carlo differ by more than this share of the waste: said."""
+"""If first order and Monte Carlo differ by more than this share of the waste, the reasons say so."""
 
 
 def reasons(
@@ -35,7 +35,7 @@ def reasons(
     first, second = found.waste, 1.0 - found.played.mean
     if abs(first - second) > FEW * second:
         events = f"{found.played.events:,} failures that were played"
-        yield f"first order is rough here: it says {first:.2%} are lost, and {events} say {second:.2%}"
+        yield f"first order is inaccurate here: it predicts a loss of {first:.2%}, and {events} show {second:.2%}"
     if costs.assumed:
         yield f"not measured but assumed: {', '.join(costs.assumed)}; holdfast profile measures it, for --measured"
 
@@ -80,18 +80,18 @@ def _interval(found: Recommendation, costs: Costs, targets: Targets, duration: S
 def _encoding(found: Recommendation, costs: Costs, duration: Show) -> str:
     encode_s = duration(found.code.parity * costs.encode_s)
     if not found.gain:
-        return f"every snapshot is encoded: it takes {encode_s} beside training, and not to would gain less than 0.02 %"
+        return f"every snapshot is encoded, which takes {encode_s} beside training; encoding fewer gains under 0.02 %"
     every = found.encode_every
     return (
         f"one in {every} snapshots is encoded ({encode_s} beside training), with protect_every={every}: a crash of "
-        f"processes needs only sealed ones. To encode each, and take fewer, would lose {found.gain:.2%} more"
+        f"processes needs only sealed ones. Taking fewer and encoding each would lose {found.gain:.2%} more"
     )
 
 
 def _persisting(found: Recommendation, duration: Show) -> str:
     last = found.levels[-1]
     if last.name != "beyond":
-        return "there is no storage tier: what is beyond parity ends the run"
+        return "there is no storage tier: a loss beyond parity ends the run"
     if not last.rate:
         return "persisted as rarely as is allowed: nothing is beyond parity"
     every = duration(found.periods[-1] * found.step_s).replace(" ", "")
@@ -135,7 +135,7 @@ def _code(
 
 
 def _domains(code: Code, model: FailureModel, domains: Domains, nodes: int, window_s: float) -> Iterator[str]:
-    """What labels would change."""
+    """What labels of domains would change."""
     if not code.parity or not model.shock:
         return
     if domains.placement == "labelled":

@@ -1,4 +1,4 @@
-"""From costs and failures to a recommendation: code, interval, levels, spare nodes, and why. Pure but for its seed."""
+"""Recommends code, interval, levels and spare nodes from costs and failures. Pure; results depend on the seed."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from holdfast.snapshot.interval.waste import Level, best_periods, first_order, l
 from holdfast.snapshot.step.ledger import parity_slots
 
 CLOSE = 2e-4
-"""Plans whose effective training time differs by no more count as equal: the simpler one wins, and the one of least
-memory."""
+"""Plans whose effective training time ratios differ by no more than this count as equal: the simpler one wins, or the
+one of least memory."""
 
 ROUGH = 0.05
-"""What first order neglects is of the order of the waste squared. Below this it moves no interval by a tenth."""
+"""Waste above which first order is not trusted. Its error is of the order of the waste squared; below this waste, it
+moves no interval by a tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the user wants kept.
+    """The user's requirements.
 
     Attributes:
         overhead_budget: largest share of training time for snapshots; None: any.
-        memory_budget: bytes of shared memory of a node; None: any.
-        target_survival: of what is in memory, over 30 days.
-        code: (k, m) if it is not to be chosen; (0, 0): no parity.
-        repair_window_s: until a lost node's bytes are protected again; None: rebuilt and encoded.
-        node_repair_s: until a node that was taken out is back.
-        seed: of the Monte Carlo.
+        memory_budget: largest shared memory of a node in bytes; None: any.
+        target_survival: least probability that state in memory survives 30 days.
+        code: a fixed (k, m), where (0, 0) is no parity; None: choose one.
+        repair_window_s: time until a lost node's bytes are protected again; None: the time to rebuild and encode.
+        node_repair_s: time until a node that was taken out is back.
+        longest_steps: largest number of steps between snapshots.
+        seed: seed of the Monte Carlo simulation.
 
     Raises:
-        ConfigError: one is out of its range.
+        ConfigError: a value is out of its range.
     """
 
     overhead_budget: float | None = 0.01
@@ -66,17 +68,22 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What to do, and what to expect.
+    """A plan, and what to expect from it.
 
     Attributes:
-        periods: steps between snapshots, encoded ones, persisted ones, as far as there are such.
-        levels: what each costs and serves.
-        interval: the exact single-level answer for all that is served from memory, and what bounds it.
+        periods: steps between snapshots, between encoded ones and between persisted ones, as far as they exist.
+        levels: cost of each level, and the failures that it serves.
+        interval: the exact single-level optimum for all levels that memory serves, and what bounds it.
         overhead: visible cost over useful work, without failures.
-        waste: first-order share of wall time lost, failures included; `lost` by class.
+        waste: share of wall time lost, including to failures, to first order. lost: the share lost to each class.
         played: effective training time ratio by Monte Carlo.
-        others: every code that was judged, with the memory it takes in bytes for each node.
-        gain: what share of time it gains not to encode every snapshot; 0 if every one is.
+        memory_bytes: shared memory of a node.
+        network_rate, storage_rate: mean bytes per second that a node sends to other nodes and to storage.
+        spares: number of spare nodes.
+        others: every code that was judged, with its memory per node in bytes.
+        met: whether the target survival is reached.
+        gain: share of time gained by not encoding every snapshot; 0 if every snapshot is encoded.
+        why: the reasons, in sentences.
     """
 
     nodes: int
@@ -101,16 +108,16 @@ class Recommendation:
 
     @property
     def encode_every(self) -> int:
-        """Snapshots from one encoded to the next; 0 if none is."""
+        """One of this many snapshots is encoded; 0: none."""
         return self.periods[1] // self.periods[0] if self.code.parity else 0
 
     @property
     def persist_every(self) -> int:
-        """Snapshots from one persisted to the next; 0 if none is."""
+        """One of this many snapshots is persisted; 0: none."""
         return self.periods[-1] // self.periods[0] if self.levels[-1].name == "beyond" else 0
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values: bytes, seconds, shares; `encode_every` and `persist_every` count snapshots, 0: never."""
+        """As plain values: bytes, seconds, shares. `encode_every` and `persist_every` count snapshots; 0: never."""
         sizes = self.code.sizes if self.code.parity else ()
         return {
             "interval_steps": self.periods[0],
@@ -140,12 +147,12 @@ class Recommendation:
 def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, targets: Targets) -> Recommendation:
     """The plan of most useful work within the targets; of plans that are `CLOSE`, the one of least memory.
 
-    Codes that do not fit the memory are out. Of the others those that reach the target survival are in; if none does,
-    those of the best survival, and `met` is False. For each the levels' periods follow to first order; the winner's are
-    then refined by Monte Carlo.
+    Codes that exceed the memory budget are rejected. Of the others, those that reach the target survival are compared;
+    if none does, those with the best survival are, and `met` is False. Each code gets its best periods to first order.
+    The winner's periods are then refined by Monte Carlo.
 
     Raises:
-        ConfigError: no code fits the memory, no interval is feasible, or a number is out of its range.
+        ConfigError: no code fits the memory budget, no interval is feasible, or a number is out of its range.
     """
     codes = [targets.code] if targets.code is not None else candidates(nodes)
     windows = {m: targets.repair_window_s or costs.rebuild_s + m * costs.encode_s for _, m in codes}
@@ -193,14 +200,15 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, t
 
 
 def memory(costs: Costs, code: Code, encode_every: int = 1) -> float:
-    """Shared memory of a node in bytes: ``slots S (1 + m/k)``; with fewer parity slots if not every snapshot is
-    encoded."""
+    """Shared memory of a node in bytes: ``slots S (1 + m/k)``; less if not every snapshot is encoded, since that needs
+    fewer parity slots."""
     parities = parity_slots(costs.slots, encode_every)
     return costs.state_bytes * (costs.slots + parities * (code.memory - 1))
 
 
 def levels_of(costs: Costs, code: Code, model: FailureModel, nodes: int) -> tuple[Level, ...]:
-    """Levels and the job's rates of failures that need each: shocks that the code survives are memory losses."""
+    """The levels, each with the job's rate of failures that need it. Shocks that the code survives are memory
+    losses."""
     rates = model.job(nodes)
     if not code.parity:
         return costs.levels(0, rates["process"], rates["memory"] + rates["shock"], rates["beyond"])
@@ -209,7 +217,7 @@ def levels_of(costs: Costs, code: Code, model: FailureModel, nodes: int) -> tupl
 
 
 def from_memory(levels: Sequence[Level], costs: Costs, targets: Targets) -> Interval:
-    """The exact best interval of snapshots that are all encoded, and what bounds it (`choose_interval`)."""
+    """The exact best interval if every snapshot is encoded, and what bounds it (`choose_interval`)."""
     kept = [level for level in levels if level.name != "beyond"]
     return choose_interval(
         step_s=costs.step_s,
@@ -225,7 +233,7 @@ def from_memory(levels: Sequence[Level], costs: Costs, targets: Targets) -> Inte
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A code and its best periods. `gain`: see `Recommendation`."""
+    """A code and its best periods. For `gain` see `Recommendation`."""
 
     code: Code
     levels: tuple[Level, ...]
@@ -235,7 +243,7 @@ class _Candidate:
 
     @property
     def encode_every(self) -> int:
-        """Snapshots from one encoded to the next."""
+        """One of this many snapshots is encoded; 1 without parity."""
         return self.periods[1] // self.periods[0] if self.code.parity else 1
 
 
@@ -250,8 +258,8 @@ def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, targets: Ta
 
 
 def _refine(plan: _Candidate, costs: Costs, targets: Targets) -> tuple[tuple[int, ...], Played]:
-    """Play the plan, and where first order is `ROUGH` feasible neighbours of it, and theirs, with the same failures.
-    One of them wins only by two standard errors."""
+    """Simulate the plan; if its waste is above `ROUGH`, also its feasible neighbours, and theirs, with the same
+    failures. A neighbour wins only if it is better by two standard errors."""
     limits = costs.limits(plan.code.parity, targets.overhead_budget, targets.longest_steps)
     best, played = plan.periods, play(plan.levels, plan.periods, costs.step_s, seed=targets.seed)
     known, centre = {best}, None

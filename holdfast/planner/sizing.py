@@ -1,7 +1,8 @@
-"""What a job's snapshots take before anything runs: bytes, seconds, memory. Pure functions.
+"""Computes what a job's snapshots will take, before anything runs: bytes, seconds, memory. Pure functions.
 
-Every byte of state is captured once: what data-parallel ranks hold alike is divided among them, as the optimizer's
-shards are by themselves. So a node's share is all state over the number of nodes, however it is sharded.
+Every byte of state is captured once: state that data-parallel ranks hold identically is divided among them, and shards
+of the optimizer are divided anyway. So a node's share is all state divided by the number of nodes, however the job
+shards it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder: Llama's block (RMS norms, gated feed-forward, grouped queries), or a mixture of experts of it.
+    """A decoder of Llama's blocks (RMS norms, gated feed-forward, grouped queries), or a mixture of experts of them.
 
     Attributes:
-        hidden, inner: width of the stream and of (each expert's) feed-forward part.
-        heads, kv_heads: attention heads; those of keys and values.
-        experts, active: experts in each layer, and how many a token visits; 1 and 1 if there is only one.
+        hidden, inner: width of the residual stream, and of the feed-forward part (of each expert).
+        heads, kv_heads: number of attention heads, and of heads for keys and values.
+        experts, active: experts in each layer, and how many a token visits; 1 and 1 without a mixture.
         tied: whether the output layer is the embedding.
     """
 
@@ -41,7 +42,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """How many there are."""
+        """Number of parameters."""
         kv = self.hidden // self.heads * self.kv_heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv
         router = self.hidden * self.experts if self.experts > 1 else 0
@@ -60,7 +61,7 @@ PRESETS = {
         Shape("moe-8x22b", 56, 6144, 16384, 48, 8, 32768, experts=8, active=2),
     )
 }
-"""Llama 2 and 3.1, and Mixtral, by their published configurations."""
+"""Published configurations of Llama 2 and 3.1, and of Mixtral."""
 
 _SHAPE = re.compile(
     r"layers=(\d+),hidden=(\d+),inner=(\d+),heads=(\d+),kv_heads=(\d+),vocab=(\d+)(?:,experts=(\d+)/(\d+))?"
@@ -68,10 +69,10 @@ _SHAPE = re.compile(
 
 
 def parse_shape(text: str) -> Shape:
-    """A preset's name, or ``layers=32,hidden=4096,inner=11008,heads=32,kv_heads=32,vocab=32000,experts=2/8``.
+    """Parse a preset's name, or ``layers=32,hidden=4096,inner=11008,heads=32,kv_heads=32,vocab=32000,experts=2/8``.
 
     Raises:
-        ConfigError: it is neither, or cannot be.
+        ConfigError: `text` is neither, or the numbers do not fit together.
     """
     if text in PRESETS:
         return PRESETS[text]
@@ -90,12 +91,12 @@ def parse_shape(text: str) -> Shape:
 
 
 STATE_BYTES = {"adam": 12.0, "adam-16bit": 6.0, "adam-8bit": 6.0, "sgd": 8.0}
-"""Of each trained parameter: its main copy and moments, fp32; all in 16 bits; fp32 and two moments of a byte each
-(Dettmers et al., arXiv 2110.02861; their scales, 0.4 %, left out); fp32 and one moment. 16-bit weights follow from main
-copies and are not captured."""
+"""Bytes of state for each trained parameter, by optimizer: main copy and two moments in fp32; all three in 16 bits;
+main copy in fp32 and two moments of a byte each (Dettmers et al., arXiv 2110.02861; without their scales, 0.4 %); main
+copy and one moment in fp32. 16-bit weights follow from main copies and are not captured."""
 
 BASE_BYTES = {"none": 0.0, "16bit": 2.0, "8bit": 1.0, "4bit": 0.5}
-"""Of each frozen parameter: captured once, with the first snapshot."""
+"""Bytes for each frozen parameter, captured once, with the first snapshot."""
 
 ADAPTER_RANK = 16
 
@@ -108,12 +109,14 @@ class ModelJob:
 
     Attributes:
         tensor, pipeline: parallel sizes; all other ranks are data parallel.
-        zero: what data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 parameters, too; 0 nothing.
+        zero: the ZeRO stage, which says what data-parallel ranks divide: 0 nothing, 1 optimizer state, 2 also
+            gradients, 3 also parameters.
         offload: whether optimizer state lives in host memory.
-        base: how frozen weights are kept, if only adapters of rank `ADAPTER_RANK` are trained; ``none`` if all are.
+        base: format of the frozen weights, if only adapters of rank `ADAPTER_RANK` are trained; ``none`` if all weights
+            are trained.
         micro_batch, sequence: samples in a micro-batch, tokens in a sample.
-        recompute, flash: what activations are kept; see `activation_bytes`.
-        step_s: seconds of a training step; 0 if not known.
+        recompute, flash: determine which activations are kept; see `activation_bytes`.
+        step_s: duration of a training step in seconds; 0 if it is not known.
     """
 
     shape: Shape
@@ -140,15 +143,16 @@ class ModelJob:
             )
         if self.optimizer not in STATE_BYTES or self.base not in BASE_BYTES or self.recompute not in RECOMPUTE:
             raise ConfigError(
-                f"{self.optimizer!r}, {self.base!r} or {self.recompute!r} is not known: optimizers are "
-                f"{', '.join(STATE_BYTES)}, bases {', '.join(BASE_BYTES)}, recompute {', '.join(RECOMPUTE)}"
+                f"optimizer {self.optimizer!r}, base {self.base!r} or recompute {self.recompute!r} is not known: "
+                f"optimizers are {', '.join(STATE_BYTES)}, bases {', '.join(BASE_BYTES)}, "
+                f"recompute {', '.join(RECOMPUTE)}"
             )
         if not 0 <= self.zero <= 3 or self.step_s < 0 or self.micro_batch < 1 or self.sequence < 1:
-            raise ConfigError("ZeRO stages are 0 to 3; steps take no less than 0 s; batches and sequences 1 or more")
+            raise ConfigError("ZeRO stages are 0 to 3; steps take 0 s or more; batches and sequences are 1 or more")
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs in the job."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -158,7 +162,7 @@ class ModelJob:
 
     @property
     def trained(self) -> int:
-        """Parameters that the optimizer changes: all, or two adapter matrices at each of a layer's linear parts."""
+        """Number of parameters that the optimizer changes: all, or two adapter matrices for each linear layer."""
         shape = self.shape
         if self.base == "none":
             return shape.parameters
@@ -170,14 +174,14 @@ class ModelJob:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the nodes can do, in bytes per second; each of it a measured number or an assumption to be replaced.
+    """Rates of the nodes, in bytes per second, and their memory. Each is measured, or an assumption to be replaced.
 
     Attributes:
         device_rate: from one GPU to pinned host memory.
-        copy_rate: host memory to host memory, one thread (for offloaded state).
-        network_rate: out of a node, what encoding sends.
-        host_memory: of a node, in bytes; 0 if not known.
-        gpu_memory: of one GPU, in bytes.
+        copy_rate: from host memory to host memory, with one thread (for offloaded state).
+        network_rate: at which encoding sends out of a node.
+        host_memory: memory of a node, in bytes; 0 if it is not known.
+        gpu_memory: memory of one GPU, in bytes.
         digest_rate: at which an SMP seals.
     """
 
@@ -190,25 +194,25 @@ class Machine:
 
     def __post_init__(self) -> None:
         if min(self.device_rate, self.copy_rate, self.network_rate, self.digest_rate) <= 0 or self.host_memory < 0:
-            raise ConfigError("rates are more than 0 bytes per second, and memory is not less than 0")
+            raise ConfigError("rates must be more than 0 bytes per second, and memory 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What `size` finds.
+    """The result of `size`.
 
     Attributes:
-        state_bytes: that every snapshot captures, of the whole job.
-        static_bytes: that only the first does.
+        state_bytes: bytes of the whole job that every snapshot captures.
+        static_bytes: bytes of the whole job that only the first snapshot captures.
         gpu_bytes, node_bytes: a rank's and a node's share of both.
         arena_bytes: shared memory reserved on each node.
-        device_bytes: of each GPU, taken by weights, gradients, optimizer state and activations; an estimate.
-        copy_s: until a snapshot is in host memory, at full speed.
-        seal_s: until it is digested, after that.
-        encode_s: until it is protected, after that.
-        interval_s: shortest time between snapshots at which each that is to be protected is so before its slot is
-            needed.
-        interval_steps: the same in steps; 0 if the step time is not known.
+        device_bytes: estimated memory of each GPU for weights, gradients, optimizer state and activations.
+        copy_s: time to copy a snapshot into host memory, at full speed.
+        seal_s: time to digest it then.
+        encode_s: time from then until it is protected.
+        interval_s: the shortest time between snapshots with which every snapshot that is to be protected is protected
+            before its slot is needed.
+        interval_steps: `interval_s` in steps; 0 if the step time is not known.
         data, parity: k and m in effect.
     """
 
@@ -228,7 +232,7 @@ class Sizes:
 
     @property
     def protected_s(self) -> float:
-        """From the boundary until a snapshot is protected."""
+        """Time from the boundary until a snapshot is protected."""
         return self.copy_s + self.seal_s + self.encode_s
 
 
@@ -242,14 +246,15 @@ def size(
     persists: bool = False,
     protect_every: ProtectEvery = 1,
 ) -> Sizes:
-    """What snapshots of `job` take.
+    """Compute what snapshots of `job` take.
 
     Args:
-        protect_every: which of them are protected.
-        persists: snapshots are also written to storage, and one more slot for each shard holds what is being written.
+        persists: whether snapshots are also written to storage. One more slot per shard then holds the one being
+            written.
+        protect_every: which snapshots are protected.
 
     Raises:
-        ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16, or of
+        ConfigError: the protection needs more nodes than the job has, or the number of slots is not 2 to 16, or that of
             generations not 1 to 8.
     """
     if not MIN_SLOTS <= slots <= MAX_SLOTS:
@@ -296,8 +301,8 @@ def size(
 
 
 def device_bytes(job: ModelJob) -> float:
-    """What a GPU holds, by ZeRO's account (Rajbhandari et al., SC 2020): 2 bytes a weight, 2 a gradient, and the
-    optimizer's; each shared out from its stage on."""
+    """Memory that a GPU needs, counted as ZeRO does (Rajbhandari et al., SC 2020): 2 bytes per weight, 2 per gradient,
+    and the optimizer's state; each divided among replicas from its stage on. Activations come on top."""
     slices = job.tensor * job.pipeline
     weights = job.shape.parameters * (BASE_BYTES[job.base] or 2.0) / slices
     trained = job.trained / slices
@@ -312,11 +317,11 @@ def device_bytes(job: ModelJob) -> float:
 
 
 def activation_bytes(job: ModelJob) -> float:
-    """Activations that wait for the backward pass, of a pipeline's first stage, sequence parallel over tensor ranks.
+    """Bytes of activations kept for the backward pass on a pipeline's first stage, sequence parallel over tensor ranks.
 
-    Korthikanti et al. (arXiv 2205.05198), sections 4 and 5: s b h (34 + 5 a s / h) / t a layer, of which the second
-    term is attention's, gone with selective recomputation or with FlashAttention; 2 s b h / t with full recomputation.
-    A first stage of p holds as many micro-batches as there are stages, that is, all layers' worth.
+    Korthikanti et al. (arXiv 2205.05198), sections 4 and 5: s b h (34 + 5 a s / h) / t per layer. The second term is
+    attention's; selective recomputation and FlashAttention remove it. With full recomputation: 2 s b h / t per layer.
+    The first of p stages holds p micro-batches, which is as much as all layers hold for one.
     """
     shape = job.shape
     plain = job.sequence * job.micro_batch * shape.hidden / job.tensor * shape.layers

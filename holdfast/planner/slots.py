@@ -1,6 +1,6 @@
-"""How many slots, and which snapshots to protect: what each choice takes of memory, and what failures then cost. Pure.
+"""How many slots to use, and which snapshots to protect: the memory of each choice, and what failures then cost. Pure.
 
-It is played with the `Ledger` that trainers have, so what it skips and what it gives up are theirs.
+The simulation uses the same `Ledger` as trainers, so it skips and gives up the same snapshots.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState, p
 SLOTS = (2, 3, 4)
 PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 2, 4, 8, 16, "auto")
 PLAYED = 400
-"""So many intervals; the first `WARM` of them do not count."""
+"""Number of simulated intervals; the first `WARM` do not count."""
 WARM = 100
 MOMENTS = 16
-"""So many times in each interval it is asked what a failure would cost."""
+"""Number of moments in each interval at which to compute what a failure would cost."""
 
 CLOSE = 1.1
-"""What loses no more than this many times what the best loses is as good, and the one of least memory wins."""
+"""A choice counts as equal to the best if it loses at most this many times as much; of these, the one of least memory
+wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class SlotChoice:
     """One way to use memory.
 
     Attributes:
-        memory: of a node, as a multiple of its state.
-        skipped: share of the snapshots that are due and not taken, for want of a slot.
-        protected: snapshots from one protected to the next, as it comes out.
-        crash_s, loss_s: work that a crash of processes costs, and the loss of a node, on average: since the snapshot
-            that it goes back to.
+        memory: memory of a node, as a multiple of its state.
+        skipped: share of due snapshots that are not taken, for lack of a slot.
+        protected: one of this many snapshots is protected, as simulated; 0 if none is.
+        crash_s, loss_s: mean work that a crash of processes, and the loss of a node, cost: the time since the snapshot
+            that the job goes back to.
     """
 
     slots: int
@@ -45,18 +46,19 @@ class SlotChoice:
     loss_s: float
 
     def lost_s(self, memory_share: float) -> float:
-        """What a failure costs on average, of which such a share takes a node's memory."""
+        """Mean work that a failure costs, if a share of `memory_share` of all failures takes a node's memory."""
         return (1 - memory_share) * self.crash_s + memory_share * self.loss_s
 
 
 def play(
     slots: int, protect_every: ProtectEvery, *, interval_s: float, commit_s: float, encode_s: float, code: float
 ) -> SlotChoice:
-    """Take snapshots for a while, without failures.
+    """Simulate taking snapshots for a while, without failures.
 
     Args:
-        interval_s: between snapshots, if none is skipped. commit_s: until one is sealed. encode_s: from there until it
-            is protected; one is encoded at a time.
+        interval_s: time between snapshots if none is skipped.
+        commit_s: time until a snapshot is sealed.
+        encode_s: time from then until it is protected; one is encoded at a time.
         code: m/k.
     """
     ledger = Ledger(slots, protect_every=protect_every)
@@ -107,17 +109,17 @@ def play(
 
 
 def choices(*, interval_s: float, commit_s: float, encode_s: float, code: float) -> Iterator[SlotChoice]:
-    """All that are worth a look, those of least memory first."""
+    """All choices to consider, ordered by `SLOTS` and `PROTECT_EVERY`."""
     for slots, every in product(SLOTS, PROTECT_EVERY):
         yield play(slots, every, interval_s=interval_s, commit_s=commit_s, encode_s=encode_s, code=code)
 
 
 def best(found: list[SlotChoice], memory_share: float, most: float = float("inf")) -> SlotChoice | None:
-    """The one of least memory among those that lose hardly more than the best of all that fit; None if none does.
+    """The choice of least memory whose loss is `CLOSE` to the least loss of all that fit; None if none fits.
 
     Args:
-        memory_share: of all failures, those that take a node's memory.
-        most: memory of a node, as a multiple of its state.
+        memory_share: share of all failures that take a node's memory.
+        most: largest memory of a node, as a multiple of its state.
     """
     fitting = [each for each in found if each.memory <= most]
     if not fitting:

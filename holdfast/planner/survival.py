@@ -1,8 +1,8 @@
-"""How likely what is in memory survives the loss of nodes: k+m codes and copies, all at once, over time, by shocks.
+"""How likely state in memory survives lost nodes, with k+m codes or copies: at once, over time, by shocks. Pure.
 
-A group of `size` nodes *tolerates* m losses: k+m in groups of k + m nodes or more, and r copies as 1+(r-1). Rates
-are per node or job and second. The *window* is the time in which a lost node's bytes have fewer companions than
-they should: to detect, replace, decode and encode again. All pure.
+A group of `size` nodes *tolerates* m losses: k+m in groups of k + m nodes or more; r copies count as 1+(r-1). Rates are
+per second, of a node or of the job. The *window* is the time after a loss during which a group tolerates fewer further
+losses: to detect the loss, replace the node, decode and encode again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from fractions import Fraction
 
 
 def simultaneous(sizes: Sequence[int], tolerated: int, lost: int) -> float:
-    """Probability that `lost` nodes, any of all alike, gone at once, cost no group its data.
+    """Probability that no group loses data if `lost` nodes, chosen uniformly, are lost at once.
 
-    Of all ``C(N, f)`` ways to choose them, count those with at most m in each group: the coefficient of ``x^f`` in the
-    product over groups of ``sum_{j <= m} C(n, j) x^j``. For m = 1 and equal groups that is ``n^f C(G, f)``. Exact, in
-    whole numbers.
+    Of all ``C(N, f)`` ways to choose them, those with at most m in each group are counted by the coefficient of ``x^f``
+    in the product over groups of ``sum_{j <= m} C(n, j) x^j``. For m = 1 and equal groups that is ``n^f C(G, f)``.
+    Exact, in whole numbers.
 
     Args:
-        sizes: nodes of each group.
+        sizes: number of nodes in each group.
 
     Raises:
-        ValueError: more nodes are lost than there are.
+        ValueError: more nodes are lost than exist.
     """
     nodes = sum(sizes)
     if not 0 <= lost <= nodes:
@@ -37,12 +37,12 @@ def simultaneous(sizes: Sequence[int], tolerated: int, lost: int) -> float:
 
 
 def loss_rate(size: int, tolerated: int, rate: float, window_s: float) -> float:
-    """Losses of one group's data per second, repairs in parallel, each taking `window_s` on average.
+    """How often one group loses data, per second, if repairs run in parallel and take `window_s` each on average.
 
-    Engset's loss formula: nodes are sources, repairs are servers, and the failure that finds all m busy is the loss.
-    With ``x = rate w`` it is ``n C(n - 1, m) rate x^m / sum_{j <= m} C(n, j) x^j``: the first order, over a sum that is
-    close to 1 where failures are rare. It holds for any distribution of repairs. A group that starts with all nodes up
-    after its loss is lost a little less often than that.
+    Engset's loss formula: nodes are sources, repairs are servers, and data is lost by a failure that finds all m
+    servers busy. With ``x = rate w`` it is ``n C(n - 1, m) rate x^m / sum_{j <= m} C(n, j) x^j``: the first-order rate,
+    divided by a sum that is close to 1 where failures are rare. It holds for any distribution of repair times. A group
+    that starts again with all nodes up after a loss loses data slightly less often than that.
     """
     if tolerated >= size:
         return 0.0
@@ -53,8 +53,9 @@ def loss_rate(size: int, tolerated: int, rate: float, window_s: float) -> float:
 
 
 def loss_rate_first_order(size: int, tolerated: int, rate: float, window_s: float, *, serial: bool = False) -> float:
-    """The same for ``size rate w << 1``, as it is usually quoted: ``n C(n - 1, m) rate^(m + 1) w^m``; times m! where
-    nodes are repaired strictly one after the other, each in an exponential time. Too high where nodes fail often."""
+    """`loss_rate` to first order, for ``size rate w << 1``, as usually quoted: ``n C(n - 1, m) rate^(m + 1) w^m``;
+    times m! if `serial`: nodes are repaired strictly one after the other, each in an exponentially distributed time.
+    Too high where nodes fail often."""
     if tolerated >= size:
         return 0.0
     orders = math.factorial(tolerated) if serial else 1
@@ -62,23 +63,22 @@ def loss_rate_first_order(size: int, tolerated: int, rate: float, window_s: floa
 
 
 def job_loss_rate(sizes: Sequence[int], tolerated: int, rate: float, window_s: float) -> float:
-    """Losses of the data of any group per second."""
+    """How often any group loses data, per second."""
     return sum(times * loss_rate(size, min(tolerated, size - 1), rate, window_s) for size, times in _runs(sizes))
 
 
 def survive(rate: float, seconds: float) -> float:
-    """Probability that something that happens at `rate` does not happen for so long: ``exp(-rate t)``."""
+    """Probability that an event with rate `rate` does not happen for `seconds`: ``exp(-rate t)``."""
     return math.exp(-rate * seconds)
 
 
 def shock_spread(sizes: Sequence[int], tolerated: int, hit: int, rate: float, window_s: float) -> float:
-    """Probability that a shock costs data where its `hit` nodes are spread over the groups as evenly as can be,
-    which is what groups do that know their domains.
+    """Probability that a shock loses data if its `hit` nodes are spread over the groups as evenly as possible, which is
+    what planning with labels of domains achieves.
 
-    Each group it hits loses at most ``j = ceil(hit / G)``: fatal if j > m. If not, it takes ``a = m - j + 1`` other
-    nodes
-    of the group that are down in the same window: ``C(n - j, a) (a + 1) (rate w)^a``, the volume of times of a failures
-    that lie, with the shock, within one window, before or after it.
+    A group loses at most ``j = ceil(hit / G)`` nodes, which is fatal if j > m. Otherwise data is lost only if
+    ``a = m - j + 1`` other nodes of the group are lost in the same window. That has the probability
+    ``C(n - j, a) (a + 1) (rate w)^a``: the volume of the times at which a failures and the shock lie within one window.
     """
     groups = len(sizes)
     if hit <= 0:
@@ -96,18 +96,18 @@ def shock_spread(sizes: Sequence[int], tolerated: int, hit: int, rate: float, wi
 
 
 def shock_random(sizes: Sequence[int], tolerated: int, hit: int) -> float:
-    """Probability that a shock that hits `hit` nodes, any of all alike, costs data. Exact."""
+    """Probability that a shock loses data if it hits `hit` nodes, chosen uniformly. Exact."""
     return 1.0 - simultaneous(sizes, tolerated, min(hit, sum(sizes)))
 
 
 def shock_neighbours(sizes: Sequence[int], tolerated: int, hit: int) -> float:
-    """The same where groups are of neighbours, and neighbours fail together: 1 if a group tolerates less than it has of
-    them, 0 if not. What nodes without labels get."""
+    """Probability that a shock loses data if neighbours form groups and fail together, as without labels of domains: 1
+    if a group tolerates fewer losses than it has nodes among those hit, 0 if not."""
     return float(any(min(hit, size) > min(tolerated, size - 1) for size in sizes))
 
 
 def _runs(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """(size, how many groups of it)."""
+    """Pairs of (size, number of groups of that size)."""
     counts: dict[int, int] = {}
     for size in sizes:
         counts[size] = counts.get(size, 0) + 1

@@ -1,4 +1,4 @@
-"""Which saved steps can still be had, as nodes lose their memory and get it back."""
+"""Which saved steps can still be restored, as nodes lose their memory and get it back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from holdfast.planner.fleet.progress import Timeline
 
 
 class Copies:
-    """The newest step of each kind that is left.
+    """The newest step of each kind that can be restored.
 
-    A node counts against its group from the loss of its memory until the group has made up for it; each loss has a
-    ticket, so that what was on its way for an earlier one comes too late (`degraded`, `made_up`).
+    A node is *degraded*, and counts against the parity of its group, from the loss of its memory until its bytes are
+    protected again. Each loss has a ticket, so that a repair that began for an earlier loss of the node is ignored.
 
     Attributes:
-        sealed: on every node; None if a node's own copy is gone.
-        protected: can be had although nodes are lost; None if there is none, or too many were.
-        persisted: on storage; 0, where the job began, is always there.
+        sealed: the newest step sealed on every node; None if a node has lost its own copy.
+        protected: the newest step that survives lost nodes; None if there is none, or too many nodes were lost.
+        persisted: the newest step on storage; 0, where the job began, can always be restored.
         beyond: how often all copies in memory were lost: more than the parity covers, or before any was protected.
     """
 
@@ -34,7 +34,7 @@ class Copies:
         self._tickets = 0
 
     def trained(self, pace: Timeline, first: int, since_s: float, now_s: float) -> None:
-        """The job has trained from step `first` without interruption, and stops now."""
+        """Record what was saved: the job has trained from step `first` without interruption, and stops now."""
         elapsed = now_s - since_s
         self.settle(now_s)
         if protected := pace.newest("protected", first, elapsed):
@@ -47,12 +47,12 @@ class Copies:
                 self._pending.append((since_s + sealed.finished_s + sealed.save.protected_s, sealed.step))
 
     def settle(self, now_s: float) -> None:
-        """What was sealed becomes protected while the job stands still, too: that is not the trainers' work."""
+        """Mark sealed steps as protected by now. That goes on while the job stands still: SMPs do it, not trainers."""
         while self._pending and self._pending[0][0] <= now_s:
             self.protected = max(self._pending.pop(0)[1], self.protected or 0)
 
     def lose(self, nodes: Iterable[int], now_s: float) -> None:
-        """These nodes' memory is gone."""
+        """Record that these nodes have lost their memory."""
         self.settle(now_s)
         self._pending.clear()
         groups = set()
@@ -70,30 +70,30 @@ class Copies:
             self.beyond += had
 
     def made_up(self, node: int, ticket: int) -> None:
-        """What the node held is protected again, unless it was lost once more after the loss with this ticket."""
+        """Record that the node's bytes are protected again, unless it was lost again after the loss with `ticket`."""
         if self._degraded.get(node) == ticket:
             del self._degraded[node]
             if self._groups is not None:
                 self._missing[self._groups.of[node]] -= 1
 
     def is_open(self, node: int, ticket: int) -> bool:
-        """Whether the loss with this ticket is not made up for."""
+        """Whether the node is still degraded by the loss with this ticket."""
         return self._degraded.get(node) == ticket
 
     @property
     def degraded(self) -> dict[int, int]:
-        """Nodes that count against their group, and their tickets."""
+        """Degraded nodes, with the tickets of their losses."""
         return dict(self._degraded)
 
     def best(self) -> tuple[str, int]:
-        """The newest step that can be had, and as what."""
+        """The newest step that can be restored, with its kind first: sealed, protected, persisted, or the start."""
         found = [("persisted" if self.persisted else "start", self.persisted)]
         found += [("protected", self.protected)] if self.protected is not None else []
         found += [("sealed", self.sealed)] if self.sealed is not None else []
         return max(reversed(found), key=lambda each: each[1])
 
     def restored(self, source: str, step: int) -> None:
-        """All nodes have loaded `step`."""
+        """Record that all nodes have loaded `step`."""
         if source in ("sealed", "protected"):
             self.sealed = step
         else:

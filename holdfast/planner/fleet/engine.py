@@ -1,8 +1,9 @@
-"""From failure to failure: a heap of events, virtual time, and where every second of it went.
+"""Simulates a job from failure to failure, with a heap of events in virtual time, and accounts for every second.
 
 A job trains until something fails. Then it is *detecting*, *waiting* if a place has no machine, *recovering* (new
-processes on all nodes, then loading), and trains again from the newest step that can be had. A failure on the way
-begins that again. What fails on a place without a machine hits nobody, and processes cannot die while none run.
+processes on all nodes, then loading), and trains again from the newest step that can be restored. A failure during
+these phases starts them again. A failure at a place without a machine has no effect, and processes cannot die while
+none run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 class JobPhase(Enum):
-    """What a job is doing."""
+    """What a job is doing at a moment."""
 
     TRAINING = "training"
     DETECTING = "detecting"
@@ -33,18 +34,18 @@ class JobPhase(Enum):
 
 @dataclass(slots=True)
 class FleetOutcome:
-    """What came of a run. The five times are all of `wall_s`.
+    """The result of a run. The five times from `useful_s` to `waiting_s` add up to `wall_s`.
 
     Attributes:
-        steps: at the end, without those lost.
-        useful_s: in steps that were kept.
-        save_s: in saves.
-        lost_s: in steps that were lost, or not finished.
-        recovery_s: in detecting, starting again and loading.
-        waiting_s: for machines.
-        lost_steps: that had to be done again.
-        failures: that hit, by kind.
-        restores: by what was loaded: ``sealed``, ``protected``, ``persisted`` or the ``start``.
+        steps: number of steps done at the end, without lost ones.
+        useful_s: time in steps that were kept.
+        save_s: time in saves.
+        lost_s: time in steps that were lost, or not finished.
+        recovery_s: time to detect failures, start processes and load.
+        waiting_s: time spent waiting for machines.
+        lost_steps: number of steps that had to be done again.
+        failures: number of failures that had an effect, by kind.
+        restores: number of restores, by what was loaded: ``sealed``, ``protected``, ``persisted`` or the ``start``.
         beyond: how often all copies in memory were lost.
         longest_s: the longest time without training.
     """
@@ -64,16 +65,17 @@ class FleetOutcome:
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: useful over all time."""
+        """Effective training time ratio: useful time over all time."""
         return self.useful_s / self.wall_s
 
 
 class Machines:
-    """Spares stand by; a broken machine is repaired and then stands by, or takes the place that waits longest.
+    """The machines at the job's places, and the spares. A repaired machine takes the place that has waited longest for
+    one, or becomes a spare.
 
     Attributes:
         empty: places without a machine.
-        spares: machines that stand by.
+        spares: number of spare machines.
     """
 
     def __init__(self, spares: int) -> None:
@@ -82,7 +84,7 @@ class Machines:
         self._waiting: deque[int] = deque()
 
     def breaks(self, place: int) -> bool:
-        """The machine at `place` is gone. Whether a spare takes over; if not, the place waits for a repair."""
+        """Record that the machine at `place` is gone. Returns whether a spare replaces it; if not, the place waits."""
         self.empty.add(place)
         if self.spares:
             self.spares -= 1
@@ -91,14 +93,14 @@ class Machines:
         return False
 
     def repaired(self) -> int | None:
-        """A machine is back. The place that it takes, None if none waits."""
+        """Record that a machine is repaired. Returns the place that it takes; None if no place waits."""
         if self._waiting:
             return self._waiting.popleft()
         self.spares += 1
         return None
 
     def arrives(self, place: int) -> None:
-        """The place has a machine again."""
+        """Record that `place` has a machine again."""
         self.empty.remove(place)
 
 
@@ -106,10 +108,10 @@ def simulate(job: FleetJob, site: Site, design: Design, failures: Iterable[Failu
     """Run a job for `seconds` of virtual time.
 
     Args:
-        failures: in order of time.
+        failures: the failures, ordered by time.
 
     Raises:
-        ConfigError: there is no time to simulate, or a failure hits a node that there is not.
+        ConfigError: there is no time to simulate, or a failure hits a node that the job does not have.
     """
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{seconds} s to simulate: use more than 0")
@@ -146,7 +148,7 @@ class _Run:
             if failure.at_s >= wall_s:
                 break
             if not all(0 <= node < self.job.nodes for node in failure.nodes):
-                raise ConfigError(f"{failure} hits a node that is not there: the job has {self.job.nodes}")
+                raise ConfigError(f"{failure} hits a node that does not exist: the job has {self.job.nodes} nodes")
             self._until(failure.at_s)
             self._fail(failure)
         self._until(wall_s)
@@ -191,7 +193,7 @@ class _Run:
                 self._at(now_s + self.site.repair_s, "repaired")
 
     def _stop(self, now_s: float) -> None:
-        """Training has ended; account for it."""
+        """End a stretch of training, and account for its time."""
         elapsed = now_s - self.since_s
         spent = self.pace.spent(self.first, elapsed)
         self.copies.trained(self.pace, self.first, self.since_s, now_s)
@@ -202,7 +204,7 @@ class _Run:
         self.since_s = now_s
 
     def _enter(self, phase: JobPhase, now_s: float) -> None:
-        """Account for the phase that ends, unless it was training."""
+        """Enter `phase`, and account for the time of the phase that ends, unless it was training."""
         passed = now_s - self.since_s
         if self.phase is JobPhase.WAITING:
             self.outcome.waiting_s += passed
@@ -245,7 +247,7 @@ class _Run:
             self._at(now_s + self.site.replace_s, "arrived", place)
 
     def _on_missing(self, now_s: float, node: int, ticket: int) -> None:
-        """The others have waited long enough: they protect each other without it."""
+        """The other nodes have waited long enough for this one: they regroup without it."""
         if self.phase is JobPhase.WAITING and self.copies.is_open(node, ticket):
             self._at(now_s + self.design.regroup_s, "whole", node, ticket)
 

@@ -1,4 +1,4 @@
-"""What fails when: a trace of failures from rates, under a seed. The same trace serves every strategy."""
+"""Draws a trace of failures from rates and a seed. The same trace is used for every strategy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import FailureProfile
 
 DRAIN = 0.30
-"""Share of failures after which the host must go, its memory still readable: a bad GPU or NIC. 28 to 33 % by the causes
-of Llama 3 and FT-HSDP; Unicron has 37 %."""
+"""Share of failures after which the host must be replaced while its memory is still readable, such as a bad GPU or NIC.
+28 to 33 % by the causes of Llama 3 and FT-HSDP; Unicron has 37 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Failure:
     """One interruption.
 
     Attributes:
-        kind: ``process``: processes die; ``drain``: the host must be replaced, and its memory can still be read;
-            ``memory``: the host's memory is gone; ``shock``: that of a whole rack.
-        nodes: places in the job that it hits.
+        kind: ``process``: processes die; ``drain``: the host must be replaced, but its memory can still be read;
+            ``memory``: the host's memory is lost; ``shock``: the memory of a whole rack is lost.
+        nodes: the places in the job that the failure hits.
     """
 
     at_s: float
@@ -32,13 +32,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class FailureProcess:
-    """Rates of failures, of each kind independently.
+    """Rates of failures. The kinds are independent of each other.
 
     Attributes:
         rate: interruptions per 1,000 node-days.
         drain, memory, shock: shares of these kinds; the rest is ``process``.
-        shape: Weibull shape of the times between two failures of a kind anywhere in the job; 1: Poisson; less: bursts.
-            The mean stays what `rate` says.
+        shape: Weibull shape of the times between two failures of a kind anywhere in the job; 1 is Poisson, less gives
+            bursts. It does not change the mean.
     """
 
     rate: float
@@ -60,21 +60,21 @@ class FailureProcess:
 
     @classmethod
     def of(cls, profile: FailureProfile, *, drain: float = DRAIN, shape: float = 1.0) -> FailureProcess:
-        """Of a published study."""
+        """The rates of a published study."""
         return cls(profile.rate, min(drain, profile.process), profile.memory, profile.shock, shape)
 
     @property
     def shares(self) -> dict[str, float]:
-        """By kind."""
+        """The share of each kind."""
         rest = max(0.0, 1 - self.drain - self.memory - self.shock)
         return {"process": rest, "drain": self.drain, "memory": self.memory, "shock": self.shock}
 
     def mtbf_s(self, nodes: int) -> float:
-        """Mean time between two failures of a job of so many nodes, in seconds."""
+        """Mean time between two failures of a job of `nodes` nodes, in seconds."""
         return DAY_S * 1000 / (self.rate * nodes) if self.rate else math.inf
 
     def trace(self, nodes: int, rack: int, seconds: float, seed: str) -> list[Failure]:
-        """All failures of the first `seconds`, in order. Nodes are counted through the racks, `rack` to each."""
+        """All failures of the first `seconds`, ordered by time. Each `rack` consecutive nodes form a rack."""
         found = []
         for kind, share in self.shares.items():
             if not share or not self.rate:

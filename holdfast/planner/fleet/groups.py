@@ -1,4 +1,4 @@
-"""Which nodes hold copies of each other's state, and which losses they survive."""
+"""Which nodes protect each other, and which losses they survive."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of nodes, of each of which `parity` may lose their memory.
+    """Groups of nodes. In each, up to `parity` nodes may lose their memory.
 
     Attributes:
-        of: the group of each node.
+        of: for each node, the number of its group.
     """
 
     of: tuple[int, ...]
     parity: int
 
     def survives(self, lost: Collection[int]) -> bool:
-        """Whether everything is left if these nodes lose their memory at once."""
+        """Whether no data is lost if these nodes lose their memory at once."""
         return all(count <= self.parity for count in Counter(self.of[node] for node in set(lost)).values())
 
 
@@ -30,8 +30,8 @@ def place(nodes: int, size: int, parity: int, rack: int, *, spread: bool) -> Gro
     """Groups of at least `size` nodes, as this system plans them (`ec.plan_groups`).
 
     Args:
-        spread: keep the nodes of a rack in different groups, as far as `parity` asks for it and the racks allow; if
-            not, neighbours are a group.
+        spread: whether to spread the nodes of a rack over groups, as far as `parity` requires it and the racks allow;
+            if not, neighbours form groups.
 
     Raises:
         ConfigError: there are fewer nodes than `size`.

@@ -9,18 +9,18 @@ from holdfast.planner.rates import SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 RESTARTS = ((1024, 60.0), (16_384, 200.0), (22_528, 300.0), (65_536, 600.0), (98_304, 900.0))
-"""(GPUs, seconds) of a cold restart without loading: FT-HSDP (arXiv 2602.00277) from 16,384 up; the first is an
-assumption."""
+"""Pairs of (GPUs, seconds) for a cold restart without loading. From 16,384 up: FT-HSDP (arXiv 2602.00277); the first
+pair is an assumption."""
 
 STORAGE_RATE_PER_GPU = 175e9 * 14 / 200 / 4096
 """Bytes per second: a checkpoint of 175B parameters, 14 bytes each, in 200 s from 4,096 GPUs (ByteCheckpoint, HDFS)."""
 
 SPARES_PER_NODE = 4 / 1024
-"""Warm standbys (ByteRobust: the 99th percentile of failures at once)."""
+"""Spares per node of the job: ByteRobust's warm standbys, for the 99th percentile of failures at once."""
 
 
 def restart_s(gpus: int) -> float:
-    """Seconds from new processes to a job that is ready to load: on lines through the points of `RESTARTS`."""
+    """Seconds from new processes to a job that is ready to load, by linear interpolation of `RESTARTS`."""
     if gpus <= RESTARTS[0][0]:
         return RESTARTS[0][1]
     following = next((i for i, (count, _) in enumerate(RESTARTS) if gpus <= count), len(RESTARTS) - 1)
@@ -30,13 +30,13 @@ def restart_s(gpus: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FleetJob:
-    """What is trained. It needs all its nodes, and stops as a whole.
+    """The job. It needs all its nodes, and stops as a whole.
 
     Attributes:
-        step_s: seconds of a step without saves.
-        state_bytes: of the whole job, each byte once.
-        detect_s: from a failure until it is noticed and processes are ended.
-        restart_s: from new processes on all nodes to a job that is ready to load; see `restart_s`.
+        step_s: duration of a step without saves, in seconds.
+        state_bytes: state of the whole job, each byte counted once.
+        detect_s: time from a failure until it is noticed and processes are ended.
+        restart_s: time from new processes on all nodes to a job that is ready to load; see the function `restart_s`.
     """
 
     nodes: int
@@ -57,7 +57,7 @@ class FleetJob:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs in the job."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -68,17 +68,17 @@ class FleetJob:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where it is trained. Rates are bytes per second.
+    """The site that the job runs on. Rates are bytes per second.
 
     Attributes:
         gpu_rate: between one GPU and its host's memory.
-        digest_rate: at which an SMP seals a snapshot.
-        network_rate: out of a node, at which copies are protected and lost ones loaded.
+        network_rate: out of a node, to protect copies and to load lost ones.
         storage_rate: of the shared storage, for the whole job.
-        rack: nodes that one shock takes.
-        spares: machines that stand by.
-        replace_s: until a machine that is there has taken a lost one's place.
-        repair_s: until a broken machine is back.
+        rack: number of nodes in a rack, which one shock hits.
+        spares: number of spare machines.
+        replace_s: time until an available machine has taken a lost one's place.
+        repair_s: time until a broken machine is repaired.
+        digest_rate: at which an SMP seals a snapshot.
     """
 
     gpu_rate: float = 25e9

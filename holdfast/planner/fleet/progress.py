@@ -1,4 +1,4 @@
-"""How far a job is after so many seconds of training, and what is saved by then: by arithmetic, not step by step."""
+"""Computes how far a job is after some seconds of training, and what is saved by then, without going step by step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 MARKS = ("sealed", "protected", "persisted")
-"""What a save becomes, each of which survives more: the death of processes, of nodes, of all memory."""
+"""The marks that a save reaches. Each survives more: the death of processes, the loss of nodes, of all memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """What is saved after every so many steps, counted from step 0 and not from the last restart.
+    """A kind of save, made every `every` steps, counted from step 0 and not from the last restart.
 
     Attributes:
-        every: steps.
         stall_s: training time that one save takes.
-        sealed_s, protected_s, persisted_s: from the end of the step until the save is that; infinite: never.
+        sealed_s, protected_s, persisted_s: time from the end of the step until the save is sealed, protected and
+            persisted; infinite: never.
     """
 
     every: int
@@ -35,18 +35,18 @@ class Save:
             raise ConfigError(f"a save that takes {self.stall_s} s, or is done before it begins: use 0 s or more")
 
     def after_s(self, mark: str) -> float:
-        """Seconds until it is what `mark` says."""
+        """Seconds from the end of the step until the save reaches `mark`, one of `MARKS`."""
         return {"sealed": self.sealed_s, "protected": self.protected_s, "persisted": self.persisted_s}[mark]
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Where the seconds of a stretch of training went.
+    """How the time of a stretch of training was spent.
 
     Attributes:
-        steps: that were finished.
-        stall_s: in saves.
-        unfinished_s: in the step or save that was in progress.
+        steps: number of finished steps.
+        stall_s: seconds in saves.
+        unfinished_s: seconds in the step or save that was in progress.
     """
 
     steps: int
@@ -56,7 +56,12 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A step that was saved, when it was finished after the start of the stretch, and how."""
+    """A saved step.
+
+    Attributes:
+        finished_s: when the step was finished, in seconds after the start of the stretch of training.
+        save: the kind of save.
+    """
 
     step: int
     finished_s: float
@@ -65,18 +70,18 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A job's steps and saves."""
+    """When a job's steps are finished and saved."""
 
     step_s: float
     saves: Sequence[Save]
 
     def finished_s(self, first: int, step: int) -> float:
-        """Seconds of training from `first` until `step` is finished, its own saves not included."""
+        """Seconds of training from `first` until `step` is finished, without its own saves."""
         stalls = sum(s.stall_s * (max(step - 1, first) // s.every - first // s.every) for s in self.saves)
         return (step - first) * self.step_s + stalls
 
     def step_after(self, first: int, elapsed_s: float) -> int:
-        """The last step that is finished after so many seconds of training from `first`."""
+        """The last step that is finished after `elapsed_s` of training from `first`."""
         low, high = first, first + max(0, int(elapsed_s / self.step_s))
         while low < high:
             middle = (low + high + 1) // 2
@@ -87,7 +92,7 @@ class Timeline:
         return low
 
     def spent(self, first: int, elapsed_s: float) -> Spent:
-        """Where the first `elapsed_s` of training from `first` went. They are the sum of its parts."""
+        """How the first `elapsed_s` of training from `first` were spent. The parts add up to `elapsed_s`."""
         last = self.step_after(first, elapsed_s)
         rest = elapsed_s - (last - first) * self.step_s
         stalls = sum(s.stall_s * (last // s.every - first // s.every) for s in self.saves)
@@ -95,7 +100,7 @@ class Timeline:
         return Spent(last - first, paid, rest - paid)
 
     def newest(self, mark: str, first: int, elapsed_s: float) -> Saved | None:
-        """The newest step saved since `first` that is `mark` after so many seconds; None if there is none."""
+        """The newest step saved since `first` that has reached `mark` after `elapsed_s`; None if there is none."""
         found: Saved | None = None
         for save in self.saves:
             after_s = save.after_s(mark)

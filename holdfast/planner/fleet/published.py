@@ -1,4 +1,4 @@
-"""What others have published of such jobs, and what the simulation makes of the same numbers."""
+"""Numbers that others have published about large jobs, and what the simulation gives for the same parameters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PublishedPoint:
     """A published number.
 
     Attributes:
-        within: how far the simulation may be off, and what that is for is in `why`.
-        at_least: the study says no more than that it is reached.
-        simulated: the number, under a seed.
+        within: largest allowed difference to the simulation. `why`: the reason for it.
+        simulated: simulates the number, from a seed.
+        at_least: whether the published number is only a lower bound.
     """
 
     name: str
@@ -44,7 +44,7 @@ class PublishedPoint:
 
 
 def ettr(job: FleetJob, site: Site, failures: FailureProcess, strategy: Strategy, days: float, seed: int) -> float:
-    """Mean over `RUNS` runs."""
+    """Mean effective training time ratio over `RUNS` runs."""
     design = strategy.design(job, site, failures.mtbf_s(job.nodes))
     seconds = days * DAY_S
     return statistics.fmean(
@@ -54,7 +54,7 @@ def ettr(job: FleetJob, site: Site, failures: FailureProcess, strategy: Strategy
 
 
 FREE = Site(storage_rate=math.inf, network_rate=math.inf, digest_rate=math.inf)
-"""Where saving and loading take no time: for studies that count them into the time to recover."""
+"""A site where saving and loading take no time, for studies that include them in the time to recover."""
 
 
 def _rsc(minutes: float) -> Callable[[int], float]:

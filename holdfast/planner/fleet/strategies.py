@@ -1,7 +1,7 @@
-"""Ways to protect a job: what each costs, what it survives, how long it takes to load. Pure.
+"""Ways to protect a job: what each costs, what it survives, and how long it takes to load. Pure.
 
-All of them save and load at the same rates, and those that keep copies in memory disturb training alike; what differs
-is what they send, where copies are, and when they can be had.
+All strategies save and load at the same rates, and those that keep copies in memory slow training equally. They differ
+in what they send, where the copies are, and when a copy can be restored.
 """
 
 from __future__ import annotations
@@ -20,48 +20,51 @@ from holdfast.snapshot.interval.periods import optimal
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 COPY_COST = 0.09
-"""Training time lost to a snapshot, over the time of one copy of the state: measured, `holdfast bench stall`, one rank
-with an idle core beside it, a snapshot every step."""
+"""Training time lost to a snapshot, divided by the time of one copy of the state. Measured by `holdfast bench stall`
+for one rank with an idle core beside it and a snapshot every step."""
 
 ASYNC_COST = 6.3
 """The same for a checkpoint by DCP's `async_save` in a thread, every 10 steps."""
 
 NETWORK_COST = 0.05
-"""Training time lost while a node sends, over the time it sends. An assumption."""
+"""Training time lost while a node sends, divided by the time of sending. An assumption."""
 
 ROUND_S = 0.27e-3
-"""One round of the ranks' agreement, and `HELD_S` of it on the training thread: measured between two processes, `make
-bench-scale`. There are log2 of the ranks."""
+"""Duration of one round of the ranks' agreement, which has log2(ranks) rounds. Measured between two processes by
+`make bench-scale`."""
 
 HELD_S = 0.036e-3
+"""Time of the training thread that the agreement on one snapshot takes. Measured by `make bench-scale`."""
+
 ENTERING_S = 0.41 / 16_384
-"""Seconds, for each rank of the job, in which each takes in what all say as it enters: from the same."""
+"""Seconds for each rank of the job that every rank needs to read all ranks' messages as it enters. Measured by `make
+bench-scale`."""
 
 BUDGET = 0.01
-"""Most training time that snapshots in memory may take; the interval is lengthened to keep to it, as this system does
-by itself."""
+"""Largest share of training time for snapshots in memory. The interval is lengthened to keep it, as the hook does."""
 
 SLOTS_TO_SEAL = 4
-"""The protected snapshot, the one that is encoded, the newest sealed one and the one that is written."""
+"""Slots for the protected snapshot, the one being encoded, the newest sealed one and the one being written."""
 
 PERSIST_S = 3600.0
-"""How often what is in memory is also written to storage."""
+"""How often state in memory is also written to storage, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What a strategy comes to for one job. All bytes are a node's.
+    """The parameters of a strategy for one job. All bytes are per node.
 
     Attributes:
-        saves: what is saved how often.
-        groups: who protects whom; None: the loss of one node's memory loses all copies in memory.
+        saves: the kinds of saves, and how often each is made.
+        groups: which nodes protect each other; None: the loss of one node's memory loses all copies in memory.
         load_s: seconds to load a step that is ``sealed``, ``protected``, ``persisted``, or the ``start``.
-        group_repair_s: from a restart with a new node until its group is whole again.
-        regroup_after_s: how long a node's place may be empty before the others go on without it; infinite: for ever.
-        regroup_s: how long that takes.
-        memory_bytes: reserved for copies.
-        network_bytes: sent to other nodes for each save.
-        storage_bytes: sent to storage for each save that is written there.
+        group_repair_s: time from a restart with a new node until its group is whole again.
+        regroup_after_s: how long a node's place may be empty before the others regroup without it; infinite: they never
+            do.
+        regroup_s: how long regrouping takes.
+        memory_bytes: memory reserved for copies.
+        network_bytes: bytes sent to other nodes for each save.
+        storage_bytes: bytes sent to storage for each save that is written there.
     """
 
     saves: tuple[Save, ...]
@@ -80,23 +83,23 @@ class Strategy(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """The name in tables."""
 
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
-        """What it comes to for a job that fails every `mtbf_s` seconds. Raises `ConfigError` if it cannot be had."""
+        """The parameters for a job that fails every `mtbf_s` seconds. Raises `ConfigError` if they are impossible."""
 
 
 @dataclass(frozen=True, slots=True)
 class InMemoryCode:
-    """This system: snapshots in memory, `parity` parity units for every `data` units, across racks; survivors form new
-    groups if nobody replaces a node.
+    """This system: snapshots in memory, with `parity` parity units for every `data` units, across racks. Survivors
+    regroup if no node replaces a lost one.
 
     Attributes:
-        every: steps between snapshots; more where they would not be done in time, or would cost more than `BUDGET`.
-        protect_every: of so many snapshots one is protected; ``"auto"``: as often as encoding keeps up.
-        slots: for each shard.
-        persist_s: time between those that are also written to storage; infinite: none are.
-        regroup_after_s: how long a node may be missing before the others protect each other without it.
+        every: steps between snapshots. It is raised if snapshots would not be done in time, or cost more than `BUDGET`.
+        slots: slots per shard.
+        persist_s: time between snapshots that are also written to storage; infinite: none are.
+        regroup_after_s: how long a node may be missing before the others regroup without it.
+        protect_every: one of this many snapshots is protected; ``"auto"``: as often as encoding keeps up.
     """
 
     data: int
@@ -120,7 +123,8 @@ class InMemoryCode:
             raise ConfigError(f"{self.data}+{self.parity}: k and m must be at least 1")
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not self.regroup_after_s >= 0:
             raise ConfigError(
-                f"{self.slots} slots, {self.regroup_after_s} s: use {MIN_SLOTS} to {MAX_SLOTS} slots, and 0 s or more"
+                f"{self.slots} slots, regrouping after {self.regroup_after_s} s: use {MIN_SLOTS} to {MAX_SLOTS} "
+                "slots, and 0 s or more"
             )
 
     @property
@@ -165,12 +169,13 @@ class InMemoryCode:
 
 @dataclass(frozen=True, slots=True)
 class PairReplication:
-    """GEMINI (SOSP 2023): each node's state also whole in the memory of the others of its group.
+    """GEMINI (SOSP 2023): the other nodes of a group also hold each node's whole state in memory.
 
     Attributes:
-        copies: m, the node's own among them; any m - 1 nodes of a group may go.
-        spread: whether groups keep apart the nodes of a rack; the published placement groups neighbours.
-        every: steps between snapshots; more where traffic does not fit, or costs more than `BUDGET`.
+        copies: m, the number of copies, including the node's own. Any m - 1 nodes of a group may be lost.
+        spread: whether groups keep the nodes of a rack apart. The published placement groups neighbours.
+        every: steps between snapshots. It is raised if the traffic does not fit, or costs more than `BUDGET`.
+        persist_s: time between snapshots that are also written to storage; infinite: none are.
     """
 
     copies: int = 2
@@ -185,11 +190,11 @@ class PairReplication:
 
     @property
     def name(self) -> str:
-        """Such as ``gemini, 2 copies``."""
+        """Such as ``gemini 2 copies``."""
         return f"gemini {self.copies} copies" + (" over racks" if self.spread else "")
 
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
-        """See `Strategy`. Two buffers for each copy, as its author's library has."""
+        """See `Strategy`. There are two buffers for each copy, as in the library of GEMINI's author."""
         others = self.copies - 1
         send_s = others * job.node_bytes / site.network_rate
         return Design(
@@ -205,7 +210,11 @@ class PairReplication:
 
 @dataclass(frozen=True, slots=True)
 class DiskSync:
-    """Checkpoints to shared storage; training waits until they are written. `every` steps; None: what loses least."""
+    """Checkpoints to shared storage; training waits until they are written.
+
+    Attributes:
+        every: steps between checkpoints; None: the interval that loses least.
+    """
 
     every: int | None = None
 
@@ -227,7 +236,11 @@ class DiskSync:
 
 @dataclass(frozen=True, slots=True)
 class DiskAsync:
-    """Checkpoints to shared storage while training goes on, one at a time. `every` steps; None: what loses least."""
+    """Checkpoints to shared storage while training goes on, one at a time.
+
+    Attributes:
+        every: steps between checkpoints, raised if writing takes longer; None: the interval that loses least.
+    """
 
     every: int | None = None
 
@@ -252,7 +265,7 @@ class DiskAsync:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """No protection: every failure begins again at step 0."""
+    """No protection: after every failure, training begins again at step 0."""
 
     @property
     def name(self) -> str:
@@ -276,12 +289,14 @@ def _in_memory(
     held_s: float = 0.0,
     protect_every: ProtectEvery = 1,
 ) -> tuple[Save, ...]:
-    """Snapshots as often as they are done in time and cost no more than `BUDGET`, and some of them to storage.
+    """The saves of a strategy in memory: snapshots every `every` steps, or more rarely, so that they are done in time
+    and cost no more than `BUDGET`; and some of them to storage.
 
     Args:
-        seal_s: until what is copied is sealed.
-        agreement_s: until all know that one is protected. held_s: how long that holds up training.
-        protect_every: of so many one is protected; fewer if that is not done in time.
+        send_s: time to send what protects a snapshot.
+        seal_s: time to seal a snapshot that is copied.
+        agreement_s: time until all ranks know that a snapshot is protected. held_s: how long that holds up training.
+        protect_every: one of this many snapshots is protected; fewer if they would not be done in time.
     """
     copy_s = _copy_s(job, site)
     copy_s = _copy_s(job, site)
@@ -310,8 +325,8 @@ def _in_memory(
 
 
 def _loads(job: FleetJob, site: Site) -> dict[str, float]:
-    """From the node's own memory; over the new node's link (a chain of helpers brings it no more than its own bytes);
-    from storage; and nothing to load."""
+    """Seconds to load: from the node's own memory; over the new node's link (a chain of helpers brings no more than the
+    node's own bytes); from storage; and at the start, where there is nothing to load."""
     copy_s = _copy_s(job, site)
     stored_s = job.state_bytes / site.storage_rate
     return {
@@ -323,12 +338,12 @@ def _loads(job: FleetJob, site: Site) -> dict[str, float]:
 
 
 def _copy_s(job: FleetJob, site: Site) -> float:
-    """Between a node's GPUs and its memory."""
+    """Seconds to copy a node's state between its GPUs and its memory."""
     return job.node_bytes / (site.gpu_rate * job.gpus_per_node)
 
 
 def _best(job: FleetJob, cost_s: float, mtbf_s: float) -> int:
-    """Steps between two saves that lose least; a job that never fails saves as if it did once in a hundred years."""
+    """Steps between saves that lose least time. A job that never fails saves as if it failed every hundred years."""
     return max(1, round(optimal(cost_s, min(mtbf_s, 3.2e9)) / job.step_s))
 
 

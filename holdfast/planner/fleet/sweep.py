@@ -17,15 +17,16 @@ from holdfast.snapshot.interval.failures import DAY_S
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is simulated.
+    """What to simulate.
 
     Attributes:
         gpus: sizes of the job.
-        spares: machines that stand by; None: `SPARES_PER_NODE` of the nodes, at least one.
-        job, site: everything but what follows from the size: nodes, time to restart, spares, rate of the storage.
+        spares: numbers of spare machines; None: `SPARES_PER_NODE` of the nodes, at least one.
+        job, site: all other parameters. Their nodes, time to restart, spares and storage rate are replaced by those
+            that follow from the size.
         storage_rate: bytes per second; None: `STORAGE_RATE_PER_GPU`.
-        restart_s: seconds; None: those of `restart_s` for the size.
-        seeds: how many runs of each; run i has the failures of ``seed/i``, whatever the strategy.
+        restart_s: seconds; None: computed from the size by the function `restart_s`.
+        seeds: number of runs of each combination; run i has the failures of ``seed/i``, whatever the strategy.
     """
 
     gpus: tuple[int, ...]
@@ -47,15 +48,15 @@ class Sweep:
             raise ConfigError(f"{self.days} days: use more than 0, and no more than 36500")
         for gpus in self.gpus:
             if gpus < 1 or gpus % self.job.gpus_per_node:
-                raise ConfigError(f"{gpus} GPUs do not make nodes of {self.job.gpus_per_node}: use a multiple of it")
+                raise ConfigError(f"{gpus} GPUs do not make nodes of {self.job.gpus_per_node} each: use a multiple")
 
     def job_of(self, gpus: int) -> FleetJob:
-        """The job on so many GPUs."""
+        """The job on `gpus` GPUs."""
         restart = restart_s(gpus) if self.restart_s is None else self.restart_s
         return replace(self.job, nodes=gpus // self.job.gpus_per_node, restart_s=restart)
 
     def site_of(self, gpus: int, spares: int | None) -> Site:
-        """The site of that job."""
+        """The site of the job on `gpus` GPUs, with `spares` spares."""
         chosen = max(1, math.ceil(gpus // self.job.gpus_per_node * SPARES_PER_NODE)) if spares is None else spares
         storage = STORAGE_RATE_PER_GPU * gpus if self.storage_rate is None else self.storage_rate
         return replace(self.site, spares=chosen, storage_rate=storage)
@@ -63,32 +64,33 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class SeedMean:
-    """A mean over seeds and its standard error; None where there is one seed."""
+    """A mean over seeds, and its standard error, which is None with a single seed."""
 
     mean: float
     error: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> SeedMean:
-        """Of one value for each seed."""
+        """The mean of `values`, one for each seed."""
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(statistics.fmean(values), error)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One strategy at one size. Bytes are a node's; `save` to `waiting` are shares of all time, and with `ettr` make 1.
+    """The result of one strategy at one size. Bytes are per node. `save` to `waiting` are shares of all time; with
+    `ettr` they add up to 1.
 
     Attributes:
-        strategy: its name; with the spares that were asked for, where there are several choices of them.
+        strategy: its name; if several numbers of spares are simulated, with the number that was requested.
         every: steps between snapshots or checkpoints; 0: none are made.
         ettr: effective training time ratio.
-        lost_steps, restarts: in all the time.
-        stored: how many restarts loaded from storage, or began at step 0.
+        lost_steps, restarts: numbers over the whole time.
+        stored: number of restarts that loaded from storage, or began at step 0.
         longest_s: the longest time without training.
-        memory_bytes: reserved for copies.
-        network_bytes: sent to other nodes for each save; `network_rate`: on average, per second.
-        storage_rate: sent to storage by all nodes, on average, in bytes per second.
+        memory_bytes: memory reserved for copies.
+        network_bytes: bytes sent to other nodes for each save. network_rate: the same per second, on average.
+        storage_rate: bytes per second that all nodes together send to storage, on average.
     """
 
     gpus: int
@@ -112,10 +114,10 @@ class SweepRow:
 
 
 def run(sweep: Sweep, tell: Callable[[SweepRow], None] = lambda row: None) -> list[SweepRow]:
-    """Simulate all of it, and tell of each row as it is done.
+    """Simulate all combinations, and call `tell` with each row as soon as it is done.
 
     Raises:
-        ConfigError: a strategy cannot be had at a size.
+        ConfigError: a strategy is impossible at a size.
     """
     rows = []
     for gpus in sweep.gpus:
