@@ -211,6 +211,11 @@ class TestANodeThatIsDrained:
         assert "names 2 SMPs: name one" in capsys.readouterr().err
 
 
+def test_a_drain_takes_at_most_as_long_as_its_message_may_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", "node0", "--deadline", "61min"]) == 2
+    assert "--deadline: '61min' is longer than 1 h: give less" in capsys.readouterr().err
+
+
 class Silent(PeerClient):
     """A client whose peers never answer."""
 

@@ -55,16 +55,20 @@ def some_time(text: str) -> float:
     return seconds
 
 
-@checked
-def deadline(text: str) -> float:
-    """Seconds, more than 0 and at most a week."""
-    seconds = some_time(text)
-    if seconds > MOST_S:
-        raise ConfigError(f"{text!r} is longer than {duration(MOST_S)}: give less")
-    return seconds
+def deadline_up_to(most_s: float) -> Callable[[str], float]:
+    """An option type: seconds, more than 0 and at most `most_s`."""
+
+    @checked
+    def convert(text: str) -> float:
+        seconds = some_time(text)
+        if seconds > most_s:
+            raise ConfigError(f"{text!r} is longer than {duration(most_s)}: give less")
+        return seconds
+
+    return convert
 
 
-MOST_S = 7 * 86400.0
+deadline = deadline_up_to(7 * 86400.0)
 
 
 @checked

@@ -6,14 +6,14 @@ import argparse
 import sys
 from typing import Any
 
-from holdfast.cli.arguments import arena_folder, deadline
+from holdfast.cli.arguments import arena_folder, deadline_up_to
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.coding.drain import Drained, parse_spares
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
-from holdfast.smp_daemon.shared.messages import Drain
+from holdfast.smp_daemon.shared.messages import LONGEST_S, Drain
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.sources import Address
 
@@ -45,7 +45,9 @@ def add(commands: Any) -> None:
         action="store_true",
         help="wait for trainers to go, for as long as --deadline says, instead of refusing",
     )
-    drain.add_argument("--deadline", type=deadline, default="10min", metavar="TIME", help="at most 1h (default 10min)")
+    drain.add_argument(
+        "--deadline", type=deadline_up_to(LONGEST_S), default="10min", metavar="TIME", help="at most 1h (default 10min)"
+    )
     add_json(drain)
     drain.set_defaults(run=run)
 

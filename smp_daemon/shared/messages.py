@@ -23,7 +23,8 @@ MAX_TERMS = 255
 """Most nodes in a chain: no code has more units in a stripe."""
 
 Microseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_US)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+LONGEST_S = 3600.0
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Speaks = tuple[Count, Count]
 """A `versions.Range`: the oldest and the newest protocol."""
 
