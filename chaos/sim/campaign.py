@@ -115,7 +115,7 @@ def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
     the generator early waits for the running batches, and ends their processes.
 
     Raises:
-        TimeoutError: a batch hangs.
+        TimeoutError: a batch hangs, with more than 1 job; its process is killed.
     """
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
     if jobs <= 1:
@@ -123,6 +123,7 @@ def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(jobs, context, initializer=gc.disable, max_tasks_per_child=1)
     try:
         waiting = []
@@ -132,5 +133,10 @@ def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
                 yield waiting.pop(0).result(BATCH_DEADLINE_S)
         for future in waiting:
             yield future.result(BATCH_DEADLINE_S)
+    except TimeoutError:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.kill()  # else the shutdown would wait for it, too
+        raise
     finally:
         pool.shutdown(cancel_futures=True)

@@ -143,7 +143,6 @@ class Scheduler:
         if self.unwinding:
             raise Killed
         task = Task(process, name, len(self._tasks) + 1, work)
-        process.live_tasks += 1
         self._tasks.append(task)
         self._ready.append(task)
         if self._order.eager:
@@ -215,12 +214,12 @@ class Scheduler:
         if self.telling:
             self.history.append(Moment(self.now - BEGAN_S, str(who), what))
 
-    def blocked_tasks(self, process: SimProcess | None = None) -> list[str]:
+    def blocked_tasks(self) -> list[str]:
         """The tasks that have not ended, with the places where they wait."""
         return [
             f"{task!r} at {task.where or 'its start'}"
             for task in self._tasks
-            if not task.done and task.process.alive and (process is None or task.process is process)
+            if not task.done and task.process.alive
         ]
 
     def unwind(self) -> None:
@@ -246,11 +245,9 @@ class Scheduler:
             pass
         except BaseException as error:
             if not self.unwinding:
-                task.failure = error
                 last = "".join(traceback.format_exception(error))
                 self.violate("bug", f"{task!r} ended by {type(error).__name__}: {error}\n{last}")
         task.done = True
-        task.process.live_tasks -= 1
 
     def hand_on(self, stack: greenlet) -> tuple[Scheduler, Task]:
         """Let another task go on, as the one on the current stack has ended. Returns the stack's next task."""

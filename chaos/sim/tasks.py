@@ -39,7 +39,6 @@ class SimProcess:
         self.alive = True
         self.frozen = False
         self.slow_s = 0.0
-        self.live_tasks = 0
         self.on_death: dict[int, Callable[[], None]] = {}
         self.frozen_tasks: list[Task] = []
 
@@ -81,7 +80,6 @@ class Task:
         self.done = self.blocked = self.woken = False
         self.token = 0
         self.where = ""
-        self.failure: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"{self.process.name}/{self.name}"
