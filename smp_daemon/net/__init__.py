@@ -1,3 +1,1 @@
 """Other SMPs: connections, authentication, gRPC."""
-
-__all__ = ["authenticator", "links", "listener", "peers"]

@@ -1,3 +1,1 @@
 """Watches whether trainers are alive."""
-
-__all__ = ["liveness", "on_hang", "watchdog"]

@@ -1,3 +1,1 @@
 """Collective calls for agreement between ranks."""
-
-__all__ = ["agreement", "mesh", "routes"]

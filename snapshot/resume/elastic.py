@@ -29,7 +29,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.logs import about, get_log, some
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan
-from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf, SlotFormat, read_format, read_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
@@ -327,7 +327,7 @@ class OldManifest:
         own = {
             name: Leaf(name, dtype, tuple(shape))
             for name, dtype, shape, _ in self.leaves
-            if name != RECORD and not is_part_of(name, shared)
+            if not is_part_of(name, shared)
         }
         return own | shared
 
