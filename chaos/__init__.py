@@ -1,8 +1,8 @@
-"""Breaking things on purpose: virtual nodes on one machine, faults at exact points, and what came of it.
+"""Breaks jobs on purpose: virtual nodes on one machine, faults at exact points, and verdicts on the outcome.
 
-Start with `chaos.cluster`, one of three backends that play nodes; the others are `chaos.user` and `chaos.ray`, and
-`chaos.runner` is what they share. `chaos.faults` is the catalogue of what can be broken, `chaos.actions` how clusters
-break it. `chaos.zygote` is the launcher's process, which imports once and forks trainers; `chaos.trainer` is what a
-forked trainer sees. `chaos.network.wire` is a network between the nodes, and `chaos.network.clocks` has their wall
-clocks, for scenarios that break these.
+Start with `chaos.cluster`, one of three backends that run virtual nodes; the others are `chaos.user` and `chaos.ray`,
+and all share `chaos.runner`. `chaos.faults` is the catalogue of faults; `chaos.actions` injects them into clusters.
+`chaos.zygote` is the launcher's process, which imports once and forks trainers; `chaos.trainer` is a forked trainer's
+view of its cluster. For scenarios that break networks and wall clocks, `chaos.network.wire` connects the nodes and
+`chaos.network.clocks` sets their clocks.
 """

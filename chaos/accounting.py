@@ -1,4 +1,4 @@
-"""What the kernel says of a process: bytes it sent to block devices. tmpfs does not count, reading does not count."""
+"""The kernel's account of the bytes that a process wrote to block devices. Reads and tmpfs do not count."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ACCESS_TIMES_BYTES = 16 * 4096
 
 
 def disk_bytes_written(pid: int | str = "self") -> int:
-    """Bytes written by a process and by the children it has waited for. Works on a zombie, until it is reaped.
+    """Bytes written by a process and by the children it has waited for. Works on a zombie until it is reaped.
 
     Raises:
-        ConfigError: this kernel does not tell.
+        ConfigError: this kernel does not account for written bytes.
     """
     try:
         for line in Path(f"/proc/{pid}/io").read_text().splitlines():
@@ -23,21 +23,21 @@ def disk_bytes_written(pid: int | str = "self") -> int:
             if name == "write_bytes":
                 return int(value)
     except OSError as error:
-        raise ConfigError(f"the kernel does not say what process {pid} wrote (/proc/<pid>/io): {error}") from error
+        raise ConfigError(f"cannot read from /proc/<pid>/io how much process {pid} wrote to disk: {error}") from error
     raise ConfigError("the kernel does not account for bytes written: /proc/<pid>/io has no write_bytes")
 
 
 def beyond_access_times(written: int) -> int:
-    """`written` bytes of several processes, or 0 if they may all be access times of files that were only read.
+    """`written`, the bytes that several processes wrote; or 0 if they may all be access times of files that were read.
 
-    The first read of a file in a day updates its access time, and the kernel counts a page for that. What is read late
-    in a process differs from machine to machine; a snapshot that went to disk would be far more than the allowance.
+    The first read of a file in a day updates its access time, and the kernel counts a page for that. Which files a
+    process reads late differs between machines. A snapshot that went to disk would far exceed the allowance.
     """
     return written if written > ACCESS_TIMES_BYTES else 0
 
 
 def wait_until_dead(pid: int, deadline_s: float) -> None:
-    """Block until a child has ended, without reaping it. Raises `DeadlineExceeded`."""
+    """Block until a child has ended, without reaping it. Raises `DeadlineExceeded` after `deadline_s`."""
     pidfd = os.pidfd_open(pid)
     try:
         if not await_end(pidfd, deadline_s):

@@ -1,7 +1,7 @@
-"""How virtual clusters inject each fault of the catalogue: to real processes, files, limits, clocks and links.
+"""How virtual clusters inject each fault of the catalogue: into real processes, files, limits, clocks and links.
 
-A fault is due when a process reaches a named point of a step; it may be put off by some time after that, and those
-that pass by themselves last for a while. `inject` does one; the `FaultContext` knows the processes.
+A fault is due when a process reaches a named point of a step, or some time later. Some faults end on their own after a
+while. `inject` injects one; the `FaultContext` knows the processes.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 class FaultContext(Protocol):
-    """What faults need of the cluster that they are injected into. Called in its thread."""
+    """The cluster that faults are injected into. All methods are called in the cluster's thread."""
 
     def pid_of_rank(self, rank: int) -> int | None:
-        """The trainer's process, if it runs."""
+        """The pid of a rank's trainer; None if it does not run."""
         ...
 
     def pid_of_smp(self, index: int) -> int:
-        """The SMP's process."""
+        """The pid of a node's SMP."""
         ...
 
     def arena_of(self, index: int) -> Path:
-        """Where the node's snapshots lie."""
+        """The job's arena on a node."""
         ...
 
     def place(self) -> Path:
-        """Where the job's snapshots are persisted. Raises `ConfigError` if they are not."""
+        """The directory of the job's persisted snapshots. Raises `ConfigError` if the job persists none."""
         ...
 
     def host_of(self, index: int) -> str:
@@ -50,23 +50,23 @@ class FaultContext(Protocol):
         ...
 
     def ranks_on(self, index: int) -> list[int]:
-        """The trainers of a node."""
+        """The ranks of a node's trainers."""
         ...
 
     def namespaces(self) -> Sequence[str | None]:
-        """Where connections of the nodes end: paths of network namespaces, or None for this machine's."""
+        """The network namespaces in which the nodes' connections end: paths, or None for this machine's."""
         ...
 
     def impair(self, fault: Fault) -> None:
-        """Spoil what goes over the links of its targets."""
+        """Impair the packets on the links of the fault's targets."""
         ...
 
     def set_clock(self, index: int, ahead_s: int) -> None:
-        """The node's wall clock is so far ahead of this machine's from now on."""
+        """Set a node's wall clock `ahead_s` seconds ahead of this machine's; behind, if negative."""
         ...
 
     def unplug(self, index: int) -> None:
-        """Nothing leaves the node any more; where nodes have no links of their own, nothing happens."""
+        """Stop passing a node's packets, silently. Does nothing if nodes have no links of their own."""
         ...
 
     def power_cut(self, index: int) -> None:
@@ -74,19 +74,19 @@ class FaultContext(Protocol):
         ...
 
     def replace_smp(self, index: int, by: signal.Signals = signal.SIGKILL) -> None:
-        """End the SMP by a signal, or SIGKILL if it outlives that; note how it ended; start another in its arena."""
+        """End a node's SMP with a signal, or SIGKILL if it survives that; note its exit status; start a successor."""
         ...
 
     def end_job(self, spare: Sequence[int] = ()) -> None:
-        """Kill all trainers but those spared, as a launcher does that has lost patience."""
+        """Kill all trainers except the ranks in `spare`, as a launcher does after a timeout."""
         ...
 
     def kill_launcher(self) -> None:
-        """Kill what starts trainers; they die with it."""
+        """Kill the process that starts trainers, which die with it, and start the job again."""
         ...
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something in a while."""
+        """Call `action` after `seconds`."""
         ...
 
 
@@ -94,7 +94,7 @@ Action = Callable[[FaultContext, Fault], None]
 
 
 def obstacle(kinds: Iterable[str]) -> str:
-    """Why this machine does not let us inject faults of these kinds, or an empty text."""
+    """Why faults of these kinds cannot be injected on this machine, or an empty text."""
     wanted = [CATALOGUE[kind] for kind in kinds]
     if any(kind.rooted for kind in wanted) and os.geteuid() != 0:
         return "needs root"
@@ -104,7 +104,7 @@ def obstacle(kinds: Iterable[str]) -> str:
 
 
 def inject(context: FaultContext, fault: Fault) -> None:
-    """Do it. Raises `ConfigError` if this machine does not let us."""
+    """Inject a fault. Raises `ConfigError` if that is not possible on this machine."""
     if reason := obstacle([fault.kind]):
         raise ConfigError(f"{fault.kind} cannot be done here: {reason}")
     ACTIONS[fault.kind](context, fault)
@@ -122,13 +122,13 @@ def to_ranks(*signals: signal.Signals) -> Action:
 
 
 def hang(context: FaultContext, fault: Fault) -> None:
-    """They stop, and some time later the launcher ends the job."""
+    """Stop the targets; after `for_s` the launcher ends the job."""
     to_ranks(signal.SIGSTOP)(context, fault)
     context.later(fault.for_s, context.end_job)
 
 
 def zombie(context: FaultContext, fault: Fault) -> None:
-    """They stop, the job is started again without them, and they wake up in the middle of it."""
+    """Stop the targets, let the job start again without these processes, and wake them up after `for_s`."""
     pids = [context.pid_of_rank(rank) for rank in fault.targets]
     to_ranks(signal.SIGSTOP)(context, fault)
     context.end_job(spare=fault.targets)
@@ -140,19 +140,19 @@ def pause_ranks(context: FaultContext, fault: Fault) -> None:
 
 
 def oom(context: FaultContext, fault: Fault) -> None:
-    """The kernel's own out-of-memory killer, by a memory cgroup with no room for what they allocate next."""
+    """Let the kernel's out-of-memory killer end the targets: their memory cgroup has no room for more."""
     for rank in fault.targets:
         pid = context.pid_of_rank(rank)
         if pid is not None:
             group = _starve(pid, f"{CGROUP}-{os.getpid()}-{rank}")
-            context.later(1.0, group.rmdir)  # it is empty by then
+            context.later(1.0, group.rmdir)  # the process is gone by then, so the cgroup is empty
 
 
 CGROUP = "holdfast-chaos"
 
 
 def _starve(pid: int, name: str) -> Path:
-    """Put a process into a memory cgroup of its own, in which there is no room; the cgroup."""
+    """Put a process into a memory cgroup of its own, limited to 64 KiB, and return the cgroup."""
     for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(base) / name
         if (Path(base) / limit).exists() or (base == "/sys/fs/cgroup" and (Path(base) / "cgroup.procs").exists()):
@@ -160,7 +160,7 @@ def _starve(pid: int, name: str) -> Path:
             (group / limit).write_text(str(1 << 16))
             (group / "cgroup.procs").write_text(str(pid))
             return group
-    raise ConfigError("there is no memory cgroup that can be written to here")
+    raise ConfigError("no memory cgroup can be made here: /sys/fs/cgroup has none to put the process in")
 
 
 def end_launcher(context: FaultContext, fault: Fault) -> None:
@@ -179,7 +179,7 @@ def end_smps(by: signal.Signals) -> Action:
 
 
 def pause_smps(context: FaultContext, fault: Fault) -> None:
-    """Half-open: the kernel still takes what is sent to them, and nobody answers."""
+    """Stop SMPs for a while. Connections to them are half-open: the kernel accepts bytes, but nobody answers."""
     _stop_for_a_while(context, fault, [context.pid_of_smp(index) for index in fault.targets])
 
 
@@ -187,7 +187,7 @@ SLICE_S = 0.02
 
 
 def slow_smps(context: FaultContext, fault: Fault) -> None:
-    """They run for one slice of time in five."""
+    """Let SMPs run for one time slice in five."""
     pids = [context.pid_of_smp(index) for index in fault.targets]
     slices = max(1, round(fault.for_s / (5 * SLICE_S)))
 
@@ -212,14 +212,14 @@ def lose_nodes(context: FaultContext, fault: Fault) -> None:
 
 
 def freeze(context: FaultContext, fault: Fault) -> None:
-    """Nothing to do: who reached the point is not told to go on."""
+    """Do nothing: the cluster keeps the process at the point, until it dies (``freeze``) or for `for_s` (``hold``)."""
 
 
 # ---------------------------------------------------------------------- network
 
 
 def cut(context: FaultContext, fault: Fault) -> None:
-    """Every TCP connection to a node breaks at both ends, as after a switch's restart; new ones may be made."""
+    """Break every TCP connection of a node at both ends, as after a switch's restart; new connections work."""
     for index in fault.targets:
         host = context.host_of(index)
         for namespace in context.namespaces():
@@ -229,7 +229,7 @@ def cut(context: FaultContext, fault: Fault) -> None:
 
 
 def impair(context: FaultContext, fault: Fault) -> None:
-    """What the kind says is done to packets, from now on, by the wire: `chaos.network.impairments`."""
+    """Have the wire impair packets from now on, as the kind says: `chaos.network.impairments`."""
     context.impair(fault)
 
 
@@ -237,7 +237,7 @@ def impair(context: FaultContext, fault: Fault) -> None:
 
 
 def jump(context: FaultContext, fault: Fault) -> None:
-    """The wall clock of every process of a node jumps; back again when it is over."""
+    """Make the wall clock of every process of a node jump, and jump back after `for_s`, unless that is 0."""
     for index in fault.targets:
         context.set_clock(index, fault.amount)
         if fault.for_s:
@@ -267,7 +267,7 @@ def cut_short(context: FaultContext, fault: Fault) -> None:
 
 
 def _flip_bits(path: Path, count: int, source: random.Random) -> None:
-    """Flip bits in the last half of a file: of the snapshot's bytes, not of its header."""
+    """Flip bits in the second half of a file, so in the snapshot's bytes and not in the header."""
     with path.open("r+b") as file:
         length = path.stat().st_size
         for _ in range(count):
@@ -281,10 +281,10 @@ def _flip_bits(path: Path, count: int, source: random.Random) -> None:
 
 
 def _persisted_shards(context: FaultContext, fault: Fault) -> Iterator[Path]:
-    """What the nodes have written of the newest whole snapshot."""
+    """The shards that the targets wrote of the newest complete persisted snapshot."""
     whole = sorted(path.parent for path in context.place().glob(f"*/{SNAPSHOT}"))
     if not whole:
-        raise ConfigError("nothing is persisted yet")
+        raise ConfigError("no complete snapshot is persisted yet, so there is none to damage")
     for index in fault.targets:
         yield from (whole[-1] / shard_name(f"dp{rank}") for rank in context.ranks_on(index))
 
@@ -301,7 +301,7 @@ def cut_persisted(context: FaultContext, fault: Fault) -> None:
 
 
 def break_place(context: FaultContext, fault: Fault) -> None:
-    """Nothing can be read or written there for a while."""
+    """Make the place unreadable and unwritable for a while."""
     place = context.place()
     aside = place.with_name(f"{place.name}.aside")
     if place.exists():
@@ -317,7 +317,7 @@ def break_place(context: FaultContext, fault: Fault) -> None:
 
 
 def _limit(resource: int, beyond: Callable[[psutil.Process], int]) -> Action:
-    """A limit of the kernel's on the SMPs for a while."""
+    """An action that lowers a resource limit of SMPs for a while, to the fault's amount above `beyond(process)`."""
 
     def do(context: FaultContext, fault: Fault) -> None:
         for index in fault.targets:
@@ -330,7 +330,7 @@ def _limit(resource: int, beyond: Callable[[psutil.Process], int]) -> Action:
 
 
 def _lift(process: psutil.Process, resource: int, before: tuple[int, int]) -> None:
-    if process.is_running():  # compares the time it was started at, too
+    if process.is_running():  # also compares start times, so a reused pid does not match
         process.rlimit(resource, before)
 
 
@@ -389,4 +389,4 @@ ACTIONS: dict[str, Action] = {
     "no-space": no_space,
     **{kind.name: impair for kind in CATALOGUE.values() if kind.wired},
 }
-"""Of every kind that clusters can inject."""
+"""The action of every kind that clusters can inject, by name."""

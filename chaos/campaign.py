@@ -1,4 +1,4 @@
-"""Running scenarios, one after another, on one launcher; and what they come to together."""
+"""Runs scenarios one after another, on shared launchers, and sums up their verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.scratch import Scratch
 
 PRELOAD = ("holdfast.chaos.drill", "holdfast.chaos.workload", "torch.profiler", "torch._dynamo")
-"""What trainers would import one by one while they start."""
+"""Modules that the launcher imports once, so that trainers need not import them as they start."""
 
 DEADLINE_S = 60.0
 
@@ -35,9 +35,9 @@ class Campaign:
     ) -> None:
         """
         Args:
-            preload: modules that trainers are to import, too.
-            smp_module: what is run as the SMP, instead of the real one.
-            deadline_s: a run that takes longer hangs.
+            preload: further modules for the launcher to import.
+            smp_module: the module to run as the SMP.
+            deadline_s: a run that takes longer counts as hung.
         """
         self._deadline_s = deadline_s
         self._preload = [*PRELOAD, *preload]
@@ -56,7 +56,10 @@ class Campaign:
             self._clocked.close()
 
     def run(self, scenario: Scenario, replay: str) -> ScenarioVerdict:
-        """Run one: undisturbed, if that was not done yet, and with its faults. `replay`: how to run it again."""
+        """Run a scenario undisturbed, unless that was done before, then with its faults.
+
+        `replay`: the command that runs it again.
+        """
         if reason := obstacle(fault.kind for fault in scenario.faults):
             return ScenarioVerdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped=reason)
         undisturbed = self._reference(scenario)
@@ -83,7 +86,7 @@ class Campaign:
         return self._undisturbed[key]
 
     def _launcher_for(self, scenario: Scenario) -> Launcher:
-        """One whose trainers' clocks can be set only where that is wanted; it is started when it is first needed."""
+        """The launcher for a scenario: the one with settable clocks, started on first use, only if clocks are set."""
         if not scenario.clocked:
             return self._launcher
         if self._clocked is None:
@@ -128,7 +131,7 @@ class Campaign:
         )
 
     def _ours(self) -> set[str]:
-        """What this process holds on the machine, but for the launcher: descendants, descriptors, shared memory."""
+        """What this process holds on the machine, launchers aside: descendants, descriptors, shared memory."""
         launchers = {launcher.pid for launcher in (self._launcher, self._clocked) if launcher is not None}
         children = psutil.Process().children(recursive=True)
         found = {f"process {child.pid} {child.name()}" for child in children if child.pid not in launchers}
@@ -139,7 +142,7 @@ class Campaign:
 
 @contextmanager
 def _place(scenario: Scenario) -> Iterator[dict[str, str]]:
-    """Where a scenario persists, on tmpfs: the environment of its SMPs; empty if it does not."""
+    """The variables that make a scenario's SMPs persist to a place on tmpfs; empty if it persists nothing."""
     if not scenario.persist:
         yield {}
         return
@@ -166,6 +169,6 @@ def summary(verdicts: Iterable[ScenarioVerdict], seconds: float) -> dict[str, An
 
 
 def _fresh(fault: Fault) -> Fault:
-    """The same, not done yet."""
+    """A copy of a fault that has not been injected yet."""
     names = ("who", "point", "step", "kind", "targets", "delay_s", "for_s", "amount", "seed", "nth")
     return Fault(*(getattr(fault, name) for name in names))

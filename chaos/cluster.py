@@ -8,9 +8,9 @@
         cluster.kill_node(2, at="train.step", step=12)
         history = cluster.run()
 
-Nothing here sleeps: processes report events, and a process at a point where a fault is due waits until it is dealt
-with. When a trainer or a node is gone the job restarts as torchrun would restart it: all trainers anew, on a
-replacement where a node was lost.
+Nothing here sleeps: processes report events, and a process at a point where a fault is due waits until the fault has
+been injected. When a trainer or node is lost, the job restarts as under torchrun: all trainers start again, on a
+replacement node if one was lost.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
 from holdfast.smp_daemon.shared.scratch import Scratch
 
 TARGET = "holdfast.chaos.drill:train"
-"""What a trainer runs if nothing else is said."""
+"""The usual ``module:function`` that trainers run: one rank of a drill."""
 
 ERROR_LENGTH = 300
-"""Characters of the line that says with what a trainer ended, at most."""
+"""Maximum length of the line that says why a trainer ended, in characters."""
 
 LOG_TAIL = 12_000
-"""Characters of each log that an error ends with: all threads of an SMP that crashed, and what its successor said."""
+"""Number of characters of each log that an error quotes: enough for all threads of a crashed SMP, and its successor."""
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that tells of an error, cut; empty if none does."""
+    """The last line of a log that mentions an error, cut to `ERROR_LENGTH`; empty if none does."""
     return next((line[:ERROR_LENGTH] for line in reversed(log.splitlines()) if "error" in line.lower()), "")
 
 
 class JobFailed(HoldfastError):
-    """A trainer failed although nothing was done to it."""
+    """A trainer failed, and no injected fault explains that."""
 
 
 @dataclass(slots=True)
 class Restart:
-    """One restart of the job: what caused it, and when (`time.monotonic`) it was noticed and dealt with."""
+    """One restart of the job: the faults that caused it, and the times (`time.monotonic`) of the last of these faults,
+    of its detection, and of the new start."""
 
     faults: list[Fault]
     killed_at: float
@@ -70,8 +71,13 @@ class Restart:
 
 @dataclass(slots=True)
 class History:
-    """What happened: every event, restarts, what was left over at the end, what went to disk but for access times, and
-    errors that an SMP did not expect."""
+    """Everything that happened in a run.
+
+    Attributes:
+        leaks: what was left behind at the end.
+        tracebacks: errors that an SMP did not expect.
+        disk_bytes_written: bytes that went to disk; 0 if they may all be access times.
+    """
 
     events: list[Event] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
@@ -110,14 +116,14 @@ class VirtualCluster(Runner):
             target: ``module:function`` that each trainer runs; the launcher has imported the module.
             args: handed to every trainer, as JSON.
             smps: whether nodes have an SMP at all.
-            place: node index of (generation, rank); default: ranks in order, `ranks_per_node` on each.
-            on_event: called for every event, in the thread that runs.
-            memory: where the nodes' memory lies, by default in a directory of this cluster. Clusters of several jobs
-                that are given the same one, each in a process of its own, run on the same nodes; what they leave of it
-                is the caller's.
-            smp_module: what is run as the SMP.
+            place: returns the node index for (generation, rank); default: ranks in order, `ranks_per_node` on each.
+            on_event: called for every event, in the thread that calls `run`.
+            memory: directory of the nodes' memory; default: one that belongs to this cluster. If the clusters of
+                several jobs, each in a process of its own, get the same directory, they run on the same nodes, and the
+                caller removes what is left of it.
+            smp_module: the module to run as the SMP.
             wired: whether nodes have network namespaces and a `network.wire` between them, not loopback addresses.
-            environment: more environment variables of the SMPs.
+            environment: more environment variables for the SMPs.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
             raise ConfigError(f"{nodes} nodes with {ranks_per_node} ranks: choose 1-64 nodes with 1-16 ranks each")
@@ -153,7 +159,7 @@ class VirtualCluster(Runner):
     # ------------------------------------------------------------------ faults
 
     def add(self, fault: Fault) -> None:
-        """Have a fault of any kind of the catalogue done."""
+        """Add a fault of any kind that clusters can inject. Raises `ConfigError` if this cluster cannot inject it."""
         check(fault)
         if CATALOGUE[fault.kind].wired and not self._wired:
             raise ConfigError(f"{fault.kind} needs a cluster that is made with wired=True")
@@ -162,7 +168,7 @@ class VirtualCluster(Runner):
         of = CATALOGUE[fault.kind].of
         limit = {"rank": self._world, "node": len(self._nodes)}.get(of, 0)
         if of and (not fault.targets or not all(0 <= target < limit for target in fault.targets)):
-            raise ConfigError(f"{fault.kind} of {of}s {fault.targets}: choose from 0 to {limit - 1}")
+            raise ConfigError(f"{fault.kind} with targets {fault.targets}: choose {of}s from 0 to {limit - 1}")
         self._faults.append(fault)
 
     def kill_trainer(self, *ranks: int, at: str, step: int | None = None) -> None:
@@ -170,29 +176,33 @@ class VirtualCluster(Runner):
         self.add(Fault(f"rank{ranks[0]}", at, step, "kill-trainer", ranks))
 
     def kill_node(self, *indices: int, at: str, step: int | None = None, by: str | None = None) -> None:
-        """Cut the power of nodes: SIGKILL SMP and trainers, wipe the arena. Triggered by the first of them."""
+        """Cut the power of nodes: SIGKILL their SMPs and trainers, and wipe their memory.
+
+        `by`: the process that triggers it; default: one on the first of the nodes.
+        """
         self.add(Fault(by or self.witness(indices[0], at), at, step, "lose-node", indices))
 
     def kill_smp(self, index: int, *, at: str, step: int | None = None) -> None:
-        """SIGKILL a node's SMP, and start another in the same arena; the trainers are not touched."""
+        """SIGKILL a node's SMP, and start another in the same arena; trainers are left alone."""
         self.add(Fault(self.witness(index, at), at, step, "kill-smp", (index,)))
 
     def freeze(self, who: str, *, at: str, step: int | None = None) -> None:
-        """Keep ``rank<r>`` or ``smp<i>`` where it is when it reaches point `at`, until it is killed."""
+        """Keep ``rank<r>`` or ``smp<i>`` at point `at` when it gets there, until it is killed."""
         self.add(Fault(who, at, step, "freeze", ()))
 
     def witness(self, index: int, at: str) -> str:
-        """Who of a node comes to a point: its SMP, or its first trainer."""
+        """The process of a node that reaches a point: its SMP or its first trainer."""
         return f"smp{index}" if at in SMP_FAILPOINTS else f"rank{self._ranks_on(index)[0]}"
 
     # ------------------------------------------------------------------ running
 
     def run(self) -> History:
-        """Run the job to its end, with all faults. Cleans up, whatever happens.
+        """Run the job to its end, with all faults. Always cleans up.
 
         Raises:
-            JobFailed: a trainer failed by itself; its first line has the errors of all, and logs follow.
-            DeadlineExceeded: the job is not done in time.
+            JobFailed: a trainer failed without a fault; the first line has the errors of all trainers, and logs follow.
+            DeadlineExceeded: the job did not end in time.
+            HoldfastError: the job ended before all faults could be injected.
         """
         self._deadline = time.monotonic() + self._deadline_s
         self._events_path = str(self._base / "events")
@@ -200,7 +210,7 @@ class VirtualCluster(Runner):
             stack.enter_context(self._scratch)
             self.listen(self._base / "events")
             for each in (self.hang_up, self._read_tracebacks, self._close_wire, self._close_nodes, self._end_trainers):
-                stack.callback(each)  # whichever of them fails or is interrupted, those before it are still done
+                stack.callback(each)  # runs last to first; if one fails or is interrupted, the rest still run
             self.watch(self._launcher, self._hear_launcher)
             self._wire = Wire() if self._wired else None
             for node in self._nodes:
@@ -236,7 +246,7 @@ class VirtualCluster(Runner):
                     self._restart()
 
     def _fail(self, message: Event) -> None:
-        """A trainer is gone. Nobody wakes the ranks that wait for it, so the launcher ends them all."""
+        """Handle a trainer's failure: raise `JobFailed` unless a fault explains it; kill the ranks that wait for it."""
         fired = [f for f in self._faults if f.fired_at is not None and not any(f is done for done in self._dealt_with)]
         cause = [fault for fault in fired if CATALOGUE[fault.kind].ends_job]
         if not cause:
@@ -329,10 +339,10 @@ class VirtualCluster(Runner):
         )
         inject(self, fault)
 
-    # ------------------------------------------------------------------ what faults need: `chaos.actions.FaultContext`
+    # ------------------------------------------------------------------ methods of `chaos.actions.FaultContext`
 
     def pid_of_rank(self, rank: int) -> int | None:
-        # A child that the zygote has not reported, so the pid is still its.
+        # The zygote has not reported the end of this child, so the pid is still the trainer's.
         return self._pids[rank] if rank in self._running else None
 
     def pid_of_smp(self, index: int) -> int:
@@ -356,13 +366,13 @@ class VirtualCluster(Runner):
         return [node.namespace for node in self._nodes] if self._wire else [None]
 
     def impair(self, fault: Fault) -> None:
-        assert self._wire is not None  # `add` has seen to it
+        assert self._wire is not None  # `add` has checked it
         hosts = [self._nodes[index].host for index in fault.targets]
         self._wire.impair(fault.kind, hosts, amount=fault.amount, seed=fault.seed, for_s=fault.for_s)
 
     def set_clock(self, index: int, ahead_s: int) -> None:
         clock = self._nodes[index].clock
-        assert clock is not None  # `add` has seen to it
+        assert clock is not None  # `add` has checked it
         set_clock(clock, ahead_s)
 
     def unplug(self, index: int) -> None:
@@ -436,10 +446,10 @@ class VirtualCluster(Runner):
     # ------------------------------------------------------------------ the end
 
     def _settle(self) -> None:
-        """The job ended well: its SMPs must end by themselves and leave nothing."""
+        """Check, after the job has ended well, that all faults were injected and that SMPs end and leave nothing."""
         unfired = [f for f in self._faults if f.fired_at is None]
         if unfired:
-            raise HoldfastError(f"the job ended before {unfired} could happen")
+            raise HoldfastError(f"the job ended before these faults could be injected: {unfired}")
         if not self._smps:
             return
         for node in self._nodes:
@@ -470,7 +480,7 @@ class VirtualCluster(Runner):
                 self.history.tracebacks.append(f"{path.stem}: {rest[-2000:].strip()}")
 
     def _errors(self) -> list[str]:
-        """With what each trainer ended: who is heard of first may only have met the end of another."""
+        """The last error of each trainer. The first one to be reported may only have seen another one end."""
         logs = {path.stem: path.read_text(errors="replace") for path in sorted(self._base.glob("rank*.log"))}
         return [f"{who}: {line}" for who, text in logs.items() if (line := last_error(text))]
 

@@ -1,6 +1,6 @@
-"""``holdfast demo``: train undisturbed, train again while things are killed, compare to the last bit, and account.
+"""``holdfast demo``: train undisturbed, train again with kills, compare to the last bit, and account for the time.
 
-The work is done by `chaos.cluster`; `account` turns its history into the figures, purely; `holdfast.chaos.demo_view`
+`chaos.cluster` does the work; `account`, which is pure, turns its history into figures; `holdfast.chaos.demo_view`
 draws them.
 """
 
@@ -22,14 +22,17 @@ from holdfast.snapshot.resume.arrange import parse_protect
 
 JOB = "holdfast.chaos.gpt:Gpt"
 PRELOAD = ("holdfast.chaos.drill", "holdfast.chaos.gpt", "holdfast.integrations.adapters.megatron", "torch.profiler")
-"""What trainers would import one by one while they start."""
+"""Modules that the launcher imports once, so that trainers need not import them as they start."""
 
 JOB_DEADLINE_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """What is killed at once in the middle of a step: a ``trainer`` or ``node``; ranks or node indices."""
+    """Trainers or nodes that are killed at once, in the middle of a step.
+
+    `kind` is ``trainer`` or ``node``; `targets` are ranks or node indices.
+    """
 
     kind: str
     targets: tuple[int, ...]
@@ -40,21 +43,21 @@ class Kill:
 
     @property
     def option(self) -> str:
-        """How it is said on the command line."""
+        """The command-line option for this kill."""
         return f"--kill {self.kind}:{'+'.join(map(str, self.targets))}@{self.step}"
 
 
 def kind_of(fault: str) -> str:
-    """Of what the demo kills a fault of this kind is."""
+    """The `Kill.kind` that a fault of this kind is: ``trainer`` or ``node``."""
     return "node" if CATALOGUE[fault].loses else "trainer"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What the demo does. `kills` are in order of steps; `defaults`: see `chaos.scenario.Scenario`; `device`: see
+    """What the demo does. `kills` are ordered by step; `defaults`: see `chaos.scenario.Scenario`; `device`: see
     `chaos.launcher.Launcher`.
 
-    On GPUs, which ranks may share, each trains a whole model: gloo moves only what is summed from one GPU to another.
+    On GPUs, which ranks may share, each rank trains a whole model: between GPUs, gloo moves only sums.
     """
 
     nodes: int
@@ -68,13 +71,13 @@ class DemoPlan:
 
     @property
     def code(self) -> str:
-        """k + m in effect, in words."""
+        """The code in effect, such as ``2+1``, or that there is none."""
         code = parse_protect(self.protect).for_nodes(self.nodes)
         return f"{code.data}+{code.parity}" if code.parity and self.nodes > 1 else "nothing against the loss of nodes"
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `chaos.gpt.Gpt`."""
+        """The options of `chaos.gpt.Gpt`."""
         return {} if self.device == "cpu" else {"tensor": 1, "distributed": False}
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class DemoPlan:
             raise ConfigError(f"--steps {self.steps}: choose 1 to 10000")
         steps = [kill.step for kill in self.kills]
         if steps != sorted(set(steps)):
-            raise ConfigError(f"kills must come at different steps, in order; these come at {steps}")
+            raise ConfigError(f"kills must be in ascending order, at different steps; these are at steps {steps}")
         code = parse_protect(self.protect)
         if code.data + code.parity > self.nodes:
             raise ConfigError(
@@ -100,7 +103,7 @@ class DemoPlan:
             if not all(0 <= target < limit for target in kill.targets):
                 raise ConfigError(f"{kill.option}: there are {kill.kind}s 0 to {limit - 1}")
             if len(set(kill.targets)) != len(kill.targets):
-                raise ConfigError(f"{kill.option}: names one twice")
+                raise ConfigError(f"{kill.option}: the same target is named twice")
             if not 2 <= kill.step <= self.steps:
                 raise ConfigError(f"{kill.option}: choose a step from 2 to {self.steps}")
             if kill.kind == "node" and len(kill.targets) > survivable:
@@ -112,7 +115,7 @@ class DemoPlan:
 
 @dataclass(frozen=True, slots=True)
 class DemoRecovery:
-    """One recovery. `phases` are seconds; they follow one another, from the kill to the first new step."""
+    """One recovery. `phases` has the seconds of each phase, in order, from the kill to the first new step."""
 
     kill: Kill
     restored_step: int
@@ -123,7 +126,7 @@ class DemoRecovery:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What the demo found."""
+    """The results of the demo."""
 
     plan: DemoPlan
     identical: bool
@@ -138,7 +141,7 @@ class Account:
 
     @property
     def held(self) -> bool:
-        """Whether everything that the demo promises is true."""
+        """Whether every promise of the demo was kept."""
         return (
             self.identical
             and self.disk_bytes_written == 0
@@ -181,10 +184,10 @@ class Account:
 
 
 def run(plan: DemoPlan, progress: Callable[[str, Event], None]) -> Account:
-    """Do all of it. `progress` is told (``import``, ``undisturbed`` or ``disturbed``, event) as it goes.
+    """Run the demo; call `progress` with (``import``, ``undisturbed`` or ``disturbed``, event) meanwhile.
 
     Raises:
-        HoldfastError: a run did not come to its end; everything it started is gone.
+        HoldfastError: a run did not finish; everything that it started is gone.
     """
     began = time.monotonic()
     args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "hook": {"protect": plan.protect}}

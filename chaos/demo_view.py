@@ -1,4 +1,4 @@
-"""How the demo looks: a progress bar while it works, an account when it is done."""
+"""Shows the demo: a progress bar while it runs, an account when it is done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABELS = {"undisturbed": "undisturbed run", "disturbed": "run with kills"}
 
 
 class DemoProgress:
-    """A bar per run, on a terminal; one line per happening elsewhere. Use as a context manager."""
+    """One progress bar per run, on a terminal; elsewhere, one line per event. Use as a context manager."""
 
     def __init__(self, console: Console, plan: DemoPlan) -> None:
         self._console = console
@@ -42,7 +42,7 @@ class DemoProgress:
         self._bar.stop()
 
     def tell(self, phase: str, event: Event) -> None:
-        """Take note of an event; see `holdfast.chaos.demo.run`."""
+        """Show an event: the `progress` argument of `holdfast.chaos.demo.run`."""
         kind = event["kind"]
         if kind == "begin" and phase == "import" and not self._console.is_terminal:
             self._console.print("importing torch, megatron-core")
@@ -121,7 +121,7 @@ def _table(recoveries: list[DemoRecovery]) -> Table:
 
 
 def _timeline(plan: DemoPlan, recoveries: list[DemoRecovery]) -> Text:
-    """A line of steps, with a mark at each step in the middle of which something was killed."""
+    """A line of steps, with a mark at each step in which something was killed."""
     line = Text("1 ")
     kills = {recovery.kill.step: recovery.kill for recovery in recoveries}
     for step in range(1, plan.steps + 1):

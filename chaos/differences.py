@@ -1,4 +1,4 @@
-"""What came of a drill: whether two runs of a job differ, and what the kills cost. Pure, and without torch."""
+"""The outcome of a drill: whether two runs of a job differ, and what the kills cost. Pure, and without torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from holdfast.chaos.runner import Event
 
 
 def compare(undisturbed: History, disturbed: History) -> str:
-    """The first difference between two runs, or an empty text: every loss of every rank, every final state.
+    """The first difference between two runs in any rank's losses or final state; empty if there is none.
 
-    A step that was done twice must have come out the same both times.
+    A step that was done twice must have had the same loss both times.
     """
     expected = {(e["rank"], e["step"]): e["loss"] for e in undisturbed.of("step")}
     seen = set()
@@ -37,7 +37,7 @@ def _difference(expected: dict[str, str], end: Event) -> str:
 
 
 def steps_done_again(history: History, generation: int) -> int:
-    """How many steps that were finished before a restart had to be done again after it."""
+    """The number of steps that were finished before a restart and had to be done again after it."""
     before = history.of("step", generation=generation - 1) or history.of("started", generation=generation - 1)
     done = max((event["step"] for event in before), default=0)
     started = history.of("started", generation=generation)
@@ -45,11 +45,11 @@ def steps_done_again(history: History, generation: int) -> int:
 
 
 def longest_interval(history: History) -> int:
-    """The most steps that there were from one snapshot to the next; 0: nobody said."""
+    """The longest interval between snapshots that a rank reported, in steps; 0 if none did."""
     return max((event.get("interval") or 0 for event in history.of("step")), default=0)
 
 
 def most_held_up(history: History) -> float | None:
-    """The part of the last start's time for which the hook held up the loop, of the rank where it was most; None: it
-    did not end."""
+    """The fraction of the last start's time for which the hook held up the loop, on the rank where it was largest;
+    None if no rank reached the end."""
     return max((event["held_up"] for event in history.of("end") if "held_up" in event), default=None)

@@ -1,7 +1,7 @@
-"""One job twice on virtual nodes, undisturbed and with faults: whether both came out the same, to the last bit.
+"""Drills: one job runs twice on virtual nodes, undisturbed and with faults; the results must match to the last bit.
 
-A job is a class whose instances are one rank's training. `train` is what every trainer runs;
-`holdfast.chaos.differences` is the verdict.
+A job is a class; an instance is one rank's training. Every trainer runs `train`; `holdfast.chaos.differences` compares
+the runs.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ State = Iterable[tuple[str, Any]]
 
 
 class Job(Protocol):
-    """One rank of a training job, made from a seed and the job's own options once the process group is there."""
+    """One rank of a training job. It is created from a seed and the job's own options, after the process group."""
 
     def __init__(self, seed: int, **options: Any) -> None: ...
 
     def protect(self, **options: Any) -> SnapshotHook:
-        """The hook around the training loop, not entered yet; `options` are `holdfast.InMemorySnapshot`'s."""
+        """The hook for the training loop, not entered yet; `options` are those of `holdfast.InMemorySnapshot`."""
         ...
 
     def step(self, step: int, middle: Callable[[], None]) -> float | None:
-        """Take a step, counted from 0; calls `middle` once or more before the optimizer's.
+        """Train one step, counted from 0; call `middle` at least once before the optimizer's step.
 
-        Returns its loss, or None where this rank has none.
+        Returns the loss, or None if this rank has none.
         """
         ...
 
     def state(self) -> State:
-        """Everything that decides how training goes on, by name, found without holdfast's own code."""
+        """All state that determines how training continues, by name, collected without holdfast's own code."""
         ...
 
 
 def train() -> None:
-    """One rank of a job, from process group to the last step.
+    """Train one rank of a job, from joining the process group to the last step.
 
-    Arguments: ``job`` (``module:Class``), ``seed``, ``steps``, ``snapshots``; and, if wanted, ``options`` of the job,
-    ``hook`` options, and ``drain``: wait for each snapshot in the middle of the step after it, as steps that take no
-    time would leave most of them out; a number: up to that step. Such a job calls `middle` once a step. ``defaults``:
-    the hook has the options that a user has who gives none; else it takes a snapshot at every step, whatever it costs.
+    Arguments: ``job`` (``module:Class``), ``seed``, ``steps``, ``snapshots``. Optional: ``options`` of the job;
+    ``hook`` options; ``drain``: wait for each snapshot in the middle of the next step, since steps that take no time
+    would skip most snapshots (a number: only up to that step; the job must call `middle` once a step); ``defaults``:
+    use the hook's default options, instead of a snapshot at every step, whatever it costs.
     """
     trainer = Trainer.from_environment()
     args = trainer.args
@@ -67,12 +67,13 @@ def train() -> None:
     if place().type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     go_through(args, trainer.report)
-    # The group is not destroyed: gloo's threads may still need the interpreter to let go of what DDP's last reduction
-    # held, and whoever frees the group waits for them and holds it. The process ends right after this.
+    # The group is not destroyed: that would wait, with the GIL held, for gloo's threads, which may still need the GIL
+    # to release what DDP's last reduction held. The process ends right after this.
 
 
 def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
-    """What `train` does once the process group is there; `report` is told of the start, every step, and the end."""
+    """The part of `train` that follows the process group; calls `report` at the start, after every step, and at the
+    end."""
     job = find(args["job"])(args["seed"], **args.get("options", {}))
     with ExitStack() as stack:
         snap: SnapshotHook | None = None
@@ -95,7 +96,7 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
             def middle(number: int = step + 1) -> None:
                 if snap is not None and drains(args.get("drain", False), number):
                     snap.drain(DRAIN_DEADLINE_S)
-                    dist.barrier()  # now the last step is protected everywhere, and whoever is killed goes back to it
+                    dist.barrier()  # now the last step is protected everywhere, so a job that is killed resumes from it
                 failpoint("train.step", number)
 
             loss = job.step(step, middle)
@@ -111,12 +112,12 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
 
 
 def place() -> torch.device:
-    """Where this process trains: on its GPU, or where it sees none, on the CPU."""
+    """The device on which this process trains: its GPU, or the CPU if it sees no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def drains(drain: bool | int, step: int) -> bool:
-    """Whether a job that is told `drain` waits in the middle of a step, counted from 1."""
+    """Whether a job whose argument is `drain` waits in the middle of a step, counted from 1."""
     return drain if isinstance(drain, bool) else step <= drain
 
 
@@ -128,7 +129,7 @@ def find(name: str) -> type[Job]:
 
 
 def main(job: type[Job]) -> None:
-    """Train a job by itself, or under torchrun: ``--steps 20 --seed 1 --option without=residual``."""
+    """Train a job in one process, or under torchrun: ``--steps 20 --seed 1 --option without=residual``."""
     parser = argparse.ArgumentParser(description=job.__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1234)
@@ -148,11 +149,11 @@ def main(job: type[Job]) -> None:
     dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------- state, and what of it differs
+# ---------------------------------------------------------------------- state, and its digests
 
 
 def digests(state: State) -> dict[str, str]:
-    """A digest of each value, by name. Raises `ValueError` if a name comes twice."""
+    """A digest of each value, by name. Raises `ValueError` if a name occurs twice."""
     found: dict[str, str] = {}
     for name, value in state:
         if name in found:
@@ -176,14 +177,14 @@ def digest(value: Any) -> str:
 
 
 def modules(*parts: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers."""
+    """Parameters and buffers of modules, by name."""
     for i, module in enumerate(parts):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             yield f"module{i}.{name}", local(tensor)
 
 
 def optimizer(optim: torch.optim.Optimizer, prefix: str = "optim") -> Iterator[tuple[str, Any]]:
-    """Options of the groups, and the state of every parameter."""
+    """Options of an optimizer's groups, and its state of every parameter, by name."""
     for g, group in enumerate(optim.param_groups):
         yield f"{prefix}.group{g}", sorted((k, str(v)) for k, v in group.items() if k != "params")
         for p, parameter in enumerate(group["params"]):
@@ -192,7 +193,7 @@ def optimizer(optim: torch.optim.Optimizer, prefix: str = "optim") -> Iterator[t
 
 
 def generators() -> Iterator[tuple[str, Any]]:
-    """Python's, NumPy's and torch's, and that of the GPU."""
+    """The states of the random generators of Python, NumPy, torch and, if there is one, the GPU, by name."""
     yield "random.python", random.getstate()
     yield "random.numpy", repr(np.random.get_state(legacy=False))
     yield "random.torch", torch.get_rng_state()

@@ -1,7 +1,7 @@
-"""The catalogue of faults: how each is called, what it is, and where it can be injected. No fault is done here.
+"""The catalogue of faults: the name of each, what it does, and where it can be injected. Nothing is injected here.
 
 Virtual clusters (`chaos.actions`), a user's command (`chaos.user`), Ray (`chaos.ray`) and the simulation (`chaos.sim`)
-take names and sentences from here, and each has its own way to do them.
+take names and descriptions from here, and each injects faults in its own way.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class Kind:
     """One entry of the catalogue.
 
     Attributes:
-        of: what its targets are: ``rank``, ``node`` or nothing.
-        where: the backends that can inject it. What follows concerns virtual clusters, but for `ends_job`.
-        ends_job: whether trainers die of it, so that the job is started again.
-        loses: whether a node's memory is gone.
+        what: a description for people.
+        of: the kind of its targets: ``rank``, ``node`` or empty.
+        where: the backends that can inject it. Of the following, only `ends_job` applies beyond virtual clusters.
+        ends_job: whether trainers die of it, so that the job starts again.
+        loses: whether a node's memory is lost.
         rooted: whether it needs root.
         wired: whether it needs a `chaos.network.wire` between the nodes.
         clocked: whether it needs clocks that can be set (`chaos.network.clocks`).
-        amounts: the least and the most `Fault.amount`; None: it has none, or any will do.
+        amounts: the smallest and largest `Fault.amount`; None: the kind takes no amount, or any.
         forever: whether it may last to the end of the run (`Fault.for_s` of 0).
     """
 
@@ -54,7 +55,7 @@ class Kind:
 
     @property
     def needs(self) -> str:
-        """What not every machine has, or an empty text."""
+        """What the fault needs that not every machine has, or an empty text."""
         if self.wired:
             return "root and /dev/net/tun"
         return "root" if self.rooted else "a C compiler" if self.clocked else ""
@@ -65,17 +66,18 @@ class Fault:
     """A fault that a virtual cluster is to inject when a process reaches a point.
 
     Attributes:
-        who: ``rank3`` or ``smp2``: the process that triggers it.
-        step: of which step or snapshot; None: the first time.
-        kind: the name of one that clusters can inject.
+        who: the process that triggers it: ``rank3`` or ``smp2``.
+        step: the step or snapshot at which it is triggered; None: any, see `due_at`.
+        kind: the name of a kind that clusters can inject.
         targets: ranks or node indices, as the kind says.
-        delay_s: how long after the point; the process goes on meanwhile.
-        for_s: how long it lasts, for kinds that pass; of the network's and the clock's, 0 is to the end.
+        delay_s: how long after the point it is injected; the process goes on meanwhile.
+        for_s: how long it lasts, for kinds that end; for those of the network and the clock, 0 is until the end.
         amount: bits to flip, descriptors or bytes to leave, percent of packets, milliseconds, seconds, kB/s: as the
             kind says.
-        seed: for what is drawn.
-        nth: at the how-many-th time that the process comes to the point.
-        fired_at: `time.monotonic`, once it has been done.
+        seed: seed for what is random about it.
+        nth: which arrival of the process at the point triggers it, counted from 1; `seen` counts them.
+        due: whether it has been triggered.
+        fired_at: when it was injected (`time.monotonic`); None before.
     """
 
     who: str
@@ -93,13 +95,13 @@ class Fault:
     fired_at: float | None = field(default=None, compare=False)
 
     def matches(self, who: str, point: str, step: int) -> bool:
-        """Whether it waits for that."""
+        """Whether the fault still waits for this process to reach this point of this step."""
         return not self.due and (self.who, self.point) == (who, point) and self.step in (None, step)
 
 
 def due_at(faults: Sequence[Fault], who: str, point: str, step: int) -> list[Fault]:
-    """Those that wait for this process to come to this point. One that waits for no certain step strikes a recovery:
-    from those before it in the list, so it waits for them, too."""
+    """The faults that wait for this process at this point. A fault without a step strikes the recovery from the faults
+    before it in the list, so it waits until those have been injected."""
     found, all_done = [], True
     for fault in faults:
         if fault.matches(who, point, step) and (fault.step is not None or all_done):
@@ -109,7 +111,7 @@ def due_at(faults: Sequence[Fault], who: str, point: str, step: int) -> list[Fau
 
 
 def check(fault: Fault) -> None:
-    """Raises `ConfigError` if no cluster knows such a kind, or not with such an amount or for such a time."""
+    """Raises `ConfigError` if clusters cannot inject such a kind, or not with this amount or for this long."""
     known = injected_by(Where.CLUSTER)
     if fault.kind not in known:
         raise ConfigError(f"there is no fault {fault.kind!r}: choose one of {', '.join(known)}")
@@ -119,7 +121,7 @@ def check(fault: Fault) -> None:
             f"{kind.name} with amount = {fault.amount}: choose {kind.amounts[0]} to {kind.amounts[1]} ({kind.what})"
         )
     if fault.for_s < 0 or (not fault.for_s and not kind.forever):
-        raise ConfigError(f"{kind.name} with for_s = {fault.for_s}: say after how many seconds it is over")
+        raise ConfigError(f"{kind.name} with for_s = {fault.for_s}: set for_s to the seconds that it lasts")
 
 
 def injected_by(where: Where) -> dict[str, Kind]:
@@ -172,7 +174,7 @@ CATALOGUE: dict[str, Kind] = {
         Kind("delay-packets", "its packets are late: ms, on average", "node", wired=True, amounts=(1, 500)),
         Kind("reorder-packets", "percent of its packets are overtaken", "node", wired=True, amounts=_PERCENT),
         Kind("repeat-packets", "percent of its packets come twice", "node", wired=True, amounts=_PERCENT),
-        Kind("throttle", "its links carry so many kB/s", "node", wired=True, amounts=(10, 1 << 20)),
+        Kind("throttle", "its links are limited to this many kB/s", "node", wired=True, amounts=(10, 1 << 20)),
         Kind("partition", "they do not reach the others, nor these them", "node", _C | _S, wired=True, forever=False),
         Kind("mute-node", "it hears others, and nobody hears it", "node", wired=True, forever=False),
         Kind("deaf-node", "others hear it, and it hears nobody", "node", wired=True, forever=False),
@@ -180,7 +182,7 @@ CATALOGUE: dict[str, Kind] = {
         # clocks
         Kind(
             "jump-clock",
-            "its wall clock is so many s ahead, or behind",
+            "its wall clock jumps this many seconds ahead, or back",
             "node",
             clocked=True,
             amounts=(-YEAR_S, YEAR_S),
@@ -197,4 +199,4 @@ CATALOGUE: dict[str, Kind] = {
         Kind("no-space", "its SMP's files cannot grow", "node"),
     )
 }
-"""Every kind, by name, in the order of lists for people."""
+"""Every kind, by name, in the order in which people see them."""

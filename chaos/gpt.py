@@ -1,6 +1,6 @@
 """A small real megatron-core GPT, trained as Megatron's own loop would train it, on a GPU or on CPUs over gloo.
 
-The demo trains it, and so does each Megatron cell of the matrix, with other `GptOptions`.
+The demo and each Megatron cell of the matrix train it, with different `GptOptions`.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GptOptions:
-    """What of Megatron is in use.
+    """The features of Megatron that the job uses.
 
     Attributes:
-        tensor, pipeline, virtual, sequence: parallel sizes; chunks of the pipeline on each rank; sequence parallel.
-        experts, expert_parallel, expert_tensor: experts of a layer, 0: dense; parallel sizes of the experts.
+        tensor, pipeline, virtual, sequence: tensor and pipeline parallel sizes; number of pipeline chunks on each rank;
+            whether sequence parallelism is used.
+        experts, expert_parallel, expert_tensor: experts per layer (0: dense); parallel sizes of the experts.
         expert_bias: balance experts by a bias that is updated every step, not by a loss.
-        expert_capacity: so many times its even share of tokens goes to each expert, filled up or cut off; 0: all.
+        expert_capacity: tokens for each expert, as a multiple of its even share, padded or dropped; 0: no limit.
         dtype: ``bf16``, ``fp16`` (with a loss scale that overflows now and then) or ``fp32``.
-        distributed: the distributed optimizer; `instances` of it in the data-parallel group.
-        overlap: gradients are reduced, and parameters gathered, while others compute.
+        distributed: use the distributed optimizer, with `instances` of it in the data-parallel group.
+        overlap: reduce gradients and gather parameters while other layers compute.
         llama: rotary positions, SwiGLU, RMSNorm, grouped queries, Megatron's own causal mask.
-        muon: matrices are stepped by Muon, the rest by Adam; `layer_wise`: each rank steps whole layers.
-        layout: layers lie in the buffers of the distributed optimizer, which gathers them; from megatron-core 0.19 on.
-        offload: the part of the parameters that the CPU steps; `offload_overlap`: each by an optimizer of its own.
-        aware: the optimizer is aware of precision: ``fp32``, ``bf16`` or ``fp16`` moments; and ``remainders``, the bits
-            that 16-bit weights lack, in place of main parameters.
-        fp8: weights in 8 bits, after this recipe of Transformer Engine: ``delayed``, ``tensorwise`` or ``mxfp8``.
+        muon: Muon steps the matrices, and Adam the rest; `layer_wise`: each rank steps whole layers.
+        layout: place layers in the buffers of the distributed optimizer, which gathers them; needs megatron-core 0.19.
+        offload: the fraction of the parameters that the CPU steps; `offload_overlap`: each has its own optimizer.
+        aware: use the precision-aware optimizer, with ``fp32``, ``bf16`` or ``fp16`` moments; ``remainders``: keep the
+            bits that 16-bit weights lack instead of main parameters.
+        fp8: 8-bit weights, with this recipe of Transformer Engine: ``delayed``, ``tensorwise`` or ``mxfp8``.
     """
 
     tensor: int = 2
@@ -108,7 +109,8 @@ class Gpt:
         return InMemorySnapshot(self.chunks, self.optim, scheduler=self.scheduler, **options)
 
     def step(self, step: int, middle: Callable[[], None]) -> float | None:
-        """The loss, averaged over microbatches and data-parallel ranks, on the last stage of the pipeline."""
+        """Train one step; return the loss averaged over microbatches and data-parallel ranks, on the last pipeline
+        stage."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optim.zero_grad()
@@ -150,13 +152,13 @@ class Gpt:
 
 
 def parts(optim: Any) -> Iterator[Any]:
-    """The optimizers in a chain, which may be one of chains."""
+    """The optimizers in a chain, which may itself contain chains."""
     for each in getattr(optim, "chained_optimizers", []):
         yield from parts(each) if hasattr(each, "chained_optimizers") else (each,)
 
 
 def initialise(options: GptOptions, seed: int) -> None:
-    """Make Megatron's process groups, and seed all generators as its own ``initialize_megatron`` does."""
+    """Create Megatron's process groups, and seed all generators as its own ``initialize_megatron`` does."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline,
@@ -223,7 +225,7 @@ def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, Opti
 
 
 def _layout(options: GptOptions, ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> dict[str, Any]:
-    """Where in the buffers the layers of a layer-wise optimizer lie, as Megatron-LM 0.19 has it."""
+    """The argument that says where layers lie in the buffers, as Megatron-LM 0.19 computes it; empty if not wanted."""
     if not options.layout:
         return {}
     layer_wise = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
@@ -388,7 +390,7 @@ def batches(seed: int, step: int) -> Iterator[Batch]:
 def forward_step(
     data: Iterator[Batch], model: Any, *, mask: bool, middle: Callable[[], None] = lambda: None
 ) -> tuple[torch.Tensor, Any]:
-    """One microbatch, as Megatron's schedules call it. `mask`: give the causal mask, or leave it to Megatron."""
+    """Run one microbatch, as Megatron's schedules call it. `mask`: pass a causal mask; otherwise Megatron makes one."""
     tokens, labels = next(data)
     positions = torch.arange(SEQUENCE, device=tokens.device).unsqueeze(0).expand_as(tokens)
     square = torch.ones(1, 1, SEQUENCE, SEQUENCE, device=tokens.device)
@@ -406,7 +408,7 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def _sample(seed: int, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """An arithmetic sequence of tokens: easy to learn, so that the loss falls within a few steps."""
+    """An arithmetic sequence of tokens: easy to learn, so the loss falls within a few steps."""
     generator = np.random.default_rng([seed, index])
     start, stride = generator.integers(0, VOCABULARY), generator.integers(1, 7)
     return np.asarray((start + stride * np.arange(SEQUENCE + 1)) % VOCABULARY, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The cluster's handle on a zygote."""
+"""The cluster's handle on a zygote, the process that forks trainers (`chaos.zygote`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ANSWER_DEADLINE_S = 30.0
 
 
 BEFORE_CUDA = ("torch", "holdfast.chaos.trainer")
-"""What can be imported before a fork without asking CUDA for anything."""
+"""Modules that can be imported before a fork without using CUDA."""
 
 
 ON_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""What makes cuBLAS give the same bits each time, and what Megatron insists on."""
+"""Variables for GPUs: the first makes cuBLAS deterministic, and Megatron requires the second."""
 
 
 def check_device(device: str) -> None:
-    """Raises `ConfigError` if trainers are to be on a GPU, and there is none."""
+    """Raises `ConfigError` if trainers are to use a GPU and there is none."""
     if device != "cpu":
         import torch
 
@@ -43,16 +43,17 @@ class Launcher:
     """A running zygote. Not thread-safe. `close` ends it and every trainer it forked.
 
     Attributes:
-        shim: the environment in which other processes are started whose wall clocks can be set; empty if none can.
+        shim: environment variables that make the wall clock of a process settable; empty without `clocked`.
     """
 
     def __init__(self, modules: Sequence[str], *, clocked: bool = False, device: str = "cpu") -> None:
-        """Start it; returns at once. `wait_ready` says when the modules are imported.
+        """Start the zygote; returns at once. `wait_ready` blocks until the modules are imported.
 
         Args:
+            modules: the modules that the zygote imports before it forks.
             clocked: whether trainers' wall clocks can be set, see `chaos.network.clocks`.
-            device: ``cpu``: trainers see no GPU. ``cuda``: they do, and import the modules themselves, as CUDA does not
-                survive a fork once a module has asked it for anything.
+            device: ``cpu``: trainers see no GPU. ``cuda``: they do, and import the modules themselves, since CUDA does
+                not survive a fork once a module has used it.
 
         Raises:
             ConfigError: clocks cannot be set here, or there is no GPU.
@@ -78,7 +79,7 @@ class Launcher:
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONDONTWRITEBYTECODE": "1",
-                "TMPDIR": str(self._scratch.path),  # tempfile probes it by writing to it; nothing touches a disk
+                "TMPDIR": str(self._scratch.path),  # on tmpfs: tempfile probes it by writing to it
             }
             | self._device
             | self.shim
@@ -89,7 +90,7 @@ class Launcher:
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is ours to deal with
+            start_new_session=True,  # we handle Ctrl-C
         )
         theirs.close()
 
@@ -100,16 +101,16 @@ class Launcher:
         self.close()
 
     def fileno(self) -> int:
-        """For a selector: readable when `messages` has something."""
+        """The descriptor for a selector: readable when `messages` would not block."""
         return self._channel.fileno()
 
     @property
     def pid(self) -> int:
-        """The process that forks trainers."""
+        """The pid of the zygote."""
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Block until the modules are imported. Raises `HoldfastError` if they cannot be."""
+        """Block until the modules are imported. Raises `HoldfastError` if that fails."""
         if not self._ready:
             self._await("imported", IMPORT_DEADLINE_S)
             self._ready = True
@@ -120,14 +121,14 @@ class Launcher:
         self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": host, "store_namespace": namespace})
 
     def kill(self, spare: Sequence[int] = ()) -> None:
-        """SIGKILL every trainer of the job that is left. Their ends are reported like any other.
+        """SIGKILL every trainer of the job that still runs, except the ranks in `spare`.
 
-        Those of the ranks in `spare` live on as strays; of these only the end is reported.
+        Their ends are reported as usual. The spared trainers live on as strays, whose ends are reported as ``stray``.
         """
         self._say({"op": "kill", "spare": list(spare)})
 
     def replace(self) -> None:
-        """SIGKILL the process, and all trainers with it, and start another; blocks until that is ready."""
+        """SIGKILL the zygote, and with it all trainers, and start another; blocks until that is ready."""
         self._process.kill()
         self._process.wait(10)
         self._channel.close()
@@ -136,21 +137,21 @@ class Launcher:
         self.wait_ready()
 
     def end_trainers(self) -> None:
-        """SIGKILL every trainer that is left, strays too, and block until none is. Other messages are dropped."""
+        """SIGKILL every trainer that still runs, strays too, and block until all are gone. Drops other messages."""
         self._say({"op": "end"})
         self._await("ended", ANSWER_DEADLINE_S)
 
     def disk_bytes_written(self) -> int:
-        """What this process and all trainers so far wrote to disk. Call while no trainer runs."""
+        """Bytes that the zygote and all its trainers so far wrote to disk. Call while no trainer runs."""
         self._say({"op": "written"})
         return int(self._await("written", ANSWER_DEADLINE_S)["bytes"])
 
     def messages(self, deadline_s: float = ANSWER_DEADLINE_S) -> list[dict[str, Any]]:
-        """What the zygote said. Blocks until there is something.
+        """The zygote's next messages. Blocks until it says something.
 
         Raises:
-            HoldfastError: it is gone.
-            DeadlineExceeded: it said nothing for `deadline_s`.
+            HoldfastError: the zygote is gone.
+            DeadlineExceeded: the zygote said nothing for `deadline_s`.
         """
         self._channel.settimeout(deadline_s)
         try:
@@ -164,7 +165,7 @@ class Launcher:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
-        """End it and its trainers."""
+        """End the zygote and its trainers."""
         self._channel.close()
         try:
             self._process.wait(10)

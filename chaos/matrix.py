@@ -1,7 +1,7 @@
-"""``holdfast matrix``: whatever trains is killed, restored from memory, and compared to the last bit.
+"""``holdfast matrix``: kills training jobs of many kinds, restores them from memory, and compares to the last bit.
 
-Each cell is one way to train. It runs twice on virtual nodes: undisturbed, without the hook, and with a trainer and
-then a whole node killed in the middle of steps. All losses and all final state of all ranks must be the same.
+Each cell is one way to train. It runs twice on virtual nodes: undisturbed without the hook, and with it while a trainer
+and then a whole node are killed in the middle of steps. All losses and the final state of all ranks must be the same.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 
 GPT = "holdfast.chaos.gpt:Gpt"
 TRAINER_STEP, NODE_STEP = 4, 7
-"""In the middle of which steps a trainer and a node are killed."""
+"""The steps in the middle of which a trainer and a node are killed."""
 
 REAL_MUON = (0, 17)
-"""From this release on megatron-core asks for a package of which there is a stand-in for the one before only."""
+"""The first release of megatron-core whose Muon needs the real package: the stand-in only fits earlier releases."""
 
 STEPS = 9
 DEADLINE_S = 240.0
@@ -39,11 +39,11 @@ class Cell:
     """One way to train.
 
     Attributes:
-        job: ``module:Class`` of a `chaos.drill.Job`, and its options.
-        ranks: trainers; two on a node, or one where there are fewer than four.
-        quick: part of the short cut.
+        job, options: ``module:Class`` of a `chaos.drill.Job`, and its options.
+        ranks: number of trainers; two on each node, or one if there are fewer than four.
+        quick: whether the cell is in the quick selection.
         drain: see `chaos.drill.train`.
-        since: the first release of megatron-core that has it.
+        since: the first release of megatron-core that supports it.
     """
 
     name: str
@@ -161,12 +161,12 @@ CELLS: tuple[Cell, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class CellVerdict:
-    """What became of a cell.
+    """The outcome of a cell.
 
     Attributes:
-        difference: what was not as in the undisturbed run, or why it did not run; empty if all was the same.
-        restored: the step and how, of every rank at each restart.
-        skipped: why it could not run here; empty if it ran.
+        difference: how the run differed from the undisturbed one, or why it failed; empty if they are the same.
+        restored: the step from which every rank resumed at each restart, and how it got its state.
+        skipped: what the cell needs that is missing here; empty if it ran.
     """
 
     cell: Cell
@@ -178,7 +178,7 @@ class CellVerdict:
 
 
 def choose(names: str) -> tuple[Cell, ...]:
-    """Cells from ``"all"``, ``"quick"``, ``"torch"``, which need nothing else, or a list such as ``"TP2;PP2"``.
+    """Cells by ``"all"``, ``"quick"``, ``"torch"`` (those that need only torch), or a list such as ``"TP2;PP2"``.
 
     Raises:
         ConfigError: there is no such cell.
@@ -192,18 +192,18 @@ def choose(names: str) -> tuple[Cell, ...]:
     known = {cell.name: cell for cell in CELLS}
     asked = [name.strip() for name in names.split(";")]
     if unknown := [name for name in asked if name not in known]:
-        raise ConfigError(f"there is no cell {unknown[0]!r}: choose of {'; '.join(known)}")
+        raise ConfigError(f"there is no cell {unknown[0]!r}: choose from {'; '.join(known)}")
     return tuple(known[name] for name in asked)
 
 
 def lacks(cell: Cell) -> str:
-    """What of a cell this environment has not; empty if it can run."""
+    """What a cell needs that this environment lacks; empty if it can run."""
     if cell.job != GPT:
         return ""
     release = metadata.version("megatron-core")
     numbers = tuple(int(part) for part in release.split(".")[:2])
     if numbers < cell.since:
-        return f"megatron-core {'.'.join(map(str, cell.since))} (here is {release})"
+        return f"megatron-core {'.'.join(map(str, cell.since))} ({release} is installed)"
     if cell.options.get("muon") and numbers >= REAL_MUON and not find_spec("emerging_optimizers"):
         return f"the package emerging-optimizers, which megatron-core {release} asks for"
     return ""
@@ -212,9 +212,9 @@ def lacks(cell: Cell) -> str:
 def run(
     cells: Iterable[Cell], seed: int, progress: Callable[[CellVerdict], None], device: str = "cpu"
 ) -> list[CellVerdict]:
-    """Run all cells, one after another; `progress` is told of each. 1 to 10 s a cell on two cores.
+    """Run all cells, one after another, and call `progress` with each verdict. A cell takes 1 to 10 s on two cores.
 
-    `device`: see `chaos.launcher.Launcher`, and what it raises.
+    `device`: see `chaos.launcher.Launcher`, also for the errors that it raises.
     """
     chosen = list(cells)
     modules = sorted({cell.job.partition(":")[0] for cell in chosen})
@@ -235,7 +235,7 @@ def run(
 
 
 def drill(launcher: Launcher, cell: Cell, seed: int) -> CellVerdict:
-    """Run one cell undisturbed and disturbed, and compare."""
+    """Run one cell undisturbed and with kills, and compare."""
     began = time.monotonic()
     try:
         undisturbed = cluster(launcher, cell, seed, snapshots=False).run()
@@ -249,7 +249,7 @@ def drill(launcher: Launcher, cell: Cell, seed: int) -> CellVerdict:
 
 
 def cluster(launcher: Launcher, cell: Cell, seed: int, *, snapshots: bool) -> VirtualCluster:
-    """A cell's job on its virtual nodes."""
+    """A virtual cluster for a cell's job."""
     args = {"job": cell.job, "seed": seed, "steps": STEPS, "options": dict(cell.options), "drain": cell.drain}
     return VirtualCluster(
         launcher,
@@ -264,7 +264,7 @@ def cluster(launcher: Launcher, cell: Cell, seed: int, *, snapshots: bool) -> Vi
 
 
 def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) -> CellVerdict:
-    """Whether the disturbed run was what it has to be. Pure."""
+    """The verdict on a disturbed run. Pure."""
     kills = 1 + (cell.nodes > 1)
     restored = []
     lost = 0
@@ -276,30 +276,30 @@ def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) 
     if not difference and len(disturbed.restarts) != kills:
         difference = f"{len(disturbed.restarts)} restarts after {kills} kills"
     if not difference and not all(how for _, how in restored):
-        difference = "a rank started from nothing"
+        difference = "a rank started without restoring a snapshot"
     if not difference and disturbed.leaks:
         difference = f"left behind: {', '.join(disturbed.leaks)}"
     return CellVerdict(cell, difference, tuple(restored), lost, seconds)
 
 
 def outcome(verdict: CellVerdict) -> str:
-    """What became of a cell, in a word if all was the same."""
+    """The outcome of a cell in words: ``identical``, or what differs or is missing."""
     return f"skipped: needs {verdict.skipped}" if verdict.skipped else verdict.difference or "identical"
 
 
 def _same(verdict: CellVerdict) -> str:
-    """`outcome`, in a column that is headed so."""
+    """The outcome for a column headed "identical"."""
     return outcome(verdict) if verdict.skipped or verdict.difference else "yes"
 
 
 def versions() -> dict[str, str]:
-    """Of what trained, by name."""
+    """The versions of the software that trained, by name."""
     found = {"Python": platform.python_version(), "torch": metadata.version("torch")}
     return found | ({"megatron-core": metadata.version("megatron-core")} if has("megatron") else {})
 
 
 def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
-    """Print a table."""
+    """Print the verdicts as a table."""
     table = Table(
         "cell", "ranks", "identical", "steps done again", "s", title="killed, restored, compared to the last bit"
     )
@@ -315,13 +315,13 @@ def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
 
 
 def report(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int) -> dict[str, Any]:
-    """The verdicts as a JSON object; `when` and `machine` in words."""
+    """The verdicts as a JSON object; `when` and `machine` are free text."""
     cells = [asdict(verdict) for verdict in verdicts]
     return {"when": when, "machine": machine, "versions": versions(), "seed": seed, "verdicts": cells}
 
 
 def markdown(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int) -> str:
-    """The verdicts as a page."""
+    """The verdicts as a Markdown page."""
     made_of = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
         "# Killed, restored, compared to the last bit",

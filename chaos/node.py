@@ -1,4 +1,4 @@
-"""A virtual node: an SMP process, an arena directory and an address of its own, on loopback or in a namespace."""
+"""A virtual node: an SMP process, an arena directory, and its own address on loopback or in a network namespace."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ SIGNAL_DEADLINE_S = 5.0
 
 
 class VirtualNode(LocalNode):
-    """One node. Its SMP is a child of this process, and goes when this process goes.
+    """One node. Its SMP is a child of this process, and ends when this process ends.
 
     Attributes:
-        namespace: path of the network namespace that its processes are to be in; None: this machine's.
-        clock: the file that sets its processes' wall clock (`chaos.network.clocks`); None: it is this machine's.
+        namespace: path of the network namespace for the node's processes; None: this machine's.
+        clock: the file that sets the wall clock of the node's processes (`chaos.network.clocks`); None: they use this
+            machine's clock.
+        alive: whether an SMP was started here, and neither `end_smp` nor `wait_end` has ended it since.
+        disk_bytes_written: bytes that the SMPs that have ended here wrote to disk.
     """
 
     def __init__(
@@ -36,8 +39,8 @@ class VirtualNode(LocalNode):
     ) -> None:
         """
         Args:
-            life: counts the machines that stood in this place; a replacement starts with nothing.
-            smp_module: what is run as the SMP.
+            life: number of earlier machines in this node's position; a replacement starts with no memory contents.
+            smp_module: the module to run as the SMP.
         """
         name = f"node{index}" if life == 0 else f"node{index}-{life}"
         super().__init__(name, base / name, job)
@@ -53,17 +56,17 @@ class VirtualNode(LocalNode):
 
     @property
     def who(self) -> str:
-        """How its SMP calls itself at a named point."""
+        """The name that the node's SMP reports at a named point."""
         return f"smp{self.index}"
 
     def launch(self, wiring: Wiring, settings: dict[str, str] | None = None, log: Path | None = None) -> None:
-        """Start the SMP, with more environment variables if given; returns at once. `log`: where its words go."""
+        """Start the SMP; returns at once. `settings`: more environment variables; `log`: file for its stderr."""
         self.memory.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = smp_command(self.job, self.name, self.arena, self.host, self._smp_module)
         command += ["--owner-pid", str(os.getpid()), *(["--insecure"] if self.namespace else [])]
         environment = (
-            {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
-            | {"HOLDFAST_GRACE": "0"}  # a signal is a fault here, and no notice that a node is taken away
+            {"HOLDFAST_PRIORITY": "normal"}  # all nodes share this machine's cores, which are never idle
+            | {"HOLDFAST_GRACE": "0"}  # here a signal is a fault, not the notice that a node goes away
             | os.environ
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.memory)}
             | self._clock()
@@ -80,7 +83,7 @@ class VirtualNode(LocalNode):
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
-                    start_new_session=True,  # Ctrl-C is not for it
+                    start_new_session=True,  # keeps Ctrl-C from it
                 )
         finally:
             if errors is not None:
@@ -88,15 +91,15 @@ class VirtualNode(LocalNode):
         self.alive = True
 
     def wait_ready(self) -> Owner:
-        """Block until the SMP serves. Raises what it could not do."""
+        """Block until the SMP serves. Raises the error that it reports if it cannot."""
         assert self._process is not None and self._process.stdout is not None
         owner = parse_report(_line(self._process.stdout, START_DEADLINE_S))
-        # The first read of a freshly installed module updates its access time, and that is a write: not counted.
+        # The first read of a freshly installed module updates its access time, which is a write: do not count that.
         self._written_before = disk_bytes_written(self._process.pid)
         return owner
 
     def environment(self) -> dict[str, str]:
-        """What a trainer on this node needs to find its SMP, and the others."""
+        """The variables with which a trainer on this node finds its SMP and the other trainers."""
         return super().environment() | ({"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}) | self._clock()
 
     def _clock(self) -> dict[str, str]:
@@ -104,23 +107,23 @@ class VirtualNode(LocalNode):
 
     @property
     def pid(self) -> int:
-        """The SMP's process."""
+        """The pid of the SMP."""
         assert self._process is not None
         return self._process.pid
 
     def kill_smp(self) -> None:
-        """SIGKILL the SMP, if it lives; what it held in shared memory stays."""
+        """SIGKILL the SMP if it is alive; its shared memory stays."""
         self.end_smp(signal.SIGKILL)
 
     def end_smp(self, by: signal.Signals) -> int | None:
-        """End the SMP by a signal, or by SIGKILL if it outlives that; blocks until it is gone.
+        """End the SMP with a signal, or with SIGKILL if it survives that; blocks until it is gone.
 
-        Returns its exit status, which says by which signal it ended; None if it was not alive.
+        Returns its exit status, negative if a signal ended it; None if it was not alive.
         """
         assert self._process is not None
         if not self.alive:
             return None
-        # Not Popen.send_signal: that reaps a process that has ended, and with it the kernel's account of it.
+        # Not Popen.send_signal: it reaps a process that has ended, which loses the kernel's account of its writes.
         os.kill(self._process.pid, by)
         try:
             wait_until_dead(self._process.pid, SIGNAL_DEADLINE_S)
@@ -129,22 +132,22 @@ class VirtualNode(LocalNode):
         return self.wait_end()
 
     def ended(self) -> int | None:
-        """The exit status of an SMP that has ended by itself; None if it serves, or was ended here."""
+        """The exit status of an SMP that ended on its own; None if it runs, or was ended here."""
         if not self.alive or self._process is None:
             return None
-        # Not Popen.poll: that reaps it, see `end_smp`.
+        # Not Popen.poll: it reaps the process, see `end_smp`.
         found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def power_cut(self) -> None:
-        """SIGKILL the SMP and wipe the node's memory, other jobs' arenas too; these may be wiping it as well."""
+        """SIGKILL the SMP and wipe the node's memory, with all jobs' arenas. Other jobs' clusters may do so, too."""
         self.kill_smp()
         shutil.rmtree(self.memory, ignore_errors=True)
 
     def wait_end(self) -> int:
-        """Block until the SMP has ended by itself; its exit status. Raises `DeadlineExceeded`."""
+        """Block until the SMP has ended, and return its exit status. Raises `DeadlineExceeded`."""
         assert self._process is not None
         wait_until_dead(self._process.pid, END_DEADLINE_S)
         self.disk_bytes_written += disk_bytes_written(self._process.pid) - self._written_before
@@ -152,14 +155,14 @@ class VirtualNode(LocalNode):
         return self._process.wait(END_DEADLINE_S)
 
     def close(self) -> None:
-        """Remove all that is left of this job, if its SMP was started here; and the node, if no other job is on it."""
+        """Kill the SMP and remove its arena, if it was started here; remove the memory if no other job has an arena."""
         if self.alive:
             self.kill_smp()
         if self._process is not None:
             if self._process.stdout is not None:
                 self._process.stdout.close()
             shutil.rmtree(self.arena, ignore_errors=True)
-        with suppress(OSError):  # another job's arena is there
+        with suppress(OSError):  # it holds another job's arena
             self.memory.rmdir()
 
 

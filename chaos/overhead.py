@@ -1,7 +1,7 @@
-"""What failures really take: a job on virtual nodes is killed at random, and every lost second is accounted for.
+"""Measures what failures cost: a job on virtual nodes is killed at random, and every lost second is accounted for.
 
-Kills are a Poisson process of progress: the steps at which one strikes for the first time have exponential gaps; steps
-that are done again are spared. So the number of kills does not depend on the interval, and all intervals get the same.
+Kills are a Poisson process over progress: the gaps between the steps that they strike are exponential, and steps that
+are done again are spared. So the kills do not depend on the snapshot interval, and all intervals get the same ones.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TARGET = "holdfast.chaos.overhead:train"
 
 @dataclass(frozen=True, slots=True)
 class TimedJob:
-    """The job: two nodes of one rank, and their memory.
+    """The job, with one rank on each node.
 
     Attributes:
-        compute_s: what a step takes but for its optimizer: the loop waits, as for a device.
-        width: of a square matrix, whose weights and two moments are the state.
+        compute_s: seconds of a step without its optimizer; the loop sleeps, as if it waited for a device.
+        width: width of a square matrix; its weights and two moments are the state.
     """
 
     compute_s: float = 0.1
@@ -52,10 +52,10 @@ class Overhead:
     """Where the seconds of one run went, and how many failures there were.
 
     Attributes:
-        useful: steps that were kept, as long as baseline steps take.
-        copying: what steps took beyond baseline ones.
-        losses: for each failure, time of steps that were done in vain.
-        restarts: for each failure, from the kill to the first step after it, without that step.
+        useful: time of the steps that were kept, at the length of baseline steps.
+        copying: time that steps took beyond the length of baseline steps.
+        losses: for each failure, the time of steps that were lost.
+        restarts: for each failure, the time from the kill to the first step after it, without that step.
         nodes: for each failure, whether a node was lost.
     """
 
@@ -67,17 +67,17 @@ class Overhead:
 
     @property
     def wasted(self) -> float:
-        """Seconds that were not useful, for each useful one."""
+        """Seconds that were not useful, per useful second."""
         return (self.copying + sum(self.losses) + sum(self.restarts)) / self.useful
 
     @property
     def error(self) -> float:
-        """Standard error of `wasted`, from how much failures differ."""
+        """Standard error of `wasted`, from the spread of the failures' costs."""
         each = [loss + restart for loss, restart in zip(self.losses, self.restarts, strict=True)]
         return error_of_sum(each) / self.useful
 
     def __add__(self, other: Overhead) -> Overhead:
-        """Of two runs together."""
+        """The overhead of two runs together."""
         return Overhead(
             self.useful + other.useful,
             self.copying + other.copying,
@@ -88,13 +88,13 @@ class Overhead:
 
 
 def error_of_sum(values: Sequence[float]) -> float:
-    """Standard error of the sum of values that are drawn independently; inf for fewer than 2."""
+    """Standard error of the sum of independent values; inf for fewer than 2."""
     return stdev(values) * math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def train() -> None:
-    """One rank. Arguments: those of `TimedJob`, ``steps``, ``every`` (0: no snapshots), and ``profile``: a file to
-    write instead, as `holdfast profile` would."""
+    """Train one rank. Arguments: ``compute_s`` and ``width`` of `TimedJob`, ``steps``, ``every`` (0: no snapshots), and
+    ``profile``: a file to write, as `holdfast profile` would, instead of training to the end; empty: none."""
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def train() -> None:
 
 
 def kills(seed: int, steps: int, mean_steps: float) -> list[int]:
-    """The steps at which something is killed, at least 2 apart, so that each is a step that is new."""
+    """The steps at which something is killed. They are at least 2 apart, so that each kill strikes a new step."""
     source = random.Random(seed)
     found: list[int] = []
     at = 1.0
@@ -150,11 +150,11 @@ def run(
     profile: Path | None = None,
     deadline_s: float = 300.0,
 ) -> History:
-    """One run to its end. Blocks.
+    """Run the job to its end. Blocks.
 
     Args:
-        strikes: steps at which a trainer is killed; with every `lose_every`-th a node is lost.
-        profile: where to write a profile instead of training to the end.
+        strikes: steps at which a trainer is killed, or, at every `lose_every`-th of them, a node is lost.
+        profile: file to which to write a profile instead of training to the end.
     """
     args = {
         "compute_s": job.compute_s,
@@ -175,11 +175,11 @@ def run(
 
 
 def baseline_step(history: History, every: int) -> float:
-    """Mean seconds of steps of rank 0 beside which no snapshot is worked on: from the 4th after each snapshot on, or
-    all if none is taken. The first 10 of each generation are left out. Pure.
+    """Mean seconds of rank 0's baseline steps, beside which no snapshot is worked on: from the 4th step after each
+    snapshot on, or all steps if none is taken. The first 10 of each generation are left out. Pure.
 
     Raises:
-        ConfigError: there is no baseline step, as snapshots are too close.
+        ConfigError: there is no baseline step, because snapshots are too frequent.
     """
     found = []
     for number in range(len(history.restarts) + 1):
@@ -210,6 +210,6 @@ def account(history: History, step_s: float) -> Overhead:
 
 
 def _generation(history: History, number: int) -> tuple[Event, list[Event]]:
-    """Of rank 0: how it started, and its steps."""
+    """The event with which rank 0 started in a generation, and the events of its steps."""
     steps = history.of("step", rank=0, generation=number)
     return history.of("started", rank=0, generation=number)[0], steps

@@ -1,4 +1,4 @@
-"""What a recovery was made of."""
+"""The phases of a recovery."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from holdfast.chaos.cluster import History, Restart
 
 
 def phases(history: History, generation: int, restart: Restart) -> dict[str, float]:
-    """Seconds of each phase of the recovery that began `generation`; they follow one another, from the kill to the
-    first new step. Empty if the job was killed again before it trained."""
+    """Seconds of each phase of the recovery that began `generation`, in order, from the kill to the first new step.
+    Empty if the job was killed again before it trained."""
     started = history.of("started", generation=generation)
     if not started:
         return {}

@@ -1,8 +1,8 @@
-"""What all backends share that play nodes on one machine: the loop of the thread that does it, and a node.
+"""Shared parts of the backends that run virtual nodes on one machine: their event loop, and a node.
 
 Virtual clusters (`chaos.cluster`), a user's own command (`chaos.user`) and Ray (`chaos.ray`) differ in what runs on a
-node and how it is started again. How their processes report, how these are kept at a point, how time passes, how a
-node's SMP is found and how a node loses power is the same, and here.
+node and how it is started again. They share this module's way to receive reports, hold processes at a point, run
+timers, find a node's SMP and cut a node's power.
 """
 
 from __future__ import annotations
@@ -36,33 +36,38 @@ KILL_DEADLINE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """How a process finds the runner: its socket, and the points at which the process must stop."""
+    """How a process reaches the runner.
+
+    Attributes:
+        events: path of the runner's unix socket.
+        rules: the points at which the process must stop, each with a step, or None for any step.
+    """
 
     events: str
     rules: Sequence[tuple[str, int | None]]
 
     def environment(self, who: str) -> dict[str, str]:
-        """The environment variable that arms `smp_daemon.shared.failpoints`; empty if there is nothing to stop at."""
+        """The environment variable that arms `smp_daemon.shared.failpoints`; empty if there are no rules."""
         if not self.rules:
             return {}
         return {failpoints.ENV: json.dumps({"socket": self.events, "who": who, "rules": self.rules})}
 
 
 class Runner:
-    """A loop over what processes say, their ends, and timers.
+    """An event loop over messages from processes, ends of processes, and timers.
 
-    Processes connect to a unix socket, and each line they send is a JSON object. One that comes to a named point says
-    so, and waits there until `release`, or until it is killed.
+    Processes connect to a unix socket, and each line that they send is a JSON object. A process that reaches a named
+    point reports it, and waits there until `release`, or until it is killed.
 
     Not thread-safe, and without locks: everything happens in the thread that calls `turn`, between `listen` and
-    `hang_up`. Whoever waits at a point therefore stays there for as long as `heard` takes.
+    `hang_up`. A process at a point therefore stays there while `heard` runs.
     """
 
     _selector: selectors.BaseSelector
     _timers: list[tuple[float, int, Callable[[], None]]]
 
     def listen(self, path: Path) -> None:
-        """Take reports at that unix socket from now on."""
+        """Accept reports on the unix socket `path` from now on."""
         self._selector, self._timers, self._numbers = selectors.DefaultSelector(), [], itertools.count()
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.watch(self._listening, self._accept)
@@ -70,7 +75,7 @@ class Runner:
         self._listening.listen(64)
 
     def hang_up(self) -> None:
-        """Close all connections; who waits at a point goes on. Timers that are not due yet are dropped."""
+        """Close all connections, which releases processes at points. Timers that are not due yet are dropped."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -80,15 +85,15 @@ class Runner:
         self._timers.clear()
 
     def heard(self, event: Event, sock: socket.socket) -> None:
-        """A process said something over `sock`. If it ``reached`` a point, it waits for `release`."""
+        """Handle what a process sent over `sock`. If it ``reached`` a point, it waits there for `release`."""
         raise NotImplementedError
 
     def watch(self, source: Any, action: Callable[[Any], None]) -> None:
-        """Call `action` with `source`, a socket or a descriptor, whenever that is readable."""
+        """Call `action` with `source`, a socket or a descriptor, whenever `source` is readable."""
         self._selector.register(source, selectors.EVENT_READ, action)
 
     def wake_at_end(self, pid: int) -> None:
-        """Have `turn` return as soon as a child has ended; it is not reaped."""
+        """Make `turn` return as soon as a child has ended. Does not reap the child."""
 
         def ended(pidfd: int) -> None:
             self._selector.unregister(pidfd)
@@ -97,24 +102,24 @@ class Runner:
         self.watch(os.pidfd_open(pid), ended)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something in a while."""
+        """Call `action` after `seconds`."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), action))
 
     def turn(self, until: float) -> None:
-        """Block until something happens, at most until then (`time.monotonic`), and deal with it."""
+        """Block until something happens, at most until `until` (`time.monotonic`), and handle it."""
         due = min(until, self._timers[0][0] if self._timers else until)
         for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
             key.data(key.fileobj)
         self.expire(time.monotonic())
 
     def catch_up(self) -> None:
-        """Deal with all that was said before this call. The end of a process may be seen before its last words are, and
-        even before its connection is accepted."""
+        """Handle everything that was sent before this call. The end of a process may be seen before its last message,
+        and even before its connection is accepted."""
         while self._selector.select(0):
             self.turn(time.monotonic())
 
     def expire(self, now: float) -> None:
-        """Do what is due by that time."""
+        """Run the timers that are due by `now`."""
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
 
@@ -140,22 +145,22 @@ class Runner:
 
 
 def release(sock: socket.socket) -> None:
-    """Whoever waits at a point may go on."""
+    """Let the process that waits at a point go on."""
     with suppress(OSError):  # it was killed
         sock.sendall(b"g")
 
 
 def loopback_of(name: str) -> str:
-    """An address of loopback for a node: its own, unless another name happens to have the same."""
+    """A loopback address for a node, derived from its name; two names share one only by chance."""
     a, b, c, _ = zlib.crc32(name.encode()).to_bytes(4, "big")
     return f"127.{16 + a % 224}.{b}.{1 + c % 254}"
 
 
 class LocalNode:
-    """A node that is played: a name, and a folder that is its memory.
+    """A node on this machine: a name, and a folder that stands for its memory.
 
     Attributes:
-        memory: the arenas of all jobs on it.
+        memory: the folder, with the arenas of all jobs on the node.
     """
 
     def __init__(self, name: str, memory: Path, job: str) -> None:
@@ -165,27 +170,27 @@ class LocalNode:
 
     @property
     def arena(self) -> Path:
-        """Where the job's snapshots lie."""
+        """The job's arena on this node."""
         return arena_path(self.job, self.memory)
 
     def environment(self) -> dict[str, str]:
-        """What processes on this node need to find its SMP."""
+        """The variables with which processes on this node find its SMP."""
         return {
             ARENA_ENV: str(self.memory),
             "HOLDFAST_JOB": self.job,
             "HOLDFAST_NODE": self.name,
-            "HOLDFAST_MAX_REPEATS": "0",  # it is we who kill them, at one step as often as it comes
+            "HOLDFAST_MAX_REPEATS": "0",  # the kills are ours, and may repeat at one step
         }
 
     def smp(self) -> int:
-        """The pid of its SMP. Raises `HoldfastError` if there is none."""
+        """The pid of the node's SMP. Raises `HoldfastError` if there is none."""
         owner = read_owner(self.arena)
         if owner is None:
             raise HoldfastError(f"no SMP serves the job on {self.name}")
         return owner.pid
 
     def processes(self, *, smps: bool = False) -> list[psutil.Process]:
-        """All that was told of its memory and still runs, in whatever session; SMPs only if asked for."""
+        """Running processes whose environment names the node's memory, in any session; SMPs only if `smps`."""
         found = []
         for process in using_arenas(self.memory):
             with suppress(psutil.Error):  # it has ended
@@ -194,7 +199,7 @@ class LocalNode:
         return found
 
     def kill_processes(self, *, smps: bool = False) -> None:
-        """SIGKILL to all of `processes`. Blocks until they have ended; raises `DeadlineExceeded`."""
+        """SIGKILL all of `processes`. Blocks until they have ended; raises `DeadlineExceeded`."""
         left = self.processes(smps=smps)
         for each in left:
             send_signals(each.pid, signal.SIGKILL)
@@ -203,13 +208,13 @@ class LocalNode:
             raise DeadlineExceeded(f"processes {pids} did not end within {KILL_DEADLINE_S:.0f} s")
 
     def power_cut(self) -> None:
-        """SIGKILL to all that runs on it, SMPs too; then its memory is gone. Blocks; raises `DeadlineExceeded`."""
+        """SIGKILL all processes on the node, SMPs too, and remove its memory. Blocks; raises `DeadlineExceeded`."""
         self.kill_processes(smps=True)
         shutil.rmtree(self.memory, ignore_errors=True)
 
 
 def send_signals(pid: int | None, *signals: signal.Signals) -> None:
-    """Send signals, if the process is there: it may have ended by itself."""
+    """Send signals to a process, unless `pid` is None or the process has ended."""
     for each in signals if pid is not None else ():
         try:
             os.kill(pid or 0, each)
@@ -218,7 +223,7 @@ def send_signals(pid: int | None, *signals: signal.Signals) -> None:
 
 
 def using_arenas(folder: Path) -> list[psutil.Process]:
-    """Processes that were told of an arena in `folder` or below it, in whatever session, SMPs too."""
+    """Running processes whose environment names an arena in `folder` or below, in any session, SMPs too."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's

@@ -1,4 +1,4 @@
-"""A scenario: a small job, what is done to it, and what must come of it. Read from TOML, or drawn from a seed.
+"""Scenarios: a small job, the faults that strike it, and the expected outcome. Read from TOML, or drawn from a seed.
 
 ::
 
@@ -34,22 +34,22 @@ class Scenario:
     """One run with faults.
 
     Attributes:
-        what: it in a sentence.
-        steps, seed: of the job.
-        faults: what is done, in any order; see `chaos.faults.Fault`.
-        expect: ``identical``: the run ends as an undisturbed one; ``unrecoverable``: it fails, and says that too much
-            is lost; ``persisted``: it goes back to what was persisted, for nothing better is left, and ends as an
+        what: description in one sentence.
+        steps, seed: steps and seed of the job.
+        faults: the faults to inject, in any order; see `chaos.faults.Fault`.
+        expect: ``identical``: the run ends like an undisturbed one; ``unrecoverable``: it fails, and says that too much
+            is lost; ``persisted``: it resumes from a persisted snapshot, since nothing better is left, and ends like an
             undisturbed one.
-        persist: how often a snapshot is persisted, in seconds; 0: none is.
-        peer: which fault of a peer this is, as its own report calls it, and what came of it there.
-        options: of the job. `hook`: of `InMemorySnapshot`, but for `protect`.
+        persist: how often a snapshot is persisted, in seconds; 0: never.
+        peer: the corresponding fault of another project, by the name in that project's report, and its outcome there.
+        options: options of the job. `hook`: options of `InMemorySnapshot`, except `protect`.
         renumber: whether ranks move to the next node at every restart.
-        again: most finished steps that may have to be done again after a restart.
-        drain: whether each step waits for the snapshot before it, or up to which one, see `chaos.drill.train`; without
-            it most snapshots of such short steps are left out.
-        defaults: the job runs with the hook's own options and waits for nothing, as a user would start it: how often
-            snapshots are taken follows from what they cost. Else one is taken at every step.
-        quick: part of the short cut that the test suite runs.
+        again: maximum number of finished steps that may have to be done again after a restart.
+        drain: whether each step waits for the snapshot of the step before, or the last step that does; see
+            `chaos.drill.train`. Without it such short steps skip most snapshots.
+        defaults: run the job with the hook's default options and without waiting, as a user would: the cost of
+            snapshots decides how often they are taken. Otherwise one is taken at every step.
+        quick: whether it is in the quick selection, which the test suite runs.
     """
 
     name: str
@@ -73,32 +73,32 @@ class Scenario:
 
     @property
     def world(self) -> int:
-        """How many trainers."""
+        """The number of trainers."""
         return self.nodes * self.ranks_per_node
 
     @property
     def wired(self) -> bool:
-        """Whether its nodes need a `chaos.network.wire` between them."""
+        """Whether the nodes need a `chaos.network.wire` between them."""
         return any(CATALOGUE[fault.kind].wired for fault in self.faults)
 
     @property
     def clocked(self) -> bool:
-        """Whether its nodes need clocks that can be set."""
+        """Whether the nodes need clocks that can be set."""
         return any(CATALOGUE[fault.kind].clocked for fault in self.faults)
 
     @property
     def beyond_parity(self) -> bool:
-        """Whether too much is lost on purpose."""
+        """Whether more is lost than can be recovered, on purpose."""
         return self.expect == UNRECOVERABLE
 
     @property
     def from_storage(self) -> bool:
-        """Whether so much is lost that only what was persisted is left."""
+        """Whether so much is lost that only a persisted snapshot is left."""
         return self.expect == PERSISTED
 
     @property
     def asked(self) -> int:
-        """How many faults, counting each target."""
+        """The number of faults, counting each target."""
         return sum(max(1, len(fault.targets)) for fault in self.faults)
 
 
@@ -106,17 +106,17 @@ def parse(text: str, where: str) -> list[Scenario]:
     """The scenarios of a TOML file.
 
     Raises:
-        ConfigError: it cannot be read; the message names the scenario and what is wrong with it.
+        ConfigError: the text is invalid; the message names the scenario and what is wrong with it.
     """
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is no TOML: {error}") from error
+        raise ConfigError(f"{where} is not valid TOML: {error}") from error
     return [_scenario(name, table, where) for name, table in tables.items()]
 
 
 def built_in() -> list[Scenario]:
-    """Those that come with holdfast."""
+    """The scenarios that come with holdfast."""
     found = []
     for file in sorted(resources.files("holdfast.chaos").joinpath("scenarios").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".toml"):
@@ -125,7 +125,7 @@ def built_in() -> list[Scenario]:
 
 
 def choose(wanted: str) -> list[Scenario]:
-    """Scenarios by ``all``, ``quick``, ``campaign``, names with commas, or the path of a file.
+    """Scenarios by ``all``, ``quick``, ``campaign``, comma-separated names, or the path of a file.
 
     Raises:
         ConfigError: there is no such scenario.
@@ -152,7 +152,7 @@ def to_json(scenario: Scenario) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> Scenario:
-    """Raises `ConfigError` if `data` is not what `to_json` makes."""
+    """The scenario that `to_json` made `data` from. Raises `ConfigError` if `data` has another form."""
     try:
         faults = tuple(
             Fault(
@@ -171,7 +171,7 @@ def _scenario(name: str, table: Any, where: str) -> Scenario:
         raise ConfigError(f"{where}: {name} is no table")
     known = {item.name for item in fields(Scenario)} - {"name", "faults"} | {"fault"}
     if unknown := table.keys() - known:
-        raise ConfigError(f"{where}: [{name}] has {sorted(unknown)}; known are {sorted(known)}")
+        raise ConfigError(f"{where}: [{name}] has the unknown keys {sorted(unknown)}; known are {sorted(known)}")
     rest = dict(table)
     nodes, ranks = rest.get("nodes", 3), rest.get("ranks_per_node", 1)
     try:
@@ -181,12 +181,12 @@ def _scenario(name: str, table: Any, where: str) -> Scenario:
         raise ConfigError(f"{where}: [{name}]: {error}") from error
     if scenario.expect not in (IDENTICAL, UNRECOVERABLE, PERSISTED):
         expected = f"{IDENTICAL}, {UNRECOVERABLE} or {PERSISTED}"
-        raise ConfigError(f"{where}: [{name}] expects {scenario.expect!r}: say {expected}")
+        raise ConfigError(f"{where}: [{name}]: expect = {scenario.expect!r}: choose {expected}")
     parse_protect(scenario.protect)
     for fault in faults:
         limit = {"rank": nodes * ranks, "node": nodes}.get(CATALOGUE[fault.kind].of, 1)
         if not all(0 <= target < limit for target in fault.targets):
-            raise ConfigError(f"{where}: [{name}]: {fault.kind} of {list(fault.targets)}; there are {limit}")
+            raise ConfigError(f"{where}: [{name}]: {fault.kind} of {list(fault.targets)}: choose targets below {limit}")
     return scenario
 
 
@@ -201,7 +201,7 @@ def _fault(entry: Mapping[str, Any], ranks_per_node: int) -> Fault:
 
 
 def witness(kind: str, targets: tuple[int, ...], at: str, ranks_per_node: int) -> str:
-    """Who sets a fault off if nothing else is said: its first target, or a process on its first target's node."""
+    """The process that triggers a fault by default: its first target, or a process on its first target's node."""
     of, first = CATALOGUE[kind].of, targets[0] if targets else 0
     if at in SMP_FAILPOINTS:
         return f"smp{first if of == 'node' else first // ranks_per_node}"
@@ -212,14 +212,14 @@ def witness(kind: str, targets: tuple[int, ...], at: str, ranks_per_node: int) -
 
 TRAINER_FAILPOINTS = ("train.step", "copy.before", "copy.middle", "copy.done")
 AGAIN = ("restore.before", "restore.middle", "rebuild.middle")
-"""Where a second fault hits the recovery from the first."""
+"""Points at which a second fault strikes the recovery from the first."""
 
 
 KINDS = (
     *("kill-trainer", "kill-trainer", "segv-trainer", "abort-trainer", "term-trainer", "hang-trainer", "pause-trainer"),
     *("lose-node", "lose-node", "kill-smp", "pause-smp", "flip-shards", "flip-parity", "zombie-trainer"),
 )
-"""What is drawn, each entry as often as any other."""
+"""The kinds to draw from; each entry is equally likely."""
 
 ON_THE_NETWORK: dict[str, tuple[int, int]] = {
     "lose-packets": (5, 15),
@@ -232,10 +232,11 @@ ON_THE_NETWORK: dict[str, tuple[int, int]] = {
     "deaf-node": (0, 0),
     "flip-in-flight": (1, 5),
 }
-"""What else is drawn where nodes have a wire between them, and with which amounts."""
+"""Further kinds to draw from where nodes have a wire between them, and the range of their amounts."""
 
 WIRED_SHARE = 0.1
-"""Of drawn scenarios of all kinds; they take longer, and are left out where a wire cannot be made."""
+"""Fraction of the scenarios drawn from all kinds that get a wire. They take longer, and are skipped where no wire can
+be made."""
 
 
 def draw(
@@ -247,16 +248,16 @@ def draw(
     defaults: bool = False,
     profile: FailureProfile | None = None,
 ) -> Scenario:
-    """A scenario of so many faults on a small cluster; the same for the same arguments.
+    """A scenario with this number of faults on a small cluster; the same for the same arguments.
 
-    Faults that may take memory away come far enough apart that parity is whole again before the next.
+    Faults that may destroy memory are far enough apart that parity is complete again before the next one.
 
     Args:
-        profile: a published mix of failures, instead of all kinds alike: process failures, lost memory, and as many
-            nodes at once as parity makes up for.
+        profile: draw from a published mix of failures, instead of uniformly from all kinds: process failures, lost
+            memory, and losses of as many nodes at once as parity allows.
         double: each fault that ends the job is followed by another one during the recovery from it.
         beyond: the last fault takes more nodes of a group than it has parity.
-        defaults: see `Scenario`; what strikes are kills in the middle of steps, and in the end lost nodes.
+        defaults: see `Scenario`; faults strike processes in the middle of steps, and the last one takes nodes.
     """
     if defaults:
         return _with_defaults(seed, faults)
@@ -295,7 +296,7 @@ def draw(
 
 
 def _with_defaults(seed: int, faults: int) -> Scenario:
-    """Nobody knows when parity is whole again, so nodes are lost once."""
+    """A scenario with default settings. Nodes are lost only once, since nobody knows when parity is complete again."""
     source = random.Random(f"{seed} {faults} defaults")
     nodes, protect = source.choice([(3, "auto"), (4, "2+2"), (4, "copies:2")])
     gap = 30
@@ -320,7 +321,7 @@ def several(
     defaults: bool = False,
     profile: FailureProfile | None = None,
 ) -> Iterator[Scenario]:
-    """So many scenarios from consecutive seeds: of the way that is asked for (see `draw`), or `mixed`."""
+    """`count` scenarios from consecutive seeds: drawn as the arguments say (see `draw`), or `mixed` by default."""
     if not (double or beyond or defaults or profile):
         yield from mixed(first, count)
         return
@@ -329,8 +330,8 @@ def several(
 
 
 def mixed(first: int, count: int) -> Iterator[Scenario]:
-    """So many scenarios from consecutive seeds: every fifth with double faults, every twentieth beyond parity, every
-    tenth at the default settings."""
+    """`count` scenarios from consecutive seeds: every fifth with double faults, every twentieth beyond parity, every
+    tenth with default settings."""
     for seed in range(first, first + count):
         if seed % 20 == 7:
             yield draw(seed, 2, beyond=True)
@@ -343,7 +344,7 @@ def mixed(first: int, count: int) -> Iterator[Scenario]:
 
 
 def campaign() -> list[Scenario]:
-    """All that are built in, and 450 drawn ones: some 2,000 faults, of which more than 300 hit a recovery."""
+    """All built-in scenarios, and 450 drawn ones: some 2,000 faults, of which more than 300 strike a recovery."""
     drawn = [*mixed(1, 300)]
     drawn += [draw(seed, 3, double=True) for seed in range(1001, 1061)]
     drawn += [draw(seed, 2, beyond=True) for seed in range(2001, 2091)]

@@ -1,6 +1,6 @@
-"""Forks SMPs from a process that has imported all that one needs, where so many are started that importing counts.
+"""Forks SMPs from a process that has imported all their modules, for callers that start so many that imports matter.
 
-What runs in each is `smp_daemon.__main__.main`, as ``python -m holdfast.smp_daemon`` runs it.
+Each fork runs `smp_daemon.__main__.main`, like ``python -m holdfast.smp_daemon``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MAX_ORDER_BYTES = 1 << 17
 
 
 class Zygote:
-    """The process that forks. Thread-safe; `close` ends it, and not what it forked."""
+    """A handle on the process that forks. Thread-safe, except `close`, which ends that process, but not its forks."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(DEADLINE_S)
-        self._lock = threading.Lock()  # an order and its answer belong together; no other lock is taken under it
+        self._lock = threading.Lock()  # held from an order to its answer; no other lock is taken under it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.chaos.smp_zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # keeps Ctrl-C from it
         )
         theirs.close()
 
@@ -51,19 +51,19 @@ class Zygote:
         return Forked(self, pid, os.fdopen(read_end))
 
     def wait(self, pid: int) -> int:
-        """The exit status of one that is ending; blocks until it has."""
+        """Reap a forked SMP and return its exit status. Blocks until it has ended, and holds the lock meanwhile."""
         with self._lock:
             self._channel.sendall(json.dumps({"wait": pid}).encode())
             return int(self._channel.recv(64))
 
     def close(self) -> None:
-        """End it."""
+        """End the process that forks."""
         self._channel.close()
         self._process.wait(DEADLINE_S)
 
 
 class Forked:
-    """One SMP; as much of `subprocess.Popen` as tests use."""
+    """One forked SMP, with the part of the interface of `subprocess.Popen` that callers use."""
 
     def __init__(self, zygote: Zygote, pid: int, stdout: IO[str]) -> None:
         self.pid = pid
@@ -73,29 +73,29 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, once `wait` has told it."""
+        """The exit status; None until `wait` or `poll` has seen it."""
         return self._status
 
     def poll(self) -> int | None:
-        """The same, if it has ended by now; else None."""
+        """The exit status if the SMP has ended by now; else None."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it has not been waited for."""
+        """Send a signal, unless the SMP has been waited for."""
         if self._status is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL it, if it has not been waited for."""
+        """Send SIGKILL, unless the SMP has been waited for."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended. Raises `TimeoutExpired`."""
+        """Block until the SMP has ended, and return its exit status. Raises `TimeoutExpired`."""
         if self._status is None:
-            pidfd = os.pidfd_open(self.pid)  # it stays a zombie until it is waited for
+            pidfd = os.pidfd_open(self.pid)  # the SMP stays a zombie until the zygote waits for it
             try:
                 if not select.select([pidfd], [], [], timeout)[0]:
                     raise subprocess.TimeoutExpired("an SMP", timeout or 0.0)
@@ -106,17 +106,17 @@ class Forked:
 
 
 def _serve(channel: socket.socket) -> None:
-    # Half a second of a processor, here instead of in every fork. No import starts a thread, which a fork would lack:
-    # NumPy's are turned off above.
+    # Takes half a second of CPU time, here instead of in every fork. No import starts a thread, which forks would lack:
+    # OPENBLAS_NUM_THREADS=1 turns off NumPy's.
     for part in ("service", "coding.drain", "ops.web", "persist.options", "__main__"):
         importlib.import_module(f"holdfast.smp_daemon.{part}")
     gc.collect()
-    gc.freeze()  # or a collection in an SMP walks over, and so copies, every page of what was imported
+    gc.freeze()  # otherwise a collection in an SMP would touch, and so copy, every page of the imported modules
     while True:
         try:
             data, descriptors, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 1)
         except ConnectionResetError:
-            return  # who gave orders is gone
+            return  # the parent process is gone
         if not data:
             return
         order: dict[str, Any] = json.loads(data)

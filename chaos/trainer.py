@@ -1,4 +1,4 @@
-"""What a trainer of a virtual cluster sees: who it is, its process group, and where to report."""
+"""A trainer's view of its virtual cluster: its identity, its process group, and where to report."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Trainer:
     """One rank of one generation.
 
     Attributes:
-        generation: 0, and one more after every restart of the job.
-        store: host and port of the process group's store, and rank 0's listening socket.
-        events: unix socket on which the cluster takes reports.
+        generation: how often the job was restarted before.
+        store: host and port of the process group's store, and the descriptor of its listening socket, for rank 0.
+        events: path of the unix socket on which the cluster receives reports.
         args: the job's own arguments.
     """
 
@@ -36,17 +36,17 @@ class Trainer:
 
     @classmethod
     def from_environment(cls) -> Trainer:
-        """This process as the cluster described it. Raises `ConfigError` outside a virtual cluster."""
+        """The trainer that this process is, as the cluster says. Raises `ConfigError` outside a virtual cluster."""
         if ENV not in os.environ:
             raise ConfigError("this is not a trainer of a virtual cluster")
         data = json.loads(os.environ[ENV])
         return cls(**{**data, "store": tuple(data["store"])})
 
     def init_process_group(self) -> None:
-        """Join the job's process group. Blocks until every rank has.
+        """Join the job's process group. Blocks until every rank has joined.
 
-        Where there are GPUs, the rank takes one; NCCL moves what is on them if each rank has its own, and gloo if they
-        are shared, which NCCL refuses.
+        If there are GPUs, the rank takes one. Tensors on GPUs go through NCCL if each rank has its own GPU; otherwise
+        through gloo, since NCCL refuses to share a GPU.
         """
         import torch
         import torch.distributed as dist
@@ -75,7 +75,7 @@ class Trainer:
         )
 
     def report(self, kind: str, **what: Any) -> None:
-        """Tell the cluster that something happened; blocks until it is handed over."""
+        """Report an event to the cluster; blocks until it is sent."""
         clocks = {"at": time.monotonic(), "wall": time.time()}
         event = {"kind": kind, "rank": self.rank, "generation": self.generation, **clocks, **what}
         self._events.sendall(json.dumps(event).encode() + b"\n")
@@ -92,7 +92,7 @@ class Trainer:
 
 
 def rehearse() -> None:
-    """What every trainer does, once, alone and tiny: resolve a name, join a process group, step an optimizer."""
+    """Do once, alone and tiny, what every trainer does: resolve a name, join a process group, step an optimizer."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore

@@ -1,4 +1,4 @@
-"""What a scenario came to: pure functions from what was seen to a verdict."""
+"""The verdict on a scenario: pure functions of what was observed."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ PROMISES = {
     "leaks": "nothing is left behind",
     "expected": "no SMP meets an error that it does not expect",
 }
-"""What is checked of the product, by name. A build that is broken on purpose names what must notice it."""
+"""The checks of the product, by name. A build that is broken on purpose names the check that must notice it."""
 
 TRIALS = {
     "struck": "every fault that was asked for was done",
     "met": "what impairs a network met packets",
     "seen": "a clock that was set was read",
 }
-"""What is checked of the trial itself: a fault that does nothing shows nothing."""
+"""The checks of the trial itself, since a fault that does nothing shows nothing."""
 
 CHECKS = PROMISES | TRIALS
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioVerdict:
-    """One scenario.
+    """The verdict on one scenario.
 
     Attributes:
-        breaches: which of `CHECKS` found what; empty if everything is as it must be.
-        asked, injected: faults, counting each target.
-        restarts: how often the job was started again.
-        steps_again: finished steps that had to be done again, at each restart.
-        lost_protected_steps: steps that were protected, and older ones were restored instead.
-        wrong: a loss or a final state differs from the undisturbed run's.
-        hang: it did not end in time.
+        breaches: pairs of one of `CHECKS` and what it found; empty if all is well.
+        asked, injected: numbers of faults, counting each target.
+        restarts: how often the job was restarted.
+        steps_again: number of finished steps that had to be done again, at each restart.
+        lost_protected_steps: see `lost_protected`.
+        wrong: whether a loss or final state differs from the undisturbed run, or ranks started at different steps.
+        hang: whether the run did not end in time.
         leaks: what was left behind.
-        history: what happened.
-        interval: the longest that there was from one snapshot to the next, in steps.
-        held_up: the part of the last start's time for which the hook held up the loop, on the rank where it was most;
-            None: it did not end.
+        history: everything that happened in the run with faults.
+        replay: the command that runs the scenario again, if a check found something.
+        skipped: why the scenario cannot run on this machine; empty if it ran.
+        interval: see `chaos.differences.longest_interval`.
+        held_up: see `chaos.differences.most_held_up`.
         checks: how often each of `CHECKS` looked at something.
-        failure: what a job that failed said, and its logs, if any check found something; else empty.
+        failure: the error of a job that failed, with its logs, if a check found something; else empty.
     """
 
     scenario: Scenario
@@ -81,16 +82,16 @@ class ScenarioVerdict:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What was found, in words."""
+        """What the checks found, in words."""
         return tuple(text for _, text in self.breaches)
 
     @property
     def held(self) -> bool:
-        """Whether all is well."""
+        """Whether no check found anything."""
         return not self.breaches
 
     def to_json(self) -> dict[str, Any]:
-        """For reports; without the history."""
+        """A JSON object for reports, without the history."""
         left_out = ("scenario", "history", "breaches")
         data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         told = {"problems": self.problems, "broken": [check for check, _ in self.breaches]}
@@ -133,7 +134,7 @@ def judge(
         found.look("persisted", "" if "persisted" in tiers else "it did not come back from what was persisted")
     if again and not scenario.from_storage:
         too_many = max(again) > scenario.again
-        text = f"{max(again)} finished steps had to be done again; {scenario.again} at most may"
+        text = f"{max(again)} finished steps had to be done again; the limit is {scenario.again}"
         if not scenario.defaults:
             found.look("again", text if too_many else "")
         found.look("kept", f"{lost} protected steps were lost" if lost else "")
@@ -176,20 +177,20 @@ def judge(
 
 
 class Findings:
-    """What checks have looked at, and found."""
+    """How often each check was made, and what the checks found."""
 
     def __init__(self) -> None:
         self.checks: Counter[str] = Counter()
         self.breaches: list[tuple[str, str]] = []
 
     def look(self, check: str, breach: str) -> None:
-        """One of `CHECKS` has looked at something; `breach`: what it found; empty: all is well."""
+        """Record that one of `CHECKS` looked at something. `breach`: what it found; empty if all is well."""
         self.checks[check] += 1
         if breach:
             self.breaches.append((check, breach))
 
     def look_at_each(self, check: str, breaches: Sequence[str]) -> None:
-        """It has looked at whatever there is."""
+        """Record that a check looked at everything of its kind, and all that it found."""
         self.checks[check] += 1
         self.breaches += [(check, breach) for breach in breaches]
 
@@ -201,9 +202,9 @@ def _not_refused(failure: HoldfastError | None) -> str:
 
 
 def lost_protected(history: History) -> int:
-    """How many protected steps were not restored: the promise is that there are none.
+    """The largest number of protected steps that a restart did not restore; the promise is 0.
 
-    What counts as protected is what any trainer was told before a restart.
+    A step counts as protected if any trainer was told so before the restart.
     """
     lost = 0
     for started in history.of("started"):
@@ -215,14 +216,14 @@ def lost_protected(history: History) -> int:
 
 
 def outlived(history: History) -> list[str]:
-    """Signals that SMPs were sent and did not end by, so that SIGKILL had to follow."""
+    """The signals that SMPs survived, so that SIGKILL had to follow."""
     return [e["by"] for e in history.of("smp-ended", status=-signal.SIGKILL) if e["by"] != signal.SIGKILL.name]
 
 
 def unseen_jumps(scenario: Scenario, history: History) -> list[int]:
-    """By how much clocks were to jump without any trainer reporting such a time.
+    """Those of `jumps` that do not show in any time that a trainer reported.
 
-    Trainers report by both clocks; before the first fault, the wall clock is this machine's.
+    Trainers report times of both clocks; before the first fault, the wall clock is this machine's.
     """
     seen = [event["wall"] - event["at"] for event in history.events if "wall" in event]
     return [
@@ -231,12 +232,12 @@ def unseen_jumps(scenario: Scenario, history: History) -> list[int]:
 
 
 def jumps(scenario: Scenario) -> list[int]:
-    """By how much its faults set clocks ahead, in seconds."""
+    """How far ahead the scenario's faults set clocks, in seconds."""
     return [fault.amount for fault in scenario.faults if fault.kind == "jump-clock"]
 
 
 def torn(history: History) -> str:
-    """Ranks of one start that restored different steps, or an empty text."""
+    """The steps of a start whose ranks restored different steps, in words; empty if there is no such start."""
     for generation in {event["generation"] for event in history.of("started")}:
         steps = {event["step"] for event in history.of("started", generation=generation)}
         if len(steps) > 1:

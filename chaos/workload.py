@@ -1,4 +1,4 @@
-"""The job that chaos breaks: small, and with state of every kind, so that a resume that forgets any of it shows."""
+"""The job that chaos breaks: small, but with state of every kind, so that a resume that forgets any of it shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, BATCH = 64, 8
 
 
 class BatchSource:
-    """Random rows without end; the generator, and how many were read, are its state."""
+    """An endless source of random rows. Its state is the generator and the number of rows that were read."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
@@ -38,13 +38,13 @@ class BatchSource:
 
 
 class Workload:
-    """`chaos.drill.Job`: an autoencoder on each rank, all coupled, as every loss depends on those of the others.
+    """`chaos.drill.Job`: an autoencoder on each rank. The ranks are coupled: every loss depends on those of the others.
 
-    Batch norm, dropout, Adam, a schedule, a data iterator, state tracked by name; shards of different lengths.
+    It has batch norm, dropout, Adam, a schedule, a data iterator, and state tracked by name; shards differ in length.
 
     Args:
-        width: of the widest layer on rank 0; on rank r it is larger by `skew` times r.
-        gil: [rank, step, seconds]: in the middle of that step the rank holds the interpreter's lock so long.
+        width: width of the widest layer on rank 0; on rank r it is larger by `skew` times r.
+        gil: [rank, step, seconds]: in the middle of that step, the rank holds the GIL for this number of seconds.
     """
 
     def __init__(self, seed: int, width: int = 256, skew: int = 32, gil: tuple[int, int, float] | None = None) -> None:

@@ -1,16 +1,16 @@
-"""The launcher's process: imports torch and the job's module once, then forks trainers whenever it is told to.
+"""The launcher's process, the *zygote*: imports torch and the job's module once, then forks trainers on request.
 
-Importing takes seconds per process; forking takes milliseconds, and the ranks share what was imported. It runs no
-torch operation and starts no thread itself. It talks JSON lines over one socket (file descriptor in argument 1):
+Importing takes seconds per process; forking takes milliseconds, and the ranks share the imported modules. The zygote
+runs no torch operation and starts no thread itself. It talks JSON lines over one socket, the descriptor in argument 1:
 
     in   {"op": "spawn", "ranks": [{"rank", "env", "log", "namespace"}, ...], "target": "module:function",
           "store_host", "store_namespace"}: a namespace is a path, or null for this machine's
          {"op": "kill", "spare": [rank, ...]}   {"op": "end"}   {"op": "written"}
     out  {"kind": "imported"}   {"kind": "spawned", "pids": {rank: pid}}   {"kind": "exit", "rank", "status", "at"}
-         {"kind": "ended"}: no trainer is left   {"kind": "stray", "rank", "status", "at"}: one that was spared
+         {"kind": "ended"}: no trainer is left   {"kind": "stray", "rank", "status", "at"}: a spared trainer ended
          {"kind": "written", "bytes"}: to disk, by the zygote and all trainers that have ended
 
-Trainers die with it, and it ends, killing them, when its socket closes.
+Trainers die with the zygote. When its socket closes, it kills them and ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class TrainerZygote:
-    """State of the process: its children by pid."""
+    """The zygote's loop, and the ranks of its children by pid: those of the job, and strays, which were spared."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -129,11 +129,11 @@ class TrainerZygote:
             os._exit(status)
 
     def _kill(self, spare: list[int]) -> None:
-        """Those of the ranks in `spare` are not counted as the job's any more."""
+        """SIGKILL and reap the job's trainers, except the ranks in `spare`, which become strays."""
         self._strays |= {pid: rank for pid, rank in self._children.items() if rank in spare}
         self._children = {pid: rank for pid, rank in self._children.items() if rank not in spare}
         for pid in self._children:
-            os.kill(pid, signal.SIGKILL)  # ours and not reaped yet, so the pid is still theirs
+            os.kill(pid, signal.SIGKILL)  # an unreaped child, so the pid is still the trainer's
         while self._children:
             self._reaped(*os.waitpid(-1, 0))
 
@@ -159,14 +159,14 @@ class TrainerZygote:
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
         except BrokenPipeError:
-            pass  # nobody listens any more; the next read of the channel ends this process
+            pass  # the other end is closed; the next read of the channel ends this process
 
 
 def _settle_access_times() -> None:
-    """Read what a trainer may read for the first time: sources, as a traceback would, and whatever a step loads late.
+    """Read the files that a trainer may be the first to read: sources, as for a traceback, and what a step loads late.
 
     The first read of a freshly installed file, or of any file in a day, updates its access time, which the kernel
-    counts as bytes written to disk. Done here, it does not blur the account of what trainers write.
+    counts as bytes written to disk. Reading the files here keeps that out of the account of what trainers write.
     """
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
@@ -204,7 +204,7 @@ def main() -> None:
         importlib.import_module(module)
     _settle_access_times()
     gc.collect()
-    gc.freeze()  # or a collection in a trainer walks over, and so copies, every page of what was imported
+    gc.freeze()  # otherwise a collection in a trainer would touch, and so copy, every page of the imported modules
     TrainerZygote(channel).run()
 
 

@@ -1,4 +1,4 @@
-"""Chaos: scenarios on real processes, how they are read and drawn, and what makes a verdict."""
+"""Chaos: scenarios on real processes, how they are read and drawn, and how verdicts are reached."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ from tests.sampling import chosen
 
 
 def covering() -> list[Scenario]:
-    """As few quick scenarios as have every kind of fault and every point that quick ones have, and every other end.
+    """A small set of quick scenarios with every kind of fault and every point of all quick ones, and with every one
+    that must not end identically.
 
-    `test_cluster` loses trainers and nodes at every point, too.
+    `test_cluster` also loses trainers and nodes at every point.
     """
     quick = [each for each in built_in() if each.quick]
     kept = [each for each in quick if each.expect != "identical"]
@@ -128,7 +129,7 @@ def test_the_command_writes_reports_and_replays_what_failed(
 
 
 class Checker(HTMLParser):
-    """Every element that is opened is closed, and nothing is loaded from elsewhere."""
+    """Checks that every element that is opened is closed, and that nothing is loaded from elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ def test_what_strikes_a_recovery_waits_for_what_it_is_to_recover_from() -> None:
     first.fired_at = 1.0
     assert due_at(faults, "smp1", "rebuild.middle", 3) == [again]
     again.fired_at = 2.0
-    assert due_at(faults, "smp0", "rebuild.middle", 3) == []  # it is rebuilt as it was lost with the first
+    assert due_at(faults, "smp0", "rebuild.middle", 3) == []  # node 0 is being rebuilt in the recovery from `first`
     assert due_at(faults, "rank0", "copy.middle", 8) == [second]
     second.fired_at = 3.0
     assert due_at(faults, "smp0", "rebuild.middle", 7) == [more]
@@ -255,19 +256,19 @@ def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[", "is no TOML"),
-        ("[a]\nsize = 3", r"\[a\] has \['size'\]"),
+        ("[", "is not valid TOML"),
+        ("[a]\nsize = 3", r"\[a\] has the unknown keys \['size'\]"),
         ("[a]\nwhat = ''\nfault = [{kind = 'burn'}]", "there is no fault 'burn': choose one of kill-trainer"),
-        ("[a]\nwhat = ''\nfault = [{kind = 'lose-node', targets = [3]}]", r"lose-node of \[3\]; there are 3"),
+        ("[a]\nwhat = ''\nfault = [{kind = 'lose-node', targets = [3]}]", r"lose-node of .*: choose targets below 3"),
         (
             "[a]\nwhat = ''\nfault = [{kind = 'lose-packets', targets = [0]}]",
             "lose-packets with amount = 0: choose 1 to 90",
         ),
         (
             "[a]\nwhat = ''\nfault = [{kind = 'partition', targets = [0]}]",
-            "partition with for_s = 0.0: say after how many",
+            "partition with for_s = 0.0: set for_s to the seconds",
         ),
-        ("[a]\nwhat = ''\nexpect = 'luck'", "expects 'luck': say identical, unrecoverable or persisted"),
+        ("[a]\nwhat = ''\nexpect = 'luck'", "expect = 'luck': choose identical, unrecoverable or persisted"),
         ("[a]\nwhat = ''\nprotect = 'x'", "protect='x'"),
         ("[a]\nfault = []", "missing"),
         ("a = 3", "a is no table"),
@@ -311,7 +312,7 @@ ONE = Scenario("one", "one kill", (KILL,), nodes=1, steps=3)
 def run_of(
     *, restored: int = 1, protected: int = 1, loss: str = "0x1p+0", digest: str = "a", how: str = "held"
 ) -> History:
-    """A run that was killed in step 2 and goes on from `restored`."""
+    """A run that was killed in step 2 and continues from step `restored`."""
     history = History()
     history.events = [
         {"kind": "started", "rank": 0, "generation": 0, "step": 0, "how": "", "at": 0.0},
@@ -448,7 +449,7 @@ def test_shards_are_all_scenarios_together() -> None:
 
 
 def test_what_failed_is_printed_as_it_is() -> None:
-    """Errors of others have brackets, which rich takes for markup."""
+    """Errors of other software contain brackets, which rich would take for markup."""
     problem = "dp0: RuntimeError: [/src/transport/pair.cc:537] Connection closed by peer"
     scenario = SimpleNamespace(name="seed-1", beyond_parity=False)
     failed = line(SimpleNamespace(scenario=scenario, skipped="", held=False, problems=[problem]))

@@ -1,4 +1,4 @@
-"""Every command with bad input: one line for people, one object for ``--json``, and a status by kind."""
+"""Every command with bad input: one line for people, one object for ``--json``, one status per kind of error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.errors import NotFound
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No job is anywhere near."""
+    """A folder with no job anywhere near."""
     monkeypatch.setenv("HOLDFAST_ARENA", str(tmp_path / "arenas"))
     monkeypatch.delenv("HOLDFAST_JOB", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ WITH_JSON = [name for name, (_, parser) in COMMANDS.items() if "--json" in parse
 
 BAD: dict[str, tuple[list[str], int, str]] = {
     "demo": (["--nodes", "4", "--protect", "6+2"], WRONG, "6+2 needs 8 nodes, and there are 4"),
-    "matrix": (["--cells", "nosuch"], WRONG, "there is no cell 'nosuch': choose of"),
+    "matrix": (["--cells", "nosuch"], WRONG, "there is no cell 'nosuch': choose from"),
     "audit": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
     "status": (["--job", "nosuch"], NOT_FOUND, "job nosuch: there is no arena"),
     "smp start": (["--job", "a/b"], WRONG, "'a/b' cannot be a job id"),
@@ -77,7 +77,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "deploy": (["nosuch"], WRONG, "kind: invalid choice: 'nosuch'"),
     "simulate": (["--profile", "nosuch"], WRONG, "'nosuch' is no failure profile"),
 }
-"""Of each command, arguments that are wrong."""
+"""Wrong arguments for each command."""
 
 
 def test_every_command_is_here() -> None:
@@ -173,7 +173,7 @@ def test_tables_are_neither_cut_nor_padded() -> None:
 
 @pytest.mark.parametrize("target", [None, "-"])
 def test_brackets_are_printed_as_they_are(target: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Paths and the errors of others have them, and rich would take them for markup."""
+    """Paths and errors of other software contain them, and rich would take them for markup."""
     text = "[/src/transport/pair.cc:537] Connection closed by peer [red]"
     table = Table("what", title=text)
     table.add_row(text)

@@ -1,4 +1,4 @@
-"""``holdfast demo`` on real megatron-core, and its judgement."""
+"""``holdfast demo`` on real megatron-core, and its verdict."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_megatron_gpt_survives_a_trainer_and_a_node_bit_for_bit(undisturbed: H
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("protect", chosen(["2+2", "copies:2"], ["2+2"]))  # codes are `test_cluster`'s
+@pytest.mark.parametrize("protect", chosen(["2+2", "copies:2"], ["2+2"]))  # `test_cluster` tests the codes
 def test_a_megatron_gpt_survives_two_nodes_at_once_bit_for_bit(
     launcher: Launcher, undisturbed: History, protect: str
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_megatron_gpt_survives_two_nodes_at_once_bit_for_bit(
 @pytest.mark.cluster
 def test_dropout_makes_the_random_generators_matter(undisturbed: History) -> None:
     digests = {event["digests"]["tracker.model-parallel-rng"] for event in undisturbed.of("end")}
-    assert len(digests) == 2  # of two tensor-parallel ranks
+    assert len(digests) == 2  # one for each of two tensor-parallel ranks
 
 
 @pytest.mark.cluster
@@ -136,7 +136,7 @@ def test_the_command_prints_an_account_and_writes_json() -> None:
         ({"kills": (Kill("node", (1,), 1),)}, "a step from 2 to 6"),
         ({"kills": (Kill("node", (1,), 3), Kill("node", (2,), 3))}, "different steps"),
         ({"kills": (Kill("node", (1, 2), 3),)}, r"survive the loss of 1 at once; use more nodes, or more parity"),
-        ({"kills": (Kill("node", (1, 1), 3),), "protect": "2+2"}, "names one twice"),
+        ({"kills": (Kill("node", (1, 1), 3),), "protect": "2+2"}, "the same target is named twice"),
         ({"protect": "none"}, "survive the loss of 0"),
         ({"nodes": 1, "ranks_per_node": 4, "kills": (Kill("node", (0,), 3),)}, r"3\+1 needs 4 nodes, and there are 1"),
     ],
@@ -192,7 +192,7 @@ def test_a_kill_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFi
 
 
 def test_a_gpu_that_is_not_there_is_said_before_anything_starts() -> None:
-    """Tests see no GPU, whatever this machine has."""
+    """Tests see no GPU, even on a machine that has one."""
     with pytest.raises(ConfigError, match=r"--device cuda: torch sees no GPU here"):
         Launcher([], device="cuda")
 

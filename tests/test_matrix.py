@@ -62,7 +62,7 @@ UNDISTURBED = history(restarts=0)
         ({}, ""),
         ({"loss": "2"}, "loss of rank 0 at step 1: 2, undisturbed 1"),
         ({"digest": "b"}, "the final state of rank 0 differs: w"),
-        ({"how": ""}, "a rank started from nothing"),
+        ({"how": ""}, "a rank started without restoring a snapshot"),
         ({"restarts": 1}, "1 restarts after 2 kills"),
     ],
 )
@@ -79,7 +79,7 @@ def test_what_is_left_behind_fails_a_cell() -> None:
 def test_cells_are_chosen_by_name() -> None:
     assert choose("all") == CELLS
     assert [cell.name for cell in choose("TP2;FSDP2")] == ["TP2", "FSDP2"]
-    with pytest.raises(ConfigError, match="no cell 'TP3': choose of TP2; PP2"):
+    with pytest.raises(ConfigError, match="no cell 'TP3': choose from TP2; PP2"):
         choose("TP3")
 
 
@@ -90,7 +90,7 @@ def test_cells_are_chosen_by_name() -> None:
         ("0.19.2", True, {"muon": True}, (0, 19), ""),
         ("0.19.2", False, {"muon": True}, (), "the package emerging-optimizers, which megatron-core 0.19.2 asks for"),
         ("0.19.2", False, {}, (0, 19), ""),
-        ("0.18.0rc1", True, {"muon": True}, (0, 19), "megatron-core 0.19 (here is 0.18.0rc1)"),
+        ("0.18.0rc1", True, {"muon": True}, (0, 19), "megatron-core 0.19 (0.18.0rc1 is installed)"),
     ],
 )
 def test_what_an_environment_lacks_is_said(

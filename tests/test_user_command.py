@@ -70,13 +70,13 @@ class TestAJudgement:
 
     def test_finds_what_was_computed_differently(self) -> None:
         verdict = judged([notes(0, 6), notes(4, 10, epoch=2, loss=" or so")])
-        assert verdict.breaches == (("result", "6 values differ, as loss of rank 0 in step 5 (computed)"),)
+        assert verdict.breaches == (("result", "6 values differ, such as loss of rank 0 in step 5 (computed)"),)
 
     def test_finds_what_was_restored_differently(self) -> None:
         other = notes(4, 10, epoch=2)
         other.values[4] = {"weights": "of step 3"}
         verdict = judged([notes(0, 6), other])
-        assert verdict.problems == ("1 values differ, as weights of rank 0 in step 4 (not restored)",)
+        assert verdict.problems == ("1 values differ, such as weights of rank 0 in step 4 (not restored)",)
 
     def test_finds_ranks_that_did_not_come_to_the_end(self) -> None:
         assert judged([notes(0, 9)]).breaches == (("returns", "ranks [0] did not come to step 10"),)

@@ -1,3 +1,1 @@
-"""Networks and clocks between real processes, and what goes wrong with them."""
-
-__all__ = ["clocks", "namespaces", "wire"]
+"""Networks and clocks for the real processes of virtual nodes, and their faults."""

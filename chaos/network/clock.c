@@ -1,9 +1,9 @@
-/* A wall clock that can be set for some processes alone: preloaded, it adds what a mapped file of 8 bytes says, in
- * seconds, wherever the real-time clock is read, and takes it away again from deadlines by that clock. Monotonic clocks
- * are left alone. One wait that is under way when the clock is set goes on as it began. Timers of the kernel's
- * (timerfd, timer_settime) and what the kernel itself stamps, such as files, are this machine's.
+/* A wall clock that can be set for single processes. When preloaded, it adds an offset in seconds, from a mapped file
+ * of 8 bytes, wherever the real-time clock is read, and subtracts it from deadlines on that clock. Monotonic clocks are
+ * left alone. A wait that has begun before the clock is set keeps its deadline. Kernel timers (timerfd, timer_settime)
+ * and timestamps that the kernel sets, such as those of files, use this machine's clock.
  *
- * Nothing is locked and nothing is shared but those 8 bytes, so a process may be killed anywhere.
+ * Nothing is locked, and nothing but those 8 bytes is shared, so a process may be killed anywhere.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -24,7 +24,7 @@
 static const volatile int64_t nobody = 0;
 static const volatile int64_t *ahead = &nobody;
 
-/* Follow another clock from now on. 0, or an errno. Call while there is one thread. */
+/* Follow another clock from now on. Returns 0 or an errno. Call while there is one thread. */
 int holdfast_follow_clock(const char *path)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -50,13 +50,13 @@ static int is_wall(clockid_t clock)
     return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE || clock == CLOCK_TAI;
 }
 
-/* The real function behind one of those below. */
+/* Look up `real`, the function that one of those below replaces. */
 #define REAL(name) \
     static __typeof__(&name) real; \
     if (!real && !(real = (__typeof__(&name))dlsym(RTLD_NEXT, #name))) \
         abort()
 
-/* A deadline by the wall clock that follows the file, as the kernel is to see it. */
+/* Convert a deadline from the settable clock to the kernel's clock, as `moved`. */
 #define DEADLINE(given) \
     struct timespec moved = *(given); \
     moved.tv_sec -= *ahead; \
@@ -95,8 +95,8 @@ int timespec_get(struct timespec *now, int base)
     return base == TIME_UTC && !clock_gettime(CLOCK_REALTIME, now) ? base : 0;
 }
 
-/* A condition may wait by the monotonic clock, which only its attributes say: such times are no more than the seconds
- * that the machine has been up. */
+/* A condition may wait on the monotonic clock, which only its attributes tell. A deadline below this number of seconds
+ * counts as monotonic, since monotonic times do not exceed the machine's uptime. */
 #define UPTIME_S 1000000000
 
 int pthread_cond_timedwait(pthread_cond_t *restrict cond, pthread_mutex_t *restrict mutex,
@@ -144,7 +144,7 @@ int sem_clockwait(sem_t *sem, clockid_t clock, const struct timespec *until)
     return real(sem, clock, &moved);
 }
 
-/* Abseil, and gRPC with it, waits on futexes by itself. */
+/* Abseil, and so gRPC, waits on futexes through this function. */
 long syscall(long number, ...)
 {
     REAL(syscall);

@@ -1,8 +1,8 @@
-"""Wall clocks of virtual nodes that can be set without touching this machine's: a preloaded shim (`clock.c`), which
-adds what a file per node says. Only wall clocks jump; monotonic ones go on, as they do when somebody sets the time.
+"""Settable wall clocks for virtual nodes, which leave this machine's alone: a preloaded shim (`clock.c`) adds an offset
+from a file per node. Only wall clocks jump; monotonic clocks go on, as when an administrator sets the time.
 
-libfaketime is not used: its processes share a named semaphore, which one that is killed may leave locked for the
-others, and in any case leaves behind.
+libfaketime is not used: its processes share a named semaphore. A process that is killed may leave it locked for the
+others, and always leaves it behind.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def unavailable() -> str:
 
 
 def compile_shim(directory: Path) -> dict[str, str]:
-    """Make the shim in a directory, which the caller removes; the environment in which a process is started with it.
+    """Compile the shim into a directory, which the caller removes. Returns the variables that load it into a process.
 
     Raises:
-        ConfigError: there is no compiler, or it failed.
+        ConfigError: there is no compiler, or the compiler failed.
     """
     if reason := unavailable():
         raise ConfigError(f"clocks cannot be set here: {reason}")
@@ -49,7 +49,7 @@ def compile_shim(directory: Path) -> dict[str, str]:
 
 
 def set_clock(clock: Path, ahead_s: int) -> None:
-    """Those who follow `clock` are so far ahead of this machine from now on; behind, if it is negative."""
+    """Set the clock of all processes that follow `clock` this far ahead of this machine's; behind, if negative."""
     fd = os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(fd, struct.pack("=q", ahead_s), 0)  # in place: others have it mapped
@@ -58,7 +58,7 @@ def set_clock(clock: Path, ahead_s: int) -> None:
 
 
 def follow(clock: str) -> None:
-    """This process, which was started with the shim, follows another clock. Call while it has one thread.
+    """Make this process, which was started with the shim, follow another clock. Call while it has one thread.
 
     Raises:
         OSError: there is no such clock.

@@ -1,12 +1,12 @@
-"""The process that a wire is: passes packets between the TUN devices of nodes, and impairs them as it is told.
+"""The wire's process: passes packets between the TUN devices of nodes, and impairs them on request.
 
-It talks JSON lines over one socket (file descriptor in argument 1), one answer to each request:
+It exchanges JSON lines over one socket (file descriptor in argument 1), one answer to each request:
 
     in   {"op": "open", "host"}   {"op": "close", "host"}   {"op": "hits"}
          {"op": "impair", "kind", "hosts", "amount", "seed", "for_s"}: for_s of 0 is until the end
     out  {"namespace": path, "inode"}   {}   {}   {"hits": [[kind, packets], ...]}
 
-It ends when its socket closes, and dies with whoever started it; its devices go with it.
+It ends when its socket closes, and is killed when its parent dies; its devices disappear with it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from holdfast.chaos.network.packets import UnitTracker, addresses
 
 MTU_BYTES = 9000
 BATCH = 64
-"""Packets that are taken from one device before the others get their turn."""
+"""Maximum number of packets that are read from one device before the others get their turn."""
 
 PR_SET_PDEATHSIG = 1
 
 
 class Forwarder:
-    """Devices by address, impairments in force, and packets that are on their way."""
+    """The forwarder's loop, with the devices by address, all impairments, and the packets that are on their way."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -71,9 +71,9 @@ class Forwarder:
                 return
             link = addresses(packet)
             if link is None or link[1] not in self._devices:
-                continue  # IPv6, which nobody here speaks, or for a node that is gone
+                continue  # IPv6, which no node uses, or a packet for a node that is gone
             now = time.monotonic()
-            unit = self._units.within(packet)  # also while nothing is spoilt, so that connections are known
+            unit = self._units.within(packet)  # also without impairments, to know all connections
             for at, each in after_all(self._impairments, packet, link, unit, now):
                 if at <= now:
                     self._put(link[1], each)
@@ -87,11 +87,11 @@ class Forwarder:
 
     def _put(self, target: bytes, packet: bytes) -> None:
         device = self._devices.get(target)
-        if device is not None:  # else it was closed while the packet was on its way
+        if device is not None:  # None: it was closed while the packet was on its way
             try:
                 os.write(device, packet)
             except BlockingIOError:
-                pass  # its queue is full: lost, as on any network
+                pass  # its queue is full: the packet is lost, as on any network
 
     # ------------------------------------------------------------------ requests
 

@@ -1,6 +1,6 @@
-"""What a wire does to packets while a fault lasts: pure, seeded; the forwarder holds the clock.
+"""What a wire does to packets while a fault lasts. Pure and seeded; the forwarder has the clock.
 
-An impairment says of each packet that it concerns what comes of it: copies, each due at some time. None: it is lost.
+For each packet an impairment returns the copies that arrive, each with its due time. No copies: the packet is lost.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Link = tuple[bytes, bytes]
 Unit = tuple[int, int] | None
 
 OVERTAKEN_S = (0.001, 0.02)
-"""How much later than its successors a packet may come that is out of order."""
+"""Range of the extra delay of a packet that is overtaken, or of its second copy, in seconds."""
 
 SPOILT_EVERY = 16
-"""Of packets with units; a unit that is sent again and again must come through in the end."""
+"""One in this many packets with units is damaged, so that a unit that is sent again comes through in the end."""
 
 BUFFER_S = 0.25
-"""What a throttled link holds, in seconds of its rate, before it drops."""
+"""How much a throttled link buffers before it drops packets, in seconds of its rate."""
 
 
 @dataclass(slots=True)
@@ -31,11 +31,12 @@ class Impairment:
 
     Attributes:
         kind: one of `KINDS`.
-        hosts: addresses of the nodes it is done to, 4 bytes each.
+        hosts: addresses of the nodes that it strikes, 4 bytes each.
         amount: percent, milliseconds, kB/s or bits, as the kind says.
-        seed: of what is drawn.
-        until_s: when it is over, by the clock that `on` is given.
-        hits: packets that were lost, late, spoilt or repeated because of it.
+        seed: seed of the random choices.
+        until_s: when it is over, on the clock of the times that `on` gets.
+        hits: number of packets that it lost, delayed, damaged or repeated.
+        free_at: when the last packet on each link arrives.
     """
 
     kind: str
@@ -51,7 +52,7 @@ class Impairment:
         self.source = random.Random(self.seed)
 
     def on(self, packet: bytes, link: Link, unit: Unit, at: float) -> Due:
-        """What comes of a packet that is sent over a link at a time; `unit`: which of its bytes are a unit's."""
+        """The copies that arrive of a packet sent over `link` at time `at`. `unit`: its bytes that belong to a unit."""
         concerned, do = KINDS[self.kind]
         if at >= self.until_s or not concerned(self.hosts, *link):
             return [(at, packet)]
@@ -60,12 +61,12 @@ class Impairment:
         return due
 
     def drawn(self) -> bool:
-        """Whether a packet is hit, `amount` being percent."""
+        """Draw whether a packet is hit; `amount` is in percent."""
         return self.source.random() * 100 < self.amount
 
 
 def after_all(impairments: list[Impairment], packet: bytes, link: Link, unit: Unit, at: float) -> Due:
-    """What comes of a packet after every impairment, one after another."""
+    """The copies that arrive of a packet after all impairments, one after another."""
     due = [(at, packet)]
     for impairment in impairments:
         due = [result for when, each in due for result in impairment.on(each, link, unit, when)]
@@ -91,7 +92,7 @@ def _to(hosts: frozenset[bytes], source: bytes, target: bytes) -> bool:
     return target in hosts
 
 
-# ---------------------------------------------------------------------- what comes of a packet
+# ---------------------------------------------------------------------- what happens to a packet
 
 
 def _gone(self: Impairment, packet: bytes, link: Link, unit: Unit, at: float) -> Due:
@@ -103,7 +104,7 @@ def _lost(self: Impairment, packet: bytes, link: Link, unit: Unit, at: float) ->
 
 
 def _late(self: Impairment, packet: bytes, link: Link, unit: Unit, at: float) -> Due:
-    """Half to one and a half times the amount; never before the packet ahead of it on the link."""
+    """Delay a packet by 0.5 to 1.5 times the amount, but never let it overtake another on the link."""
     late_s = self.amount / 1000 * (0.5 + self.source.random())
     self.free_at[link] = max(self.free_at.get(link, 0.0), at + late_s)
     return [(self.free_at[link], packet)]
@@ -126,7 +127,7 @@ def _throttled(self: Impairment, packet: bytes, link: Link, unit: Unit, at: floa
 
 
 def _spoilt(self: Impairment, packet: bytes, link: Link, unit: Unit, at: float) -> Due:
-    """One bit in each of so many packets that carry a unit, one in `SPOILT_EVERY` of them."""
+    """Flip a bit in each of up to `amount` packets that carry a unit, one in `SPOILT_EVERY` of them at random."""
     if unit is None or self.hits >= self.amount or self.source.randrange(SPOILT_EVERY):
         return [(at, packet)]
     return [(at, flipped(packet, self.source.randrange(unit[0] * 8, unit[1] * 8)))]
@@ -146,4 +147,4 @@ KINDS: dict[str, tuple[Concerned, Do]] = {
     "deaf-node": (_to, _gone),
     "flip-in-flight": (_touches, _spoilt),
 }
-"""By name: which links it concerns, and what comes of a packet there."""
+"""For each kind, by name: which links it concerns, and what happens to a packet there."""

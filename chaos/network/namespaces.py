@@ -1,7 +1,7 @@
-"""Network namespaces without a name, and the TUN devices that are the only way out of them. Linux, root.
+"""Unnamed network namespaces, and the TUN devices that are the only way out of them. Needs Linux and root.
 
-A namespace lives as long as a process is in it or a descriptor of it is open, and a device as long as its descriptor:
-when their owner dies, by whatever signal, they are gone.
+A namespace exists while a process is in it or a descriptor of it is open, and a device while its descriptor is open. So
+both are gone when their owner dies, by whatever signal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(path: str) -> None:
-    """Put this thread, and what it starts from now on, into the namespace at `path`. Raises `ConfigError`."""
+    """Move this thread, and what it starts from now on, into the namespace at `path`. Raises `ConfigError`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -46,7 +46,7 @@ def enter(path: str) -> None:
 
 @contextmanager
 def inside(path: str | None) -> Iterator[None]:
-    """This thread is in the namespace at `path` for one block; None: where it is. Raises `ConfigError`."""
+    """Run a block with this thread in the namespace at `path`; None: where it is. Raises `ConfigError`."""
     if path is None:
         yield
         return
@@ -62,12 +62,13 @@ def inside(path: str | None) -> Iterator[None]:
 
 
 def make(host: str, mtu_bytes: int) -> tuple[int, int]:
-    """A namespace whose only way out is a TUN device with the address `host`; descriptors of both, the caller's.
+    """Create a namespace whose only way out is a TUN device with the address `host`.
 
-    The device's descriptor does not block: a read gives one IPv4 or IPv6 packet, a write takes one.
+    Returns descriptors of the namespace and the device, which the caller closes. The device's does not block: a read
+    returns one IPv4 or IPv6 packet, a write takes one.
 
     Raises:
-        ConfigError: this machine does not let us.
+        ConfigError: that is not possible on this machine.
     """
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -85,7 +86,7 @@ def make(host: str, mtu_bytes: int) -> tuple[int, int]:
 
 @functools.cache
 def unavailable() -> str:
-    """Why `make` cannot work on this machine, or an empty text. Tries it once, in a thread of its own."""
+    """Why `make` cannot work on this machine, or an empty text. Tries it once, in a separate thread."""
     if os.geteuid() != 0:
         return "needs root"
     problems = []
@@ -104,7 +105,7 @@ def unavailable() -> str:
 
 
 def inhabitants(namespaces: set[int]) -> list[int]:
-    """Processes in any of the namespaces that have these inode numbers."""
+    """Pids of the processes in any of the namespaces with these inode numbers."""
     found = []
     for path in Path("/proc").glob("[0-9]*/ns/net"):
         try:
@@ -116,7 +117,7 @@ def inhabitants(namespaces: set[int]) -> list[int]:
 
 
 def _open_tun(host: str, mtu_bytes: int) -> int:
-    """A TUN device in this thread's namespace, up, with an address; loopback is up, too."""
+    """Open a TUN device in this thread's namespace, give it an address, and bring up both it and loopback."""
     try:
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -145,7 +146,7 @@ def _address(text: str) -> bytes:
 
 
 RETRY = {"tcp_rto_min_us": 20_000, "tcp_rto_max_ms": 1000}
-"""TCP sends again after 20 ms to 1 s, as links here are short, instead of after 0.2 to 120 s."""
+"""TCP retransmits after 20 ms to 1 s instead of 0.2 to 120 s, since links here are short."""
 
 
 def _retry_soon() -> None:

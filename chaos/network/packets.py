@@ -1,4 +1,4 @@
-"""IPv4 packets with TCP in them, as they pass a wire: who sends them, and which of their bytes are a unit's. Pure."""
+"""Parses IPv4 packets with TCP that pass a wire: their addresses, and which of their bytes belong to a unit. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEQUENCE = 1 << 32
 
 
 def addresses(packet: bytes) -> tuple[bytes, bytes] | None:
-    """Who sends a packet and who is to get it, 4 bytes each; None if it is not IPv4."""
+    """The source and target addresses of a packet, 4 bytes each; None if it is not IPv4."""
     if len(packet) < 20 or packet[0] >> 4 != 4:
         return None
     return packet[12:16], packet[16:20]
@@ -20,7 +20,12 @@ def addresses(packet: bytes) -> tuple[bytes, bytes] | None:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The TCP in a packet: its flow (addresses and ports), sequence number, and where header and data begin."""
+    """The TCP segment in a packet.
+
+    Attributes:
+        flow: addresses and ports.
+        begin, data: where in the packet the TCP header and its data begin.
+    """
 
     flow: bytes
     sequence: int
@@ -29,7 +34,7 @@ class Segment:
 
     @classmethod
     def of(cls, packet: bytes) -> Segment | None:
-        """None if there is no TCP in it, or no data."""
+        """The segment in a packet; None if there is no TCP in it, or no data."""
         begin = (packet[0] & 15) * 4
         if packet[9] != _TCP or len(packet) < begin + 20:
             return None
@@ -44,14 +49,14 @@ class Segment:
 class UnitTracker:
     """Finds the raw bytes of the SMPs' messages (`smp_daemon.shared.transport`) in segments of any connection.
 
-    A message's frame is found where a segment begins with one, or where a message ends; what is sent again is known by
-    its sequence numbers. Where a frame cannot be found nothing is, until the next one that can.
+    A message's frame is found where a segment begins with one, or where another message ends. Retransmissions are
+    recognized by their sequence numbers. After a frame that cannot be found, raw bytes are found from the next one on.
     """
 
     _bodies: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
     def within(self, packet: bytes) -> tuple[int, int] | None:
-        """From where to where the first raw bytes in a packet stand, counted from its start; None: there are none."""
+        """The range of the first raw bytes in a packet, counted from the packet's start; None if there are none."""
         segment = Segment.of(packet)
         if segment is None:
             return None
@@ -74,9 +79,9 @@ class UnitTracker:
 
 
 def flipped(packet: bytes, bit: int) -> bytes:
-    """The packet with one bit of its TCP data flipped, counted from the packet's start, and a checksum that fits.
+    """The packet with one bit of its TCP data flipped, counted from the packet's start, and a matching checksum.
 
-    The checksum is a sum of 16-bit words; it is corrected by what one of them changed (RFC 1624, equation 3).
+    The checksum is a sum of 16-bit words; it is corrected for the one that changed (RFC 1624, equation 3).
 
     Raises:
         ValueError: the bit is not in the data of a segment.

@@ -1,4 +1,4 @@
-"""The network between virtual nodes: each in a namespace of its own, whose only way out is a forwarder's process."""
+"""The network between virtual nodes: each has its own namespace, and the only way out is a forwarder process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ANSWER_DEADLINE_S = 30.0
 
 
 class Wire:
-    """A running forwarder. Not thread-safe; calls block until it has done what it was told. `close` ends it.
+    """A running forwarder. Not thread-safe; each call blocks until the forwarder has carried it out. `close` ends it.
 
-    What it made is gone when it and the processes in its namespaces are, also after a SIGKILL of this process.
+    Its namespaces are gone when it and the processes in them have ended, also after a SIGKILL of this process.
     """
 
     def __init__(self) -> None:
-        """Start it. Raises `ConfigError` where that is impossible, with the reason."""
+        """Start the forwarder. Raises `ConfigError`, with the reason, where that is impossible."""
         if reason := unavailable():
             raise ConfigError(f"faults of the network between nodes cannot be done here: {reason}")
         self._inodes: set[int] = set()
@@ -35,29 +35,29 @@ class Wire:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # keeps Ctrl-C from it
             )
 
     def open(self, host: str) -> str:
-        """Give a node a namespace with the address `host`; the path by which processes enter it."""
+        """Give a node a namespace with the address `host`; returns the path by which processes enter it."""
         answer = self._ask(op="open", host=host)
         self._inodes.add(int(answer["inode"]))
         return str(answer["namespace"])
 
     def unplug(self, host: str) -> None:
-        """Nothing leaves or reaches a node any more, and nobody is told."""
+        """Stop passing packets from and to a node, without telling anyone."""
         self._ask(op="close", host=host)
 
     def impair(self, kind: str, hosts: Sequence[str], *, amount: int, seed: int, for_s: float) -> None:
-        """Spoil what goes over the links of `hosts`, in a way that `network.impairments` knows; 0 s: until the end."""
+        """Impair packets on the links of `hosts`, as `network.impairments` does for `kind`; 0 s: until the end."""
         self._ask(op="impair", kind=kind, hosts=list(hosts), amount=amount, seed=seed, for_s=for_s)
 
     def hits(self) -> list[tuple[str, int]]:
-        """Kind, and packets concerned, of each impairment so far."""
+        """The kind of each impairment so far, and the number of packets that it hit."""
         return [(str(kind), int(count)) for kind, count in self._ask(op="hits")["hits"]]
 
     def close(self) -> list[str]:
-        """End it. What is left then: an empty list, if every process that was in a namespace has ended before."""
+        """End the forwarder. Returns what is left: nothing, if all processes in its namespaces have ended before."""
         left = []
         self._answers.close()
         self._channel.close()

@@ -1,5 +1,6 @@
-"""A real Ray cluster of several nodes on this machine, each with an arena, and so an SMP, of its own; and what can be
-done to it. Ray's own test cluster starts its processes; a job runs on it as `chaos.ray.job` says.
+"""A real Ray cluster of several nodes on this machine, each with its own arena and so its own SMP; and its faults.
+
+Ray's own test cluster starts the processes; jobs run on it through `chaos.ray.job`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's least is 75 MiB
 END_DEADLINE_S = 20.0
 LOOK_EVERY_S = 0.2
 TRAINERS = ("ray::Worker", "ray::RayTrainWorker")
-"""How Ray calls the processes that train."""
+"""The names that Ray gives to processes that train."""
 
 CONTROLLER = "ray::TrainController"
-"""How it calls that which restarts them under Ray Train; it is where the driver is."""
+"""The name of the process that restarts them under Ray Train. It runs on the driver's node."""
 
 HEALTH = {
     "health_check_initial_delay_ms": 0,
@@ -45,16 +46,16 @@ HEALTH = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""A dead raylet is noticed after 1.5 s and a frozen one after 4.5 s; by Ray's defaults, after 13 and 64."""
+"""With these, Ray notices a dead raylet after 1.5 s and a frozen one after 4.5 s; by default, after 13 and 64 s."""
 
 
 @dataclass(slots=True)
 class RayFault:
-    """A fault that is injected when the rank on a node comes to a point of a step; the process waits there meanwhile.
+    """A fault that is injected when the rank on a node reaches a point of a step; the process waits there meanwhile.
 
     Attributes:
         kind: one of `ACTIONS`.
-        targets: names of nodes; `node` if empty.
+        targets: names of nodes; empty: `node`.
     """
 
     node: str
@@ -66,21 +67,21 @@ class RayFault:
 
 
 class RayNode(LocalNode):
-    """A node of a Ray cluster: a raylet, what that has started, and an SMP.
+    """A node of a Ray cluster: a raylet, the processes that it has started, and an SMP.
 
     Attributes:
-        raylet: its process, once it has joined.
+        raylet: the raylet's process; set once the node has joined.
     """
 
     raylet: psutil.Process
 
     def kill_raylet(self) -> None:
-        """SIGKILL; what it started dies of that a moment later, but for the SMP."""
+        """SIGKILL the raylet. What it started dies a moment later, except the SMP."""
         self.raylet.kill()
         self.raylet.wait(END_DEADLINE_S)
 
     def started(self) -> list[psutil.Process]:
-        """All that its raylet has started."""
+        """All processes that the raylet has started."""
         return self.raylet.children(recursive=True)
 
     def power_cut(self) -> None:
@@ -89,14 +90,14 @@ class RayNode(LocalNode):
 
 
 class VirtualRay(Runner):
-    """A context manager; leaving it ends all its processes, and the SMPs on its nodes, and frees their memory.
+    """A Ray cluster. A context manager: leaving it ends all its processes and its nodes' SMPs, and frees their memory.
 
     Args:
-        folder: on tmpfs; of this cluster alone. Its path is short, since sockets lie below it.
-        config: of Ray's GCS, besides `HEALTH`.
+        folder: a folder on tmpfs for this cluster alone. Its path must be short, since it will contain sockets.
+        config: settings of Ray's GCS, besides `HEALTH`.
 
     Attributes:
-        seats: of the worker group that ran last, by attempt; none of Ray Train's.
+        seats: the seats of the last worker group, by attempt; empty under Ray Train.
     """
 
     def __init__(self, nodes: int, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
@@ -121,11 +122,11 @@ class VirtualRay(Runner):
         return self
 
     def begin(self) -> None:
-        """Start a head with a node, and the other nodes."""
+        """Start a head with one node, then the other nodes."""
         from ray.cluster_utils import Cluster
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_TMPDIR"] = str(self._folder / "ray")  # else it says in /tmp which cluster is this machine's
+        os.environ["RAY_TMPDIR"] = str(self._folder / "ray")  # otherwise Ray notes this cluster's address in /tmp
         head = {"include_dashboard": False, "_system_config": self._config}
         self._cluster = Cluster(initialize_head=True, head_node_args=self._options("node0", **head))
         self._find("node0")
@@ -144,11 +145,11 @@ class VirtualRay(Runner):
         return {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "env_vars": environment, **more}
 
     def memory(self, name: str) -> Path:
-        """Where a node's arenas lie."""
+        """The folder of a node's arenas."""
         return self._folder / name
 
     def add(self, name: str) -> None:
-        """A node joins; one of that name that was there before has left its memory, if it has not been lost."""
+        """Add a node. It finds the memory of an earlier node of this name, unless that was lost."""
         self._cluster.add_node(wait=False, **self._options(name))
         self._find(name)
 
@@ -165,21 +166,21 @@ class VirtualRay(Runner):
 
     @property
     def address(self) -> str:
-        """Of the head, for ``RAY_ADDRESS``."""
+        """The address of the head, for ``RAY_ADDRESS``."""
         return str(self._cluster.address)
 
     def raylets(self) -> set[int]:
-        """Their pids, of all that are not known to be dead."""
+        """The pids of all raylets, as last started; some may be dead."""
         return {node.raylet.pid for node in self._nodes.values()}
 
-    # ------------------------------------------------------------------ what is done to it
+    # ------------------------------------------------------------------ faults
 
     def kill_raylet(self, name: str) -> None:
-        """SIGKILL; what it started dies of that a moment later, but for the SMP."""
+        """SIGKILL the raylet. What it started dies a moment later, except the SMP."""
         self._nodes[name].kill_raylet()
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP to a raylet and all that it started; the SMP goes on. To Ray the node is dead after a while; a spare
+        """SIGSTOP a raylet and all that it started; the SMP goes on. Ray declares the node dead after a while; a spare
         joins."""
         self._frozen = [*self._nodes[name].started(), self._nodes[name].raylet]
         for process in self._frozen:
@@ -187,13 +188,13 @@ class VirtualRay(Runner):
         self.add(f"{name}-spare")
 
     def thaw(self, *_: str) -> None:
-        """What was frozen goes on, in the middle of what it was about, although others have taken its place."""
+        """Let frozen processes go on, in the middle of their work, although others have taken their place."""
         for process in self._frozen:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
     def replace(self, *names: str) -> None:
-        """Nodes lose power: raylets, what they started, and SMPs are killed, and their memory is gone. As many spares
+        """Cut the power of nodes: kill raylets, what they started, and SMPs, and remove their memory. As many spares
         join."""
         for name in names:
             self._nodes[name].raylet.kill()  # all at once, before Ray can notice the first
@@ -203,12 +204,12 @@ class VirtualRay(Runner):
             self.add(f"{name}-spare")
 
     def restart_raylet(self, name: str) -> None:
-        """It is killed, and comes back on the same host."""
+        """Kill a raylet, and start another one on the same host."""
         self.kill_raylet(name)
         self.add(name)
 
     def kill_actors(self, *names: str, kinds: tuple[str, ...] = TRAINERS) -> None:
-        """SIGKILL to all actors on these nodes that Ray calls so: workers of ours, and of Ray Train."""
+        """SIGKILL all actors on these nodes whose names begin with one of `kinds`; by default, those that train."""
         for process in [each for name in names for each in self._nodes[name].started()]:
             with suppress(psutil.NoSuchProcess):
                 if process.cmdline()[0].startswith(kinds):
@@ -216,7 +217,7 @@ class VirtualRay(Runner):
                     process.wait(END_DEADLINE_S)
 
     def restart(self, *_: str) -> None:
-        """The head is lost, all that Ray has with it, and the driver; operators start Ray again on the same hosts."""
+        """Lose the head, all of Ray with it, and the driver; start Ray again on the same hosts, as operators would."""
         if self._driver is not None:
             self._driver.kill()
             self._driver.wait(END_DEADLINE_S)
@@ -224,19 +225,20 @@ class VirtualRay(Runner):
         self.begin()
 
     def restart_gcs(self, *_: str) -> None:
-        """The head's GCS dies and is started again; what it had stored is there only if `config` says so."""
+        """Kill the head's GCS and start it again. What it had stored survives only if `config` says so."""
         self._cluster.head_node.kill_gcs_server()
         self._cluster.head_node.start_gcs_server()
 
     # ------------------------------------------------------------------ a job on it
 
     def run(self, plan: Mapping[str, Any], faults: Sequence[RayFault] = (), deadline_s: float = 300.0) -> History:
-        """Run a job to its end, and do `faults` on the way. A driver that dies is started again. Blocks: half a minute
-        on two free processors, minutes on two that others want as well.
+        """Run a job to its end, with `faults` on the way. A driver that dies is started again.
+
+        Blocks: half a minute on two free processors, minutes on two busy ones.
 
         Raises:
-            DeadlineExceeded: it took too long.
-            HoldfastError: the driver failed although nothing was done to it, or a fault never came due.
+            DeadlineExceeded: the job took longer than `deadline_s`.
+            HoldfastError: the driver failed before any fault, or a fault never came due.
         """
         notes = self._folder / "notes"
         notes.mkdir()
@@ -255,7 +257,7 @@ class VirtualRay(Runner):
             self.turn(time.monotonic() + LOOK_EVERY_S)
         self._driver = None
         if missed := [fault for fault in faults if not fault.done]:
-            raise HoldfastError(f"{len(missed)} faults never came due, as that of {missed[0].node}")
+            raise HoldfastError(f"{len(missed)} faults were never triggered, the first of them on {missed[0].node}")
         events = [json.loads(line) for path in sorted(notes.glob("rank*.jsonl")) for line in path.open()]
         seats = notes / "seats.json"
         attempts = json.loads(seats.read_text()) if seats.exists() else []
@@ -270,7 +272,7 @@ class VirtualRay(Runner):
             self._driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
 
     def heard(self, event: Event, sock: socket.socket) -> None:
-        """A rank has come to a point: do what is due there, and let it go on."""
+        """Inject the faults that are due where a rank has reached a point, and let the rank go on."""
         at = event["who"], event["point"], event["step"]
         for fault in [each for each in self._faults if not each.done and (each.node, each.point, each.step) == at]:
             fault.done = True
@@ -287,7 +289,7 @@ class VirtualRay(Runner):
             self._driver.kill()
             self._driver.wait(END_DEADLINE_S)
         self.end()
-        for process in using_arenas(self._folder):  # SMPs, and what killed raylets have left and that was not dead yet
+        for process in using_arenas(self._folder):  # SMPs, and what killed raylets left that is not dead yet
             end(process)
         shutil.rmtree(self._folder)
 
@@ -309,7 +311,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "freeze-node": VirtualRay.freeze,
     "thaw-node": VirtualRay.thaw,
 }
-"""How the faults of the catalogue are injected that Ray knows; each is given the names of its targets."""
+"""How each fault of the catalogue that Ray knows is injected; called with the cluster and the names of the targets."""
 
 
 def _is_rays(process: psutil.Process) -> bool:

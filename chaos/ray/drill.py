@@ -1,4 +1,4 @@
-"""What is done to a job under Ray, on a real cluster of this machine, and whether it came out the same to the last bit:
+"""Breaks a job under Ray, on a real cluster on this machine, and checks that the results are the same to the last bit:
 ``python -m holdfast.chaos.ray.drill [NAME ...]``.
 """
 
@@ -27,12 +27,12 @@ SEED, STEPS = 7, 10
 
 @dataclass(frozen=True, slots=True)
 class RayScenario:
-    """One job, and what is done to it.
+    """One job, and the faults that strike it.
 
     Attributes:
-        by: who trains: `chaos.ray.job`.
-        attempts: how often all begin again.
-        config: of Ray's GCS.
+        by: what runs the ranks, see `chaos.ray.job`.
+        attempts: how often all ranks must begin again.
+        config: settings of Ray's GCS.
     """
 
     what: str
@@ -98,14 +98,14 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class RayVerdict:
-    """What came of a scenario.
+    """The verdict on a scenario.
 
     Attributes:
-        difference: from the undisturbed run, in any loss or any final state; or what else is wrong; empty if nothing.
-        restored: of each attempt but the first: the step it began from, and how each rank came by its state.
-        again: finished steps that had to be done again, of each attempt but the first.
-        same: how many ranks were in the same process as in the attempt before.
-        gaps_s: from the last thing that anybody did to the start of each later attempt.
+        difference: how a loss or final state differs from the undisturbed run, or what else is wrong; empty if nothing.
+        restored: for each attempt but the first, the step from which it resumed, and how its ranks got their state.
+        again: for each attempt but the first, the number of finished steps that had to be done again.
+        same: for each attempt but the first, how many ranks were in the same process as in the attempt before.
+        gaps_s: for each attempt but the first, seconds from the last event of the attempt before to its start.
     """
 
     name: str
@@ -117,7 +117,7 @@ class RayVerdict:
     seconds: float
 
     def line(self) -> str:
-        """For people."""
+        """The verdict in one line, for people."""
         if self.difference:
             return f"{self.name}: DIFFERS: {self.difference}"
         attempts = [
@@ -128,13 +128,13 @@ class RayVerdict:
 
 
 def undisturbed(launcher: Launcher, nodes: int) -> History:
-    """The same job on virtual nodes, without Ray and without snapshots."""
+    """Run the same job on virtual nodes, without Ray and without snapshots. Blocks."""
     args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": False, "drain": True}
     return VirtualCluster(launcher, nodes=nodes, ranks_per_node=1, target=TARGET, args=args, smps=False).run()
 
 
 def plan(nodes: int, protect: str = "auto", by: str = "worker group") -> dict[str, Any]:
-    """The same job for `VirtualRay.run`."""
+    """The plan of the same job for `VirtualRay.run`."""
     args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": True, "drain": True, "hook": {"protect": protect}}
     return {"nodes": nodes, "by": by, "args": args}
 
@@ -175,9 +175,9 @@ def _attempt(event: Event) -> tuple[float, int]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run scenarios, all if none are named; 0 if every one came out the same. Blocks."""
+    """Run scenarios, by default all. Returns 0 if all results are the same as undisturbed, else 1. Blocks."""
     if unknown := set(names) - SCENARIOS.keys():
-        raise ConfigError(f"there is no scenario {min(unknown)!r}: choose of {', '.join(SCENARIOS)}")
+        raise ConfigError(f"there is no scenario {min(unknown)!r}: choose from {', '.join(SCENARIOS)}")
     os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
     failed = 0
     expected: dict[int, History] = {}

@@ -1,8 +1,8 @@
-"""The driver of a job on a virtual Ray cluster, a process of its own, and what its ranks do:
+"""The driver of a job on a virtual Ray cluster, which is a separate process, and the code of its ranks:
 ``python -m holdfast.chaos.ray.job JSON``.
 
 JSON: ``nodes``, ``folder``, ``by`` (``worker group``, or ``train``: Ray Train), and ``args`` as `chaos.drill.train`
-takes them. Ranks add what they report to files of that folder, so that what a killed process had reported is there.
+takes them. Ranks append their reports to files in that folder, so the reports of a killed process are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FAILURES = 5
 
 
 def group_worker(folder: str, life: float, args: dict[str, Any]) -> None:
-    """One worker of a worker group, in one attempt; `life`: of the driver."""
+    """One worker of a worker group, in one attempt. `life`: when the driver started the group."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
@@ -31,7 +31,7 @@ def group_worker(folder: str, life: float, args: dict[str, Any]) -> None:
 
 
 def worker(config: dict[str, Any]) -> None:
-    """One worker of Ray Train, in one worker group, which has no number: it goes by when it began."""
+    """One worker of Ray Train, in one worker group. Such a group has no number, so its start time identifies it."""
     import torch.distributed as dist
 
     began = [time.time()]
@@ -40,7 +40,7 @@ def worker(config: dict[str, Any]) -> None:
 
 
 def follow(folder: str, args: dict[str, Any], life: float, generation: int) -> None:
-    """One rank from the start of its process group to the last step."""
+    """Train one rank, after its process group has started, to the last step."""
     import torch
 
     from holdfast.chaos.drill import go_through
@@ -58,7 +58,7 @@ def follow(folder: str, args: dict[str, Any], life: float, generation: int) -> N
 
 
 def with_worker_group(plan: dict[str, Any]) -> None:
-    """Train in a worker group, and say where its workers were."""
+    """Train in a worker group, and write the seats of its workers to a file."""
     from holdfast.integrations.ray.worker_group import WorkerGroup
 
     with WorkerGroup(plan["nodes"]) as workers:
@@ -68,7 +68,7 @@ def with_worker_group(plan: dict[str, Any]) -> None:
 
 
 def with_train(plan: dict[str, Any]) -> None:
-    """Train in worker groups of Ray Train, and see that it kept nothing where it would keep checkpoints."""
+    """Train in worker groups of Ray Train, and check that it stored nothing where it would store checkpoints."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -88,11 +88,11 @@ def with_train(plan: dict[str, Any]) -> None:
         ),
     ).fit()
     if kept := [path for path in storage.rglob("*") if path.is_file() and path.stat().st_size]:
-        raise HoldfastError(f"Ray Train kept {len(kept)} files, as {kept[0]}")
+        raise HoldfastError(f"Ray Train stored {len(kept)} files where it keeps checkpoints, such as {kept[0]}")
 
 
 def drive(plan: dict[str, Any]) -> None:
-    """Start node agents on the cluster of ``RAY_ADDRESS``, and wait until all have trained."""
+    """Start node agents on the cluster at ``RAY_ADDRESS``, train to the end, and stop the agents."""
     import ray
 
     from holdfast.integrations.ray.nodes import start, stop

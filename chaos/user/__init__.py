@@ -1,3 +1,1 @@
 """Faults in a user's own command."""
-
-__all__ = ["command", "run"]

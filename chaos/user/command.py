@@ -1,10 +1,10 @@
-"""``holdfast chaos run --seed N -- COMMAND``: a user's own training command, broken in the middle of steps, copies and
-recoveries, and what comes of it.
+"""``holdfast chaos run --seed N -- COMMAND``: breaks a user's own training command in the middle of steps, copies and
+recoveries, and judges the results.
 
-The command runs undisturbed twice (what differs between these two no resume could make the same), and then with
-faults drawn from the seed, started again whenever it ends badly, as a scheduler would. Whatever it restarts by itself,
-as torchrun does, it may. Every process of it notes what it computes (`state.audit`). Here is what is to be done, and
-the verdict; `holdfast.chaos.user.run` does it.
+The command runs undisturbed twice; values that differ between these two runs are not deterministic, and are not held
+against it. Then it runs with faults drawn from the seed, and is started again whenever it fails, as by a scheduler. It
+may also restart its own processes, as torchrun does. Each process notes what it computes (`state.audit`). This module
+has the plan and the verdict; `holdfast.chaos.user.run` does the runs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from holdfast.chaos.verdict import Findings
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 FIRST_STEP = 3
-"""No fault comes before it, so that there is something to restore."""
+"""The first step that a fault may strike, so that there is something to restore."""
 
 MOST_NODES = 16
 PAUSE_S = 1.5
-"""How long those that are stopped stand still."""
+"""How long a process that is stopped stands still, in seconds."""
 
 IN_A_STEP = ("train.step", "copy.before", "copy.middle", "copy.done")
 IN_A_RECOVERY = ("restore.before", "restore.middle")
@@ -36,16 +36,16 @@ KINDS = (
     *("kill-trainer", "term-trainer", "segv-trainer", "kill-trainers", "kill-launcher", "pause-trainer"),
     *("kill-smp", "pause-smp", "kill-other", "lose-node"),
 )
-"""What a seed draws from the catalogue; the last two only where there are such. Their order is part of what each seed
-stands for."""
+"""The kinds that a seed draws from; the last two only where there are such targets. The order is part of the meaning of
+each seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandFault:
-    """What is done when `rank` comes to `point` of `step` or a later one.
+    """A fault that is injected when `rank` reaches `point` of `step` or of a later step.
 
-    One in a recovery, whose `point` is never reached if there is nothing to restore, is done at the latest in the
-    middle of the next step.
+    A point in a recovery is never reached if there is nothing to restore. So a fault there is injected in the middle of
+    the next step at the latest.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class CommandFault:
     step: int
 
     def matches(self, rank: int | None, point: str, step: int) -> bool:
-        """Whether it is due. `rank`: None if it cannot be told."""
+        """Whether the fault is due. `rank`: None if it is unknown."""
         if rank not in (None, self.rank):
             return False
         return point in (self.point, STEP) if self.point in IN_A_RECOVERY else point == self.point and step >= self.step
@@ -62,16 +62,17 @@ class CommandFault:
 
 @dataclass(frozen=True, slots=True)
 class CommandPlan:
-    """What to do to which command.
+    """Which faults strike which command.
 
     Attributes:
-        command: as it would be started by hand; it enters `InMemorySnapshot`.
-        double: each fault that ends training is followed by one during the recovery from it.
-        nodes: on so many the command is started, each with an SMP of its own, all on this machine; from 2 on they
-            are lost, too.
-        other: a word in the command line of other processes that may be killed, too; none if empty.
-        ignore: regular expressions; names in which one is found are not compared.
-        deadline_s: for each undisturbed run, and for that with faults as often as it is started.
+        command: the training command, as started by hand; it enters `InMemorySnapshot`.
+        faults: number of faults.
+        double: each fault that ends training is followed by another one during the recovery from it.
+        nodes: number of nodes on which the command is started, all on this machine, each with its own SMP; with 2 or
+            more, nodes are lost, too.
+        other: a word in the command lines of other processes that may be killed, too; empty: none.
+        ignore: regular expressions; a name that contains a match is not compared.
+        deadline_s: timeout for each undisturbed run, and for each start of the run with faults.
     """
 
     command: tuple[str, ...]
@@ -96,14 +97,14 @@ class CommandPlan:
 
 @dataclass(frozen=True, slots=True)
 class CommandRun:
-    """What was seen of the run with faults.
+    """What was observed of the run with faults.
 
     Attributes:
-        notes: of each rank, its processes.
-        injected: what was done, in order.
+        notes: for each rank, the notes of its processes.
+        injected: the faults that were injected, in order.
         starts: how often the command was started.
-        hang: it did not end in time.
-        failure: how it ended in the end, in words, if badly.
+        hang: whether it did not end in time.
+        failure: how it failed in the end, in words; empty if it did not.
         leaks: processes that it left behind.
     """
 
@@ -119,15 +120,15 @@ class CommandRun:
 
 @dataclass(frozen=True, slots=True)
 class CommandVerdict:
-    """What came of it.
+    """The verdict on a command.
 
     Attributes:
-        run: what was seen.
+        run: what was observed.
         epochs: how often the job was started.
-        steps_again: finished steps that had to be done again, at each new epoch.
+        steps_again: number of finished steps that had to be done again, at each new epoch.
         report: what was compared, and what differed.
-        breaches: which of `verdict.CHECKS` found what; empty if everything is as it must be.
-        checks: how often each of them looked at something.
+        breaches: pairs of one of `verdict.CHECKS` and what it found; empty if all is well.
+        checks: how often each of `verdict.CHECKS` looked at something.
     """
 
     run: CommandRun
@@ -140,11 +141,11 @@ class CommandVerdict:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What was found, in words."""
+        """What the checks found, in words."""
         return tuple(text for _, text in self.breaches)
 
     def to_json(self, replay: str) -> dict[str, Any]:
-        """For ``--json``, with the keys of a campaign; `replay`: how to run it again."""
+        """A JSON object for ``--json``, with the keys of a campaign; `replay`: the command that runs it again."""
         run = self.run
         return {
             "faults_asked": len(run.asked),
@@ -171,7 +172,7 @@ class CommandVerdict:
 def draw(
     seed: int, faults: int, ranks: int, steps: int, *, double: bool = False, other: bool = False, several: bool = False
 ) -> tuple[CommandFault, ...]:
-    """So many faults, one after another in steps that do not come back; the same for the same arguments. Pure.
+    """Draw this number of faults, in ascending steps that are all different; the same for the same arguments. Pure.
 
     Args:
         double: see `CommandPlan`.
@@ -190,7 +191,7 @@ def draw(
 
 
 def judge(plan: CommandPlan, first: Sequence[Notes], second: Sequence[Notes], run: CommandRun) -> CommandVerdict:
-    """The verdict on what was seen, beside the two undisturbed runs of each rank. Pure."""
+    """The verdict on a run with faults, given the two undisturbed runs of each rank. Pure."""
     found = Findings()
     found.look("ends", f"it did not end within {plan.deadline_s:.0f} s" if run.hang else "")
     short = [rank for rank, processes in enumerate(run.notes) if max(processes[-1].computed, default=0) < plan.steps]
@@ -226,7 +227,7 @@ def judge(plan: CommandPlan, first: Sequence[Notes], second: Sequence[Notes], ru
 def _compared(
     first: Sequence[Notes], second: Sequence[Notes], disturbed: Sequence[Sequence[Notes]], ignore: Sequence[str]
 ) -> AuditReport | None:
-    """Every process of every rank, with what the undisturbed ones computed; None if there are not as many ranks."""
+    """Compare every process of every rank with the undisturbed runs; None if these had another number of ranks."""
     if len(first) != len(disturbed):
         return None
     everyone = [(rank, each) for rank, processes in enumerate(disturbed) for each in processes if each.values]
@@ -241,4 +242,7 @@ def _first_difference(report: AuditReport) -> str:
     if report.exact:
         return ""
     one = report.differences[0]
-    return f"{len(report.differences)} values differ, as {one.name} of rank {one.rank} in step {one.step} ({one.kind})"
+    return (
+        f"{len(report.differences)} values differ, such as {one.name} of rank {one.rank} in step {one.step} "
+        f"({one.kind})"
+    )

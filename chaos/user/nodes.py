@@ -1,5 +1,5 @@
-"""The nodes on which a user's command runs in ``holdfast chaos run -- COMMAND``. Each has an arena, and so an SMP, of
-its own."""
+"""The nodes on which a user's command runs in ``holdfast chaos run -- COMMAND``. Each has its own arena, and so its own
+SMP."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ END_DEADLINE_S = 10.0
 
 
 class CommandNode(LocalNode):
-    """One node, and the command that was started there."""
+    """One node, and the command that was started on it."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """`folder`: of the run; nodes whose names differ share nothing in it but notes and log."""
+        """`folder`: the folder of the run; nodes of different names share only notes and log in it."""
         super().__init__(name, folder / "nodes" / name, JOB)
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, plan: CommandPlan, extra: dict[str, str]) -> None:
-        """Start the command. `extra`: what stands in its environment besides."""
+        """Start the command. `extra`: more environment variables."""
         ours = self.environment() | {"HOLDFAST_OVERHEAD_BUDGET": "0"}
         if plan.nodes == 1:
             ours.pop("HOLDFAST_NODE")
@@ -45,31 +45,31 @@ class CommandNode(LocalNode):
 
     @property
     def status(self) -> int | None:
-        """Of the command; None before it is started and while it runs."""
+        """The exit status of the command; None before it is started and while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def wait(self, deadline_s: float) -> int | None:
-        """Block until the command ends, at most `deadline_s`; its status, None if it runs on."""
+        """Block until the command ends, at most `deadline_s`; returns its status, or None if it still runs."""
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, deadline_s))
         return self.status
 
     def kill(self) -> None:
-        """SIGKILL to the process that was started, alone."""
+        """SIGKILL only the process that was started, not its children."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(END_DEADLINE_S)
 
     @property
     def pid(self) -> int:
-        """Of the process that was started last."""
+        """The pid of the process that was started last. Raises `HoldfastError` if there is none."""
         if self._process is None:
             raise HoldfastError(f"nothing was started on {self.name} yet")
         return self._process.pid
 
     def end(self) -> None:
-        """Kill all of the command that is left here, and wait until it is gone. The SMP stays."""
+        """Kill all processes of the command that are left here, and wait until they are gone. The SMP stays."""
         self.kill()
         self.kill_processes()
         if self._process is not None:

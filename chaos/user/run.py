@@ -33,11 +33,11 @@ from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 from holdfast.smp_daemon.shared.scratch import Scratch
 
 PATIENCE_S = 30.0
-"""A command that has neither ended nor trained for so long after a fault is ended, as a scheduler would."""
+"""How long after a fault a command may neither end nor train before it is ended, as by a scheduler."""
 
 PATIENCE_OF_SEVERAL_S = 90.0
-"""Launchers that work together first have to find that one is gone, by its silence, and to meet again; what has other
-processes that may be killed, such as raylets, has these to start."""
+"""The same where launchers work together, since they must first notice by silence that one is gone, and meet again; and
+where other processes may be killed, such as raylets, since these must be started again."""
 
 LOOK_EVERY_S = 0.5
 SAFE_DEADLINE_S = 20.0
@@ -48,7 +48,7 @@ def run(plan: CommandPlan, progress: Callable[[str], None]) -> CommandVerdict:
     """Run the command three times, and judge. Blocks; leaves nothing behind.
 
     Raises:
-        HoldfastError: an undisturbed run did not do what it should; the message ends with what it printed.
+        HoldfastError: an undisturbed run failed; the message ends with what it printed.
     """
     with Scratch("chaos") as scratch:
         folder = scratch.path
@@ -58,7 +58,9 @@ def run(plan: CommandPlan, progress: Callable[[str], None]) -> CommandVerdict:
             undisturbed.append(_undisturbed(plan, folder / f"run{number}", name))
         first, second = undisturbed
         if len(first) != len(second):
-            raise HoldfastError(f"{len(first)} ranks trained undisturbed, and {len(second)} the second time")
+            raise HoldfastError(
+                f"the undisturbed runs differ: {len(first)} ranks trained in the first, {len(second)} in the second"
+            )
         several = plan.nodes > 1
         faults = draw(
             plan.seed, plan.faults, len(first), plan.steps, double=plan.double, other=bool(plan.other), several=several
@@ -68,7 +70,7 @@ def run(plan: CommandPlan, progress: Callable[[str], None]) -> CommandVerdict:
 
 @contextmanager
 def _nodes(plan: CommandPlan, folder: Path) -> Iterator[list[CommandNode]]:
-    """The nodes of one run, on which nothing is started yet; everything on them is ended and freed at the end."""
+    """The nodes of one run, with nothing started yet. At the end all their processes are killed and memory is freed."""
     (folder / "notes").mkdir(parents=True)
     nodes = [CommandNode(f"node{index}", folder) for index in range(plan.nodes)]
     try:
@@ -96,7 +98,7 @@ def _undisturbed(plan: CommandPlan, folder: Path, name: str) -> list[Notes]:
 
 
 class _Disturbed(Runner):
-    """The run with faults: starts the command until it ends well, and hears of every point that it comes to."""
+    """The run with faults: starts the command until it ends well, and injects faults at the points that it reaches."""
 
     def __init__(
         self, plan: CommandPlan, folder: Path, faults: Sequence[CommandFault], progress: Callable[[str], None]
@@ -116,7 +118,7 @@ class _Disturbed(Runner):
         self._wiring = Wiring(str(folder / "points.sock"), rules)
 
     def run(self, first: Sequence[Notes], second: Sequence[Notes]) -> CommandVerdict:
-        """Until the command has ended well, hangs, or has ended badly too often for the faults that were done."""
+        """Run until the command ends well, hangs, or has failed more often than the faults can explain."""
         notes, began = self._folder / "notes", time.monotonic()
         with _nodes(self._plan, self._folder) as self._nodes:
             self.listen(self._folder / "points.sock")
@@ -125,7 +127,7 @@ class _Disturbed(Runner):
                 statuses = [node.status for node in self._nodes]
                 leaks = self._leaks() if not any(statuses) else ()
             finally:
-                self.expire(float("inf"))  # what stands still goes on, so that it can end
+                self.expire(float("inf"))  # lets stopped processes go on, so that they can end
                 self.hang_up()
         failure = ""
         if any(statuses) and not hang:
@@ -148,10 +150,10 @@ class _Disturbed(Runner):
         _, alive = psutil.wait_procs(left, END_DEADLINE_S)
         return tuple(f"{process.pid} {process.name()}" for process in alive)
 
-    # ------------------------------------------------------------------ starting it, again and again
+    # ------------------------------------------------------------------ starts and restarts
 
     def _train(self) -> tuple[int, bool]:
-        """Start the command on every node, and again wherever it ends badly: how often, and whether it hung."""
+        """Start the command on every node, and again wherever it fails. Returns how often, and whether it hung."""
         most = 1 + len(self._nodes) * sum(CATALOGUE[fault.kind].ends_job for fault in self._faults)
         starts, limit = 0, 0.0
         size, moved = -1, time.monotonic()
@@ -177,12 +179,12 @@ class _Disturbed(Runner):
                 return starts, True
             patience = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 or self._plan.other else PATIENCE_S
             if self._hurt and now - moved > patience:
-                self._progress(f"it has not trained for {patience:.0f} s, and is ended")
+                self._progress(f"the command has not trained for {patience:.0f} s: ending it")
                 for node in self._nodes:
                     node.end()
 
     def heard(self, event: Event, sock: socket.socket) -> None:
-        """A process has come to a point: do what is due there, and let it go on."""
+        """Inject the fault that is due where a process has reached a point, and let the process go on."""
         if not psutil.pid_exists(event["pid"]):
             return  # it was killed on its way, or while it waited here
         node, due = self._node_of(event["pid"]), self._next(event["pid"])
@@ -194,25 +196,28 @@ class _Disturbed(Runner):
         release(sock)
 
     def _next(self, pid: int) -> CommandFault | None:
-        """What may be done next where `pid` is. Nothing to what is dying; and a recovery is of other processes."""
+        """The next fault, if it may strike at a point of process `pid`.
+
+        A dying process gets none, and a fault in a recovery needs a process that was started for that recovery.
+        """
         left = self._faults[len(self._injected) :]
         if not left or pid in self._dying:
             return None
         return None if left[0].point in IN_A_RECOVERY and pid in self._before else left[0]
 
     def _inject(self, fault: CommandFault, pid: int, node: CommandNode) -> None:
-        """Do it. `pid`: of the process that has come to the point, on `node`."""
+        """Inject a fault. `pid`: the process that has reached the point, on `node`."""
         if CATALOGUE[fault.kind].ends_job:
             self._before = self._trainers(pid)
         match fault.kind:
             case "kill-trainer" | "term-trainer" | "segv-trainer":
-                self._dying.add(pid)  # which takes a moment: it may come to another point
+                self._dying.add(pid)  # it takes a moment to die, and may reach another point meanwhile
                 send_signals(pid, SIGNALS[fault.kind])
             case "kill-trainers":
                 for process in self._trainers(pid):
                     send_signals(process, signal.SIGKILL)
             case "kill-launcher":
-                node.kill()  # what it leaves is in no recovery
+                node.kill()  # trainers that it leaves behind are in `_before`, so they count for no recovery
             case "pause-trainer":
                 self._pause(pid)
             case "kill-smp":
@@ -230,14 +235,18 @@ class _Disturbed(Runner):
         return {pid, *(notes.pid for notes in newest)}
 
     def _node_of(self, pid: int) -> CommandNode | None:
-        """Where a process runs, if its launcher does; None if it has ended, or has another arena than it was given."""
+        """The node on which a process runs, while its command runs there; None if it has ended or has another arena."""
         with suppress(psutil.Error):
             memory = psutil.Process(pid).environ().get(ARENA_ENV)
             return next((node for node in self._nodes if node.runs and str(node.memory) == memory), None)
         return None
 
     def _lose(self, node: CommandNode) -> None:
-        """Cut the power of a node once its loss must do no harm, and put a spare in its place."""
+        """Wait until a snapshot tolerates the loss of a node, cut the node's power, and put a spare in its place.
+
+        Raises:
+            HoldfastError: no snapshot tolerates the loss of a node within `SAFE_DEADLINE_S`.
+        """
         owner = read_owner(node.arena)
         limit = time.monotonic() + SAFE_DEADLINE_S
         while owner is not None:
@@ -245,7 +254,9 @@ class _Disturbed(Runner):
             if overview.safest is not None and overview.safest.tolerates > 0 and not overview.silent:
                 break
             if time.monotonic() > limit:
-                raise HoldfastError(f"not safe against a loss within {SAFE_DEADLINE_S:.0f} s: {overview.sentence()}")
+                raise HoldfastError(
+                    f"no snapshot tolerates the loss of a node after {SAFE_DEADLINE_S:.0f} s: {overview.sentence()}"
+                )
             time.sleep(LOOK_EVERY_S)
         node.power_cut()
         self._lost += 1
@@ -253,7 +264,7 @@ class _Disturbed(Runner):
         self._nodes[self._nodes.index(node)] = spare
 
     def _others(self) -> list[int]:
-        """Processes that the plan's word names. Raises `HoldfastError` if there is none."""
+        """Pids of processes with the plan's word in their command lines. Raises `HoldfastError` if there are none."""
         word, found = self._plan.other, []
         for process in (process for node in self._nodes for process in node.processes()):
             with suppress(psutil.Error):  # it has just ended
@@ -264,7 +275,7 @@ class _Disturbed(Runner):
         return found
 
     def _rank_of(self, pid: int) -> int | None:
-        """Of a process whose launcher said it in the environment, or that noted its pid."""
+        """The rank of a process, from its environment or from its notes; None if neither has it yet."""
         if pid not in self._ranks:
             rank = _rank_in_environment(pid)
             if rank is not None:
