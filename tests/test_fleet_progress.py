@@ -84,6 +84,17 @@ def test_two_snapshots_become_protected_one_after_the_other_though_training_stop
     assert copies.protected == 20
 
 
+def test_of_sealed_snapshots_the_newest_that_is_to_be_protected_is_though_training_stops() -> None:
+    pace = Timeline(10.0, [Save(10, 0.0, sealed_s=2.0), Save(30, 0.0, protected_s=300.0)])
+    copies = Copies(Groups((0, 0), 1))
+    copies.trained(pace, 0, 0.0, 450.0)
+    assert (copies.sealed, copies.protected) == (40, None)
+    copies.settle(599.0)
+    assert copies.protected is None
+    copies.settle(600.0)
+    assert copies.protected == 30
+
+
 def test_what_was_being_protected_when_a_node_went_never_is() -> None:
     copies = Copies(Groups((0, 0), 1))
     copies.trained(PACE, 0, 0.0, 450.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -43,8 +44,10 @@ class Copies:
             self.persisted = persisted.step
         if sealed := pace.newest("sealed", first, elapsed):
             self.sealed = sealed.step
-            if sealed.step != self.protected:
-                self._pending.append((since_s + sealed.finished_s + sealed.save.protected_s, sealed.step))
+            for save in pace.saves:  # the newest sealed step that is to be protected: it may be older than `sealed`
+                step = sealed.step // save.every * save.every
+                if save.protected_s < math.inf and step > max(first, self.protected or 0):
+                    self._pending.append((since_s + pace.finished_s(first, step) + save.protected_s, step))
 
     def settle(self, now_s: float) -> None:
         """Mark sealed steps as protected by now. That goes on while the job stands still: SMPs do it, not trainers."""

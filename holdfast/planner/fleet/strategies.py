@@ -299,7 +299,6 @@ def _in_memory(
         protect_every: one of this many snapshots is protected; fewer if they would not be done in time.
     """
     copy_s = _copy_s(job, site)
-    copy_s = _copy_s(job, site)
     sealed_s = copy_s + seal_s
     protected_s = sealed_s + send_s + agreement_s
     seal_cost_s, send_cost_s = COPY_COST * copy_s + held_s, NETWORK_COST * send_s
