@@ -169,7 +169,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     slowest = max(rows, key=lambda row: row[2].encode_s)
     say_basis(console, smp, [*([f"For {slowest[0]}:"] if len(rows) > 1 else []), *advised(slowest)])
-    found = {name: choices_of(each, sizes, machine) for name, each, sizes in rows if sizes.parity}
+    found = {name: choices_of(each, sizes) for name, each, sizes in rows if sizes.parity}
     if parsed.model and found:
         show_choices(console, *rows[0], found[parsed.model], machine)
     data = [
@@ -189,10 +189,10 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def choices_of(job: ModelJob, sizes: Sizes, machine: Machine) -> list[SlotChoice]:
+def choices_of(job: ModelJob, sizes: Sizes) -> list[SlotChoice]:
     """What each number of slots and each `protect_every` costs a job that takes snapshots as often as it can: at every
     step, if a copy takes no longer than a step."""
-    commit_s = sizes.copy_s + sizes.node_bytes / machine.copy_rate
+    commit_s = sizes.copy_s + sizes.seal_s
     interval_s = max(job.step_s, sizes.copy_s)
     code = sizes.parity / sizes.data
     return list(choices(interval_s=interval_s, commit_s=commit_s, encode_s=sizes.encode_s, code=code))
