@@ -1,31 +1,31 @@
-# make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
-# make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
-# make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and a spare comes
-# make test    the test suite, two files at a time; TESTS=... chooses; its end names what took longest
+# make demo    the main job, on a new machine with Python 3.11; sets everything up
+# make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and replaced by a spare
+# make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and replaced by a spare
+# make test    the test suite, two files at a time; TESTS=... selects tests; lists the slowest at the end
 # make test-other   the fast tests on Python 3.13 or 3.12, without torch: three minutes
-# make slow    all that make test has samples of: every interleaving, scenario, mutant, seed and crash point; an hour
+# make slow    everything that make test samples: all interleavings, scenarios, mutants, seeds and crash points; an hour
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
 # make loops   2,000 training loops drawn from seeds, undisturbed and killed: LOOPS="--seeds 30 --first 777 --json FILE"
-# make fuzz    two million inputs to every parser: a quarter of an hour on two cores
-# make stall   compare with the checkpoints of others: an hour, on an idle machine
-# make bench-node   what an SMP does here, part by part and as a whole, for plan, tune and simulate: six minutes; AGAINST=CHECKOUT
+# make fuzz    two million inputs, spread over all parsers: a quarter of an hour on two cores
+# make stall   comparison with other checkpointers: an hour, on an idle machine
+# make bench-node   speed of an SMP, in parts and as a whole, for plan, tune and simulate: six minutes; AGAINST=CHECKOUT
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
-# make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
-# make bench-links   are four network links of a node filled, and what does it cost to lose one: three minutes, as root
-# make bench-scale   how what ranks tell each other grows, to 16,384 of them: a quarter of an hour on an idle machine
-# make gpu     on a machine with a GPU: is its state captured exactly, how fast, and beside others; GPU=A, B or C for a part
-# make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
-# make gpu-offline there: set up with these and its own torch, and then make gpu
-# make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
-# make wheels  an sdist and a wheel for each kind of processor that a compiler is here for, in dist/
-# make wheels-check  install each for every Python that is here, lose a trainer and a node with it, from no checkout
-# make journeys   three newcomers' first hours, from pip install on: minutes, as root; JOURNEYS="student --python python3.12"
-# make real    scripts of others, killed and compared; REAL=FOLDER has checkouts of them: twenty minutes on idle cores
-# make proof   the tests that prove what README and docs promise, and a table of what came of each
-# make pictures   of the page, in docs/, by Chromium
-# make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
+# make bench-load   loading a lost node's state from memory or from a file server, over shaped links: ten minutes, as root
+# make bench-links   use of four network links per node, and the cost of losing one: three minutes, as root
+# make bench-scale   growth of the communication between ranks, up to 16,384 of them: a quarter of an hour on an idle machine
+# make gpu     on a machine with a GPU: correctness, speed, and cost compared with others; GPU=A, B or C for one part
+# make gpu-wheels  download the packages that a GPU machine without network needs besides torch and NumPy; GPU_PYTHON=3.12
+# make gpu-offline on such a machine: set up with these packages and its own torch, before make gpu
+# make gpu-dry make gpu on a machine without a GPU, with an emulated device: six minutes
+# make wheels  an sdist, and a wheel per processor architecture with a compiler on this machine, in dist/
+# make wheels-check  install each wheel for every Python on this machine, outside the checkout; lose a trainer and a node
+# make journeys   three newcomers' first hours, starting with pip install: minutes, as root; JOURNEYS="student --python python3.12"
+# make real    third-party scripts, killed and compared; REAL=FOLDER contains their checkouts: twenty minutes on idle cores
+# make proof   the tests that prove the promises of README and docs, and a table of the results
+# make pictures   take the pictures of the page in docs/, with Chromium
+# make docs    generate the reference from the code, build the documentation, check every link: build/docs/index.html
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -144,7 +144,7 @@ pictures: setup
 
 docs: setup
 	@$(BIN)/python docs/generate.py
-	@$(BIN)/mkdocs build --strict  # not quiet: then warnings would not count
+	@$(BIN)/mkdocs build --strict  # not --quiet, with which warnings would not count
 	@echo build/docs/index.html
 
 setup: $(READY)

@@ -1,1 +1,1 @@
-"""A CUDA device that is not there: its memory is host memory, and its work is done late, in an adverse order."""
+"""An emulated CUDA device. Its memory is host memory, and its work is done late and in an adverse order."""

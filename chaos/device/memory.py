@@ -1,8 +1,8 @@
-"""Memory of the device: blocks that are handed out again at once, as a caching allocator does.
+"""Memory of the emulated device. Freed blocks are handed out again at once, as by a caching allocator.
 
-A tensor of the device is a tensor over a block. When nobody holds its storage any more, the block goes to the next who
-asks for one of its size on the same stream: whatever is still queued on that stream comes first, and what another
-stream reads from it too late is somebody else's.
+A tensor of the device is a tensor over a block. When its storage is freed, the next request for the same size on the
+same stream gets the block. Work that is still queued on that stream is done before the new owner's, but another stream
+that reads the block too late reads the new owner's data.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 
 ALIGNMENT = 64
 DUST = b"\xdd"
-"""What fresh memory holds."""
+"""The byte that fills new blocks."""
 
 
 @dataclass(eq=False)
 class MemoryBlock:
-    """So many bytes of a device.
+    """A block of memory of a device.
 
     Attributes:
-        device: its number. stream: to whose work it goes back.
+        device: number of the device.
+        stream: the stream that the block was allocated on. Once freed, it is reused only there.
     """
 
     raw: ctypes.Array[ctypes.c_char]
@@ -36,7 +37,7 @@ class MemoryBlock:
 
 
 class DeviceMemory:
-    """All blocks of all devices. They are never given back: an address says for ever which block is meant."""
+    """All blocks of all devices. Blocks are never returned to the host, so an address always means the same block."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []
@@ -46,17 +47,17 @@ class DeviceMemory:
     def tensor(
         self, device: int, stream: object, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """An uninitialised tensor of the device. Its block is free again once its storage is."""
+        """An uninitialised tensor of the device. Its block can be reused as soon as its storage is freed."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
         block = self._take(device, stream, max(1, extent) * dtype.itemsize)
         lease = memoryview(block.raw)
         weakref.finalize(lease, self._free[device, stream, block.size].append, block)
         storage = torch.frombuffer(lease, dtype=dtype).untyped_storage()
         made = torch.empty(0, dtype=dtype)
-        return made.set_(storage, 0, shape, strides)  # no view, which would hold its base
+        return made.set_(storage, 0, shape, strides)  # not a view: a view would keep its base alive
 
     def find(self, address: int) -> MemoryBlock | None:
-        """The block that an address lies in; None: it is none of a device's."""
+        """The block that contains an address; None: the address is in host memory."""
         place = bisect_right(self._addresses, address) - 1
         if place < 0:
             return None
@@ -64,11 +65,11 @@ class DeviceMemory:
         return block if address < block.address + block.size else None
 
     def of(self, tensor: torch.Tensor) -> MemoryBlock | None:
-        """Where a tensor lies; None: in host memory."""
+        """The block that holds a tensor; None: the tensor is in host memory."""
         return self.find(tensor.untyped_storage().data_ptr())
 
     def raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements, without a hold on the memory."""
+        """A tensor of the same elements that does not keep the block from being reused."""
         block = self.of(tensor)
         if block is None:
             return tensor

@@ -1,8 +1,8 @@
-"""Streams, events and captures: what is queued, and when it is done.
+"""Streams, events and captures of the emulated device: what is queued, and when it is done.
 
-Work is done by whoever waits for it, and by whoever queues more, in an order that a seed draws. What has been queued on
-one stream stays in order; what has been queued on several does not, but for the events between them. The device is
-slow: who waits for it in a thread of its own may find that nothing is done before all others have run as far ahead as
+The device has no thread. Its work is done by threads that wait for it and, if a seed draws the order, also by threads
+that queue more. Work on one stream stays in order; work on different streams is ordered only by events. The device is
+slow: while a thread other than the main thread waits, nothing may be done until all others have run as far ahead as
 they can.
 """
 
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 Work = Callable[[], object]
 
 QUIET_S = 0.01
-"""When nobody has queued anything for so long, all have run as far ahead as they can."""
+"""How long nothing must be queued before all threads count as having run as far ahead as they can, in seconds."""
 
 LAZY = "lazy"
-"""Work is done when nobody queues any more: what the training thread queued first, and copies of state last."""
+"""Work is done late, only when no thread queues more; copies of state come after the work of training."""
 
 EAGER = "copies first"
-"""Work is done when somebody waits, and what others than the training thread queued goes first."""
+"""Work is done as soon as a thread waits; copies of state come before the work of training."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,8 @@ class DeviceQueueEvent:
     """A point in the work of a stream.
 
     Attributes:
-        captured: it was recorded into a graph, and is no point in time.
+        passed: whether the stream has reached it.
+        captured: it was recorded into a graph, and so is not a point in time.
     """
 
     queues: Queues
@@ -39,18 +40,20 @@ class DeviceQueueEvent:
     captured: bool = False
 
     def query(self) -> bool:
-        """Whether it has been passed."""
+        """Whether the stream has reached it."""
         self.queues.step()
         return self.passed
 
 
 @dataclass(eq=False)
 class DeviceQueue:
-    """Work in order, each piece of it behind an event if there is one.
+    """A stream: work that is done in order. Each piece can also wait for an event.
 
     Attributes:
-        device: of which it is. training: not one of holdfast's own.
-        graph: what is queued is recorded there instead; None: it is done.
+        device: number of the device.
+        training: whether training uses the stream; false for holdfast's own.
+        work: pieces that are not done yet, each with its event. Guarded by `Queues.lock`.
+        graph: a graph that records what is queued, during a capture; None: the work is done.
     """
 
     queues: Queues
@@ -60,7 +63,7 @@ class DeviceQueue:
     graph: RecordedGraph | None = None
 
     def queue(self, work: Work, after: DeviceQueueEvent | None = None) -> None:
-        """Do it once everything before it is done, and `after` has passed."""
+        """Queue work, to be done once everything before it is done and `after` has passed."""
         self.queues.fail_if_broken()
         if self.graph is not None:
             self.graph.work.append(work)
@@ -72,15 +75,15 @@ class DeviceQueue:
         self.queues.step()
 
     def record_event(self) -> DeviceQueueEvent:
-        """A point behind all that is queued by now."""
+        """An event that passes once everything that is queued by now is done."""
         event = DeviceQueueEvent(self.queues, captured=self.graph is not None)
         self.queue(lambda: setattr(event, "passed", True))
         return event
 
     def wait_event(self, event: DeviceQueueEvent) -> None:
-        """What is queued from now on waits for it."""
+        """Make everything that is queued from now on wait for an event."""
         if event.captured != (self.graph is not None):
-            self.queues.ruin("an event ties a stream that is captured to one that is not")
+            self.queues.ruin("an event connects a stream that is being captured with one that is not")
         self.queue(lambda: None, event)
 
     @property
@@ -89,7 +92,7 @@ class DeviceQueue:
 
 
 class RecordedGraph:
-    """What was captured, as of ``torch.cuda.CUDAGraph``. `current`: gives the calling thread's current stream."""
+    """Captured work, like ``torch.cuda.CUDAGraph``. `current` returns the calling thread's current stream."""
 
     def __init__(self, queues: Queues, current: Callable[[], DeviceQueue]) -> None:
         self._queues = queues
@@ -99,19 +102,19 @@ class RecordedGraph:
         self.ruined = ""
 
     def capture_begin(self) -> None:
-        """From now on what is queued on the current stream is recorded, and not done."""
+        """Record what is queued on the current stream from now on, instead of doing it."""
         self._stream = self._current()
         self._queues.graph = self._stream.graph = self
 
     def capture_end(self) -> None:
-        """Raises `RuntimeError` if something has ruined it."""
+        """End the capture. Raises `RuntimeError` if it was invalidated."""
         if self._stream is not None:
             self._queues.graph = self._stream.graph = None
         if self.ruined:
             raise RuntimeError(f"the capture was invalidated: {self.ruined}")
 
     def replay(self) -> None:
-        """Queue what was recorded on the current stream."""
+        """Queue the recorded work on the current stream."""
         for work in self.work:
             self._current().queue(work)
 
@@ -120,10 +123,15 @@ class Queues:
     """All streams of all devices.
 
     Attributes:
-        lock: held while one piece of work is done: by any thread, which takes no other lock under it. more: of it;
-            notified when there is more to do. count: of all that was ever queued.
-        fault: what the device answers to everything, once something has gone wrong.
-        stuck: nothing is done any more. graph: that is captured just now.
+        lock: guards the streams, their work, `count` and `done`. Any thread holds it while it does a piece of work, and
+            takes no other lock under it.
+        more: condition of `lock`; notified when work is queued.
+        count: number of pieces that were ever queued.
+        order: `LAZY`, `EAGER`, or a seed.
+        fault: once the device has failed: the message of the error that every call raises.
+        stuck: set by tests: no work is done any more.
+        done: number of pieces that are done.
+        graph: the graph that is being captured, if any.
     """
 
     def __init__(self, order: str | int) -> None:
@@ -140,19 +148,19 @@ class Queues:
         self._relaxed = threading.local()
 
     def stream(self, device: int, *, training: bool = True) -> DeviceQueue:
-        """A new one."""
+        """Make a stream."""
         with self.lock:
             self.streams.append(DeviceQueue(self, device, training))
             return self.streams[-1]
 
     def step(self) -> None:
-        """Somebody has done something: with an order that is drawn, some work may have been done by now."""
+        """Let some time pass: with an order that is drawn, do up to four pieces of work."""
         if isinstance(self.order, int):
             for _ in range(self._random.choice((0, 0, 1, 4))):
                 self.work_one()
 
     def let_others_run(self) -> None:
-        """A thread that only copies is about to wait: the device has something else to do first, or not."""
+        """Called before a copy thread waits: let the other threads run ahead first, depending on the order."""
         if self.order == EAGER or (self.order != LAZY and self._random.random() < 0.5):
             return
         with self.lock:
@@ -163,12 +171,12 @@ class Queues:
                     return
 
     def run(self, until: DeviceQueueEvent | None = None) -> None:
-        """Work until `until` has passed, or nothing can be done."""
+        """Do work until `until` has passed, or nothing can be done."""
         while not (until is not None and until.passed) and self.work_one():
             pass
 
     def work_one(self) -> bool:
-        """Do one piece of work; False: there is none that can be done."""
+        """Do one piece of work. Return whether there was one that could be done."""
         with self.lock:
             ready = [stream for stream in self.streams if stream.ready]
             if not ready or self.stuck:
@@ -186,24 +194,24 @@ class Queues:
             return True
 
     def fail_if_broken(self) -> None:
-        """Raises `RuntimeError` if the device has met an error, whoever has made it."""
+        """Raise `RuntimeError` if the device has failed, no matter which thread's work failed."""
         if self.fault:
             raise RuntimeError(self.fault)
 
     # ------------------------------------------------------------------ captures
 
     def relax(self) -> None:
-        """This thread does nothing that could ruin a capture of another."""
+        """Let nothing that this thread does invalidate a capture."""
         self._relaxed.on = True
 
     def touch(self, what: str) -> None:
-        """This thread does what must not be done during a capture, unless it is relaxed."""
+        """Called before anything that CUDA forbids during a capture. Invalidates it unless this thread is relaxed."""
         self.fail_if_broken()
         if self.graph is not None and not getattr(self._relaxed, "on", False):
             self.ruin(f"{what} during a capture")
 
     def ruin(self, why: str) -> None:
-        """Raises `RuntimeError`; a capture that is under way fails, too."""
+        """Raise `RuntimeError`. A capture in progress fails, too."""
         if self.graph is not None:
             self.graph.ruined = why
         raise RuntimeError(f"operation not permitted when stream is capturing: {why}")

@@ -1,9 +1,9 @@
-"""The whole way from a training loop to its slots, on a device: every slot is compared with a twin that synchronises.
+"""Checks the whole path from a training loop to its slots, on a device: compares each slot with a synchronising twin.
 
-The loop has state of every kind that takes a way of its own: buffers on the device, frozen weights, an average that
-code between steps moves, a fused optimizer, memory that is let go of and handed out again at once. The twin is the same
-loop without holdfast, which waits for the device at each boundary and clones everything. `FAULTS` are ways to break
-holdfast that the comparison must notice.
+The loop has state of every kind that is captured differently: buffers on the device, frozen weights, an average that
+code between steps updates, a fused optimizer, and memory that is freed and reused at once. The twin is the same loop
+without holdfast; it waits for the device at each boundary and clones everything. `FAULTS` are ways to break holdfast
+that the comparison must notice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.snapshot.step.capture import Staging
 from holdfast.snapshot.step.copier import Copier, CopyJob
 
 DRAINED = 3
-"""After so many steps the loop waits until its snapshots are protected: there are no more slots than that."""
+"""How often the loop waits until its snapshots are protected, in steps: it has only as many slots."""
 
 DRAIN_S = 10.0
 
@@ -36,20 +36,20 @@ State = dict[str, bytes]
 
 
 class SeamDevice(Protocol):
-    """Where the loop runs."""
+    """The device that the loop runs on."""
 
     name: str
 
     def installed(self) -> AbstractContextManager[object]:
-        """In this block it is there."""
+        """Make the device available in this block."""
         ...
 
     def own_stream(self) -> AbstractContextManager[object]:
-        """In this block another stream than the default one is current."""
+        """Make a stream other than the default one current in this block."""
         ...
 
     def delay(self) -> None:
-        """The device has something to do first, for a while."""
+        """Keep the current stream busy for a while before its next work."""
         ...
 
     def synchronize(self) -> None:
@@ -57,18 +57,18 @@ class SeamDevice(Protocol):
         ...
 
     def engines(self) -> DeviceEngines:
-        """Copy engines of the host and of it."""
+        """Copy engines for the host and this device."""
         ...
 
     def capture(self, graph: Any) -> AbstractContextManager[object]:
-        """What the block queues is recorded into what `graph` gave."""
+        """Record what the block queues into a graph that `graph` made."""
         ...
 
     def graph(self) -> Any: ...
 
 
 class Cpu:
-    """No device: nothing is late, and there are no graphs."""
+    """The CPU in place of a device: no work is late, and there are no graphs."""
 
     name = "cpu"
 
@@ -78,23 +78,23 @@ class Cpu:
     own_stream = installed
 
     def delay(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: a CPU has no queue."""
 
     def synchronize(self) -> None:
-        """Everything is done."""
+        """Do nothing: all work is done already."""
 
     def engines(self) -> DeviceEngines:
         return DeviceEngines()
 
     def capture(self, graph: Any) -> AbstractContextManager[object]:
-        raise NotImplementedError("a CPU does at once what it is asked to")
+        raise NotImplementedError("a CPU has no graphs")
 
     def graph(self) -> Any:
-        raise NotImplementedError("a CPU does at once what it is asked to")
+        raise NotImplementedError("a CPU has no graphs")
 
 
 class Imagined:
-    """A stand-in. Results are those of the CPU."""
+    """An emulated device. Results are those of the CPU."""
 
     name = "cuda:0"
 
@@ -108,7 +108,7 @@ class Imagined:
         return self.standin.stream(self.standin.queues.stream(0))
 
     def delay(self) -> None:
-        """It is late anyway."""
+        """Do nothing: the device is late anyway."""
 
     def synchronize(self) -> None:
         self.standin.synchronize()
@@ -158,14 +158,14 @@ class Real:
 
 @dataclass(frozen=True, slots=True)
 class SeamLoop:
-    """How the loop is.
+    """Options of the loop.
 
     Attributes:
-        steps: how many.
-        own_stream: it runs on another stream than the default one.
-        moves: its weights get other memory in each step, and what they had is used for something else.
-        captured: from this step on the optimizer's step is replayed from a CUDA graph; 0: never.
-        turns: how it says where its steps begin: by ``steps`` or ``data``; empty: it does not.
+        steps: number of steps.
+        own_stream: whether the loop runs on a stream other than the default one.
+        moves: whether weights move to other memory in each step, and their old memory is overwritten.
+        captured: the step from which on the optimizer's step is replayed from a CUDA graph; 0: never.
+        turns: how the loop says where its steps begin: by ``steps`` or ``data``; empty: it does not.
     """
 
     steps: int = 30
@@ -177,12 +177,14 @@ class SeamLoop:
 
 @dataclass(slots=True)
 class SeamOutcome:
-    """What came of it.
+    """The outcome of a loop.
 
     Attributes:
-        taken: steps of which a slot was sealed. wrong: what of which of them is not as the twin has it.
-        given_up: how many snapshots were, as they would not have been exact. failure: what the loop ended with.
-        steps: of how many it was.
+        steps: number of steps of the loop.
+        taken: steps whose slot was sealed.
+        wrong: names and steps of tensors that differ from the twin's.
+        given_up: number of snapshots that were given up because they would not have been exact.
+        failure: the error that ended the loop, if any.
     """
 
     steps: int
@@ -202,7 +204,7 @@ class Training:
     """Model, optimizer and average, on a device.
 
     Attributes:
-        step: the one at hand.
+        step: the current step.
     """
 
     def __init__(self, device: SeamDevice, loop: SeamLoop) -> None:
@@ -229,8 +231,8 @@ class Training:
 
         Args:
             begins: called where a step begins.
-            turns: gives the numbers of the steps, from how many there are to be.
-            note: told of the loss of each step, for which the device is waited for.
+            turns: makes the sequence of step numbers from their count.
+            note: called with the loss of each step, after waiting for the device.
         """
         for step in turns(self._loop.steps):
             self.step = step
@@ -243,7 +245,7 @@ class Training:
             if note is not None:
                 note(step, loss.item())
             elif step % 5 == 4:
-                loss.item()  # else it would run ahead of the device for ever
+                loss.item()  # otherwise the loop would run ever further ahead of the device
             self._device.delay()
             self._step(step)
             self.optimizer.zero_grad(set_to_none=not self._loop.captured)
@@ -252,10 +254,10 @@ class Training:
             if self._loop.moves:
                 for parameter in self.model.parameters():
                     parameter.data = parameter.data.clone()
-                [torch.full_like(p, 7.0) for p in self.model.parameters()]  # in the memory that they had
+                [torch.full_like(p, 7.0) for p in self.model.parameters()]  # reuses the old memory of the weights
 
     def state(self) -> State:
-        """All of it, as it is now. Waits for the device."""
+        """The current state, by name. Waits for the device."""
         tensors = {**self.model.state_dict(), **{f"average.{name}": each for name, each in self.average.items()}}
         for number, state in enumerate(self.optimizer.state.values()):
             tensors |= {f"{number}.{key}": value for key, value in state.items()}
@@ -276,7 +278,7 @@ class Training:
 
 
 def twin(device: SeamDevice, loop: SeamLoop) -> dict[int, State]:
-    """The state with which each step begins. Graphs are not needed for that."""
+    """The state with which each step begins, from a run without holdfast and without graphs."""
     found: dict[int, State] = {}
     loop = replace(loop, captured=0)
     with device.installed(), device.own_stream() if loop.own_stream else nullcontext():
@@ -290,7 +292,7 @@ def twin(device: SeamDevice, loop: SeamLoop) -> dict[int, State]:
 
 
 def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena: Path, job: str) -> SeamOutcome:
-    """Train with a snapshot at every step, and compare each slot with what is `wanted` of that step."""
+    """Train with a snapshot at every step, and compare each slot with the `wanted` state of its step."""
     outcome = SeamOutcome(loop.steps)
     seal = Copier._seal
 
@@ -336,14 +338,14 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 @contextmanager
 def no_fence() -> Iterator[None]:
-    """The optimizer does not wait for the copy."""
+    """Do not let the optimizer wait for the copy."""
     with patch.object(CudaTransfer, "fence", lambda transfer: None):
         yield
 
 
 @contextmanager
 def early_mark() -> Iterator[None]:
-    """The copy waits for the boundary before its own."""
+    """Let each copy wait for the boundary before its own."""
     made = CudaTransfer.__init__
     events: list[Any] = []
 
@@ -358,7 +360,7 @@ def early_mark() -> Iterator[None]:
 
 @contextmanager
 def early_give_back() -> Iterator[None]:
-    """Copies made as a step begins are overwritten by the next, though they may not be in a slot yet."""
+    """Let copies made at the beginning of a step be overwritten by the next step, perhaps before they are in a slot."""
     take, kept = Staging.take, dict[Staging, Any]()
 
     def taking(staging: Staging, pieces: Any) -> Any:
@@ -373,27 +375,27 @@ def early_give_back() -> Iterator[None]:
 
 @contextmanager
 def no_finish() -> Iterator[None]:
-    """What is still under way is sealed."""
+    """Seal slots while copies to them are still in progress."""
     with patch.object(CudaTransfer, "finish", CudaTransfer._over):
         yield
 
 
 @contextmanager
 def live_buffers() -> Iterator[None]:
-    """What a forward may change is not copied as the step begins."""
+    """Do not copy what a forward may change at the beginning of the step."""
     with patch.object(Staging, "take", lambda staging, pieces: tuple(pieces)):
         yield
 
 
 @contextmanager
 def deaf_to_replays() -> Iterator[None]:
-    """Nobody listens to what a graph does."""
+    """Do not report again at replays what was reported during a capture."""
     with patch("holdfast.snapshot.step.graphs.Graphs.say", lambda graphs, what, *, after=False: what()):
         yield
 
 
 SHOWN_BY = {"early-mark": EAGER}
-"""On an imagined device: faults that show where it copies at once. All others show where it is late."""
+"""The order of work on an emulated device that shows a fault, if it is not `LAZY`."""
 
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], SeamLoop]] = {
     "no-fence": (no_fence, SeamLoop()),
@@ -403,4 +405,4 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], SeamLoop]] =
     "live-buffers": (live_buffers, SeamLoop()),
     "deaf-to-replays": (deaf_to_replays, SeamLoop(captured=5)),
 }
-"""By name: how to break it, and a loop that shows it."""
+"""How to break holdfast, and a loop that shows the fault, by name."""

@@ -1,8 +1,8 @@
-"""The device as torch and holdfast see it.
+"""The emulated device as torch and holdfast see it.
 
-`ImaginedCuda` is what a process has in place of CUDA. Inside `installed` the tensors that it made say that they are
-on ``cuda:0`` or another of its devices; what torch is asked to do with them is queued, and done late; and holdfast's
-copy engines use `ImaginedRuntime`. Kernels are those of the CPU, so results are the same to the last bit as without it.
+`ImaginedCuda` replaces CUDA in a process. Inside `installed`, the tensors that it made report ``cuda:0``, or another of
+its devices, as their device. Torch operations on them are queued and done late, and holdfast's copy engines use
+`ImaginedRuntime`. The kernels are the CPU's, so results equal those of the CPU to the last bit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from holdfast.snapshot.copy.runs import Runs
 REFUSED = 2
 ALREADY = 712
 STUCK_S = 0.2
-"""How long a thread waits for a device that does nothing. On a real one it is a minute."""
+"""Timeout of a thread that waits for a device that does nothing, in seconds. With a real device it is a minute."""
 
 _ASKS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"}
-"""What answers the host: it waits for the device."""
+"""Operations that return a value to the host, and so wait for the device."""
 
 _DEVICE, _IS_CUDA, _IS_CPU = (getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu"))
 
@@ -45,14 +45,19 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class ImaginedCuda:
-    """One process's devices.
+    """The emulated devices of one process.
 
     Args:
         order: `queues.LAZY`, `queues.EAGER`, or a seed.
+        devices: number of devices.
 
     Attributes:
-        refused: whether the n-th registration is refused.
-        registered: host memory that devices reach, by its address. log: what was registered and unregistered.
+        defaults: the default stream of each device.
+        refused: called with the number of a registration; returns whether to refuse it.
+        registered: host memory that devices can access: lengths by address.
+        log: registrations, refusals and unregistrations, with addresses.
+        copies: number of copies that runtimes have queued.
+        fail_at: number of the copy that fails; None: none does.
     """
 
     def __init__(self, order: str | int = "lazy", devices: int = 1) -> None:
@@ -83,19 +88,19 @@ class ImaginedCuda:
     def empty(
         self, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: int = 0
     ) -> torch.Tensor:
-        """Uninitialised memory of the device."""
+        """An uninitialised tensor of the device."""
         with quiet():
             strides = torch.empty(tuple(shape), device="meta").stride() if strides is None else strides
             return self.memory.tensor(device, self.current(device), tuple(shape), tuple(strides), dtype)
 
     def current(self, device: int) -> DeviceQueue:
-        """This thread's current stream of that device."""
+        """This thread's current stream of a device."""
         found: DeviceQueue = getattr(self._local, f"stream{device}", self.defaults[device])
         return found
 
     @contextmanager
     def stream(self, stream: DeviceQueue) -> Iterator[DeviceQueue]:
-        """Make it this thread's current one."""
+        """Make a stream this thread's current one in this block."""
         name = f"stream{stream.device}"
         before = self.current(stream.device)
         setattr(self._local, name, stream)
@@ -105,22 +110,22 @@ class ImaginedCuda:
             setattr(self._local, name, before)
 
     def capturing(self) -> bool:
-        """Whether what this thread queues is recorded."""
+        """Whether what this thread queues is being recorded into a graph."""
         return any(self.current(number).graph is not None for number in range(len(self.defaults)))
 
     def synchronize(self) -> None:
-        """Block until everything is done."""
+        """Do all work that can be done."""
         self.queues.touch("a synchronisation")
         self.queues.run()
         self.queues.fail_if_broken()
 
     def graph(self, device: int = 0) -> RecordedGraph:
-        """One to capture into."""
+        """Make an empty graph."""
         return RecordedGraph(self.queues, lambda: self.current(device))
 
     @contextmanager
     def capture(self, device: int = 0) -> Iterator[RecordedGraph]:
-        """What the block queues on the current stream is recorded, and not done."""
+        """Record what the block queues on the current stream, instead of doing it."""
         graph = self.graph(device)
         graph.capture_begin()
         try:
@@ -129,18 +134,18 @@ class ImaginedCuda:
             graph.capture_end()
 
     def to(self, module: torch.nn.Module, device: int = 0) -> torch.nn.Module:
-        """Move a module there, in place."""
+        """Move a module to the device, in place."""
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = self.tensor(tensor.data, device)
         return module
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
-        """Which device a tensor says that it is on; None: it is in host memory."""
+        """The device that a tensor reports; None: it is in host memory."""
         block = self.memory.of(tensor)
         return None if block is None else torch.device("cuda", block.device)
 
     def engines(self, devices: Collection[torch.device] = ()) -> DeviceEngines:
-        """Copy engines of these devices."""
+        """Copy engines for these devices."""
 
         def made(device: torch.device, pages: Pages) -> CopyEngine:
             if device.type != "cuda":
@@ -151,7 +156,7 @@ class ImaginedCuda:
 
     @contextmanager
     def installed(self) -> Iterator[ImaginedCuda]:
-        """In this block, and in threads that it starts, this process has these devices."""
+        """Give this process these devices in this block, and in threads that holdfast starts in it."""
         standin = self
 
         class Thread(threading.Thread):
@@ -175,7 +180,7 @@ class ImaginedCuda:
             yield self
 
     def _generators(self) -> dict[str, Callable[..., Any]]:
-        """Functions of `torch.cuda`: all devices draw from the host's generator."""
+        """Replacements for functions of `torch.cuda`: all devices draw from the host's generator."""
         return {
             "current_device": lambda: 0,
             "device_count": lambda: len(self.defaults),
@@ -186,7 +191,7 @@ class ImaginedCuda:
     # ------------------------------------------------------------------ what torch is asked to do
 
     def operate(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Queue an operation of torch on tensors of which some are on a device; what it will return."""
+        """Queue a torch operation if any of its tensors is on a device, and return its future result."""
         leaves = [leaf for leaf in pytree.tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)]
         places = {block.device for leaf in leaves if (block := self.memory.of(leaf)) is not None}
         name = function.overloadpacket.__name__
@@ -200,7 +205,7 @@ class ImaginedCuda:
             self.wait_for(stream)
             return function(*arguments, **options)
         written = _written(function, arguments, options)
-        if written and self.memory.of(written[0]) is None:  # to the host
+        if written and self.memory.of(written[0]) is None:  # a copy to the host
             self.wait_for(stream)
             return function(*arguments, **options)
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -228,20 +233,20 @@ class ImaginedCuda:
         return promised
 
     def wait_for(self, stream: DeviceQueue) -> None:
-        """Block until the stream has done all that is queued."""
+        """Do work until the stream has done everything that is queued by now."""
         self.queues.touch("a synchronisation")
         event = stream.record_event()
         self.queues.run(event)
         self.queues.fail_if_broken()
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as the device will read it: on the device as it is by then, of the host as it is now."""
+        """An operand of a queued operation: device memory as it will be then, host memory as it is now."""
         return self.memory.raw(tensor) if self.memory.of(tensor) is not None else tensor.clone()
 
     def _draw(
         self, function: Any, arguments: Any, options: Any, stream: DeviceQueue, written: list[torch.Tensor]
     ) -> Any:
-        """Random numbers: the generator moves on at once, as it is the host's."""
+        """Run an operation that draws random numbers, which advances the generator at once, since it is the host's."""
         self.wait_for(stream)
         if not written:
             return pytree.tree_map_only(
@@ -253,7 +258,7 @@ class ImaginedCuda:
         return written[0]
 
     def _promised(self, function: Any, arguments: Any, options: Any, device: int) -> Any:
-        """What the operation returns: tensors that are there, and hold their values later."""
+        """The result of a queued operation: its tensors exist now, and get their values later."""
         known: dict[int, torch.Tensor] = {}
 
         def shape_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,7 +283,7 @@ class ImaginedCuda:
 
 
 class ImaginedRuntime:
-    """`snapshot.copy.cuda_runtime.Runtime` of one of the devices."""
+    """A `snapshot.copy.cuda_runtime.Runtime` for one emulated device."""
 
     def __init__(self, standin: ImaginedCuda, number: int = 0) -> None:
         self.device = torch.device("cuda", number)
@@ -371,7 +376,7 @@ class ImaginedRuntime:
         standin.current(self._number).queue(_quietly(transfer))
 
     def _check_reach(self, address: int, count: int) -> None:
-        """Raises `RuntimeError` for host memory that is not within one registered range."""
+        """Raise `RuntimeError` for host memory that is not within one registered range."""
         if self._standin.memory.find(address) is not None:
             return
         for start, length in self._standin.registered.items():
@@ -381,7 +386,7 @@ class ImaginedRuntime:
 
 
 class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What this thread asks of torch goes to the devices."""
+    """Passes this thread's torch operations to the devices."""
 
     def __init__(self, standin: ImaginedCuda) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -392,7 +397,7 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Faces(TorchFunctionMode):
-    """Tensors of the devices say where they are, and what brings them to the host waits for them."""
+    """Makes tensors report their emulated device, and makes transfers to the host wait for it. For one thread."""
 
     def __init__(self, standin: ImaginedCuda) -> None:
         super().__init__()
@@ -429,7 +434,7 @@ class _Faces(TorchFunctionMode):
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill the memory between the first and the last."""
+    """Whether the elements fill all memory between the first and the last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return reach + 1 == tensor.numel()
 
@@ -470,6 +475,6 @@ def _quietly(work: Callable[[], object]) -> Callable[[], None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Torch does at once what it is asked to."""
+    """Let torch do operations at once in this block, without emulation or gradients."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield

@@ -1,6 +1,6 @@
 """``python -m holdfast.chaos.loops``: draw training loops from seeds, run each undisturbed and killed, and compare.
 
-Exit status 0 only if each was identical, or refused or warned about with the name of what is to blame.
+Exits with 0 only if each loop was identical, or was refused or warned about in a text that names the cause.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SAY_EVERY_S = 10.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, run, report."""
+    """Run the command, print and write the results, and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     for name in ("seeds", "jobs"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: give 1 or more")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` blocks end what was started
     total, began = Total(), time.perf_counter()
     said = began
     for result in run(range(options.first, options.first + options.seeds), options.jobs):
@@ -55,12 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def replay(seed: int) -> str:
-    """The command that shows what a seed did."""
+    """The command that runs a seed again and shows it."""
     return f"python -m holdfast.chaos.loops --seeds 1 --first {seed} --show"
 
 
 def summarised(total: Total, first: int, wall_s: float) -> dict[str, Any]:
-    """All of it, for machines."""
+    """All results, as JSON data."""
     return {
         "first": first,
         **{outcome.value: total.count(outcome) for outcome in TrialOutcome},
@@ -71,7 +71,7 @@ def summarised(total: Total, first: int, wall_s: float) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """What it ran on, in words."""
+    """A description of this machine and its versions."""
     found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     name = found[1] if found else platform.machine()
     return (
@@ -80,29 +80,29 @@ def machine() -> str:
 
 
 def line(summary: dict[str, Any]) -> str:
-    """The counts, for readers."""
+    """The counts, as one line of text."""
     counts = ", ".join(f"{summary[outcome.value]} {outcome.value}" for outcome in TrialOutcome)
     return f"{len(summary['seeds'])} seeds from {summary['first']}: {counts}; {summary['wall_s']} s"
 
 
 def shown(result: Result) -> str:
-    """One seed, for readers."""
+    """One seed's program, messages and outcome, as text."""
     said = "\n".join(f"# said: {text}" for text in result.said) or "# said: nothing"
     log = "\n".join(f"# {text}" for text in result.log.splitlines()) if result.failed else ""
     return f"{result.history}{said}\n{log}\n# restored: {result.restored}\n# {result.outcome.value}: {result.why}\n"
 
 
 def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
-    """A report."""
+    """The lines of a report in Markdown."""
     yield "# Training loops drawn from seeds, undisturbed and killed"
     yield ""
     yield f"{line(summary)}; {summary['machine']}."
     yield ""
     yield (
-        "`make loops` runs it. A loop is *identical* if every loss, and all state at its end, is to the last bit that "
-        "of the same loop without holdfast; *refused* if holdfast refused or warned, naming what is to blame; all else "
-        "is *silent*. *unprotected*: it never went back to a snapshot. Each seed draws a model, an optimizer, data, "
-        "and at most three things besides; a loop is counted with each of its features."
+        "`make loops` makes this report. A loop is *identical* if every loss, and all state at its end, equals that of "
+        "the same loop without holdfast to the last bit; *refused* if holdfast refused or warned and named the cause; "
+        "otherwise *silent*. *unprotected*: it never went back to a snapshot. Each seed draws a model, an optimizer, "
+        "data, and at most three further features; a loop is counted once for each of its features."
     )
     yield ""
     yield f"| feature | {' | '.join(outcome.value for outcome in TrialOutcome)} |"
@@ -119,15 +119,16 @@ def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m holdfast.chaos.loops", description="Draw training loops from seeds, kill them, and compare."
+        prog="python -m holdfast.chaos.loops",
+        description="Draw training loops from seeds, run each undisturbed and killed, and compare.",
     )
-    parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
-    parser.add_argument("--jobs", type=int, default=1, help="in so many processes at the same time (default 1)")
+    parser.add_argument("--seeds", type=int, default=200, help="number of seeds (default 200)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of worker processes (default 1)")
     parser.add_argument(
-        "--show", action="store_true", help="print each loop, what holdfast said of it and what came of it"
+        "--show", action="store_true", help="print each loop, holdfast's messages about it and the outcome"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a report there")
     return parser
 

@@ -1,4 +1,4 @@
-"""Many seeds, on as many processes as are wanted, and what they did together."""
+"""Runs many seeds, on one or several processes, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from holdfast.chaos.loops.judge import Result, TrialOutcome
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 
 SEED_DEADLINE_S = 600.0
-"""A seed takes less than a second, and what hangs in it has deadlines; what takes this long hangs elsewhere."""
+"""Timeout for the next result, in seconds. A seed takes less than 1 s, and its lives have timeouts of their own."""
 
 
 @dataclass
 class Total:
-    """What many seeds did together."""
+    """The results of many seeds."""
 
     results: list[Result] = field(default_factory=list)
 
     def count(self, outcome: TrialOutcome) -> int:
-        """How many ended so."""
+        """The number of seeds with this outcome."""
         return sum(result.outcome is outcome for result in self.results)
 
     @property
     def failed(self) -> list[Result]:
-        """Those that are neither identical nor refused."""
+        """The results that are neither identical nor refused."""
         return [result for result in self.results if result.failed]
 
     def by_feature(self) -> dict[str, Counter[TrialOutcome]]:
-        """How loops with each feature ended."""
+        """The number of loops with each feature, by outcome."""
         found: dict[str, Counter[TrialOutcome]] = {}
         for result in self.results:
             for feature in result.features:
@@ -43,11 +43,11 @@ class Total:
 
 
 def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
-    """What came of each seed, as they come, in so many processes; 1: in this one. Blocks for a seed.
+    """Run seeds in `jobs` processes, or in this one if that is 1, and yield each result as it arrives. Blocks.
 
     Raises:
-        DeadlineExceeded: a seed hangs.
-        HoldfastError: a process ended before it was told to.
+        DeadlineExceeded: no seed ended in time.
+        HoldfastError: a worker process ended unexpectedly.
     """
     if jobs <= 1:
         from holdfast.chaos.loops.trial import Trials
@@ -98,11 +98,11 @@ class _TrialProcess:
     def answer(self) -> Result:
         line = self._lines.readline()
         if not line:
-            raise HoldfastError(f"a process that runs seeds ended by itself: status {self._process.wait(1.0)}")
+            raise HoldfastError(f"a worker process of chaos.loops ended unexpectedly: status {self._process.wait(1.0)}")
         return Result.parse(line)
 
     def close(self) -> None:
-        """It ends what it has started, at the end of its seed, and then itself."""
+        """Close the channel, and wait until the process has finished its seed and ended."""
         self._lines.close()
         self.channel.close()
         self._process.wait(SEED_DEADLINE_S)

@@ -1,7 +1,7 @@
-"""A loop from a seed: the same from the same seed, and nothing else decides.
+"""Draws a loop from a seed. The loop depends on nothing but the seed.
 
-Each has a model, an optimizer and data, and at most three things besides. One that is rightly refused hides all else
-that may be wrong with its loop, so few are put together.
+Each loop has a model, an optimizer, data, and at most three further features. They are few because a feature that is
+rightly refused hides every other fault of its loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLAIN_MODELS = ("mlp", "dropout", "batchnorm")
 OTHER_MODELS = tuple(m for m in MODELS if m not in PLAIN_MODELS)
 
 WITH_MOMENTUM = ("momentum", "adam", "adamw", "amsgrad", "rmsprop", "groups", "closure")
-"""Optimizers whose momentum, or first beta, a cycle may change."""
+"""Optimizers whose momentum, or first beta, `OneCycleLR` can change."""
 
 SCHEDULES = ("end", "top", "lambda", "one cycle", "sequential", "plateau", "in extra", "several", "list")
 AVERAGES = (
@@ -68,10 +68,10 @@ CLIPS = ("norm", "value", "weights", "weights, data", "weights, pointer")
 
 
 def draw(seed: int, *, declared: bool = True) -> Loop:
-    """The loop of a seed.
+    """Draw the loop of a seed.
 
     Args:
-        declared: whether loops may say where a step begins, by ``snap.begin()`` and the like.
+        declared: whether the loop may say where its steps begin, by ``snap.begin()``, ``steps`` or ``data``.
     """
     dice = random.Random(f"loop {seed}")
     count = dice.choices((0, 1, 2, 3), (1, 4, 4, 2))[0]
@@ -214,10 +214,11 @@ def _twisted(loop: Loop, name: str, at: int = 0) -> Loop:
 
 
 def _consistent(loop: Loop) -> Loop:
-    """Without what does not go together; the model, then the optimizer, then what was drawn first, stays."""
+    """Drop twists and adjust options that do not fit together. The model wins, then the optimizer, then the twist that
+    was drawn first."""
     steps_itself = loop.optimizer in ("lbfgs", "closure", "in backward", "two") or loop.optimizer.startswith("sam")
     several = loop.optimizer == "in backward"
-    without_gradients = several or loop.optimizer in ("lbfgs", "closure")  # as what follows backward in the text runs
+    without_gradients = several or loop.optimizer in ("lbfgs", "closure")  # at the lines that follow backward
     looped = loop.data.startswith(("loader, e", "loader, s"))
     names = {twist.name for twist in loop.twists}
     kept: list[Twist] = []
@@ -261,7 +262,7 @@ def _consistent(loop: Loop) -> Loop:
         zero = "top"
     data = loop.data
     steps = loop.steps
-    if loop.optimizer == "sam":  # it never steps itself, which is said after a hundred gradients
+    if loop.optimizer == "sam":  # it never steps itself; holdfast says so only after a hundred gradients
         data = "fresh" if data.startswith("loader") else data
         steps = 60
     if loop.optimizer in ("lbfgs", "closure") and data == "prefetched":

@@ -1,4 +1,4 @@
-"""What came of a drawn loop: identical, refused, or silently another; from what its lives said."""
+"""Determines the outcome of a drawn loop (identical, refused, silently different, ...) from the events of its lives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMED_AT_MOST = 4
 
 
 class TrialOutcome(Enum):
-    """In the order in which they are reported."""
+    """How a seed ended, in the order of the report."""
 
     IDENTICAL = "identical"
     REFUSED = "refused"
@@ -26,7 +26,7 @@ class TrialOutcome(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """One seed. `features`: what its loop is made of. `log`: what its lives printed, unless all was well."""
+    """One seed. `features` are those of its loop; `log` is the end of what its lives and SMP printed."""
 
     seed: int
     outcome: TrialOutcome
@@ -40,22 +40,22 @@ class Result:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What `write` gave."""
+        """Parse a line that `write` made."""
         data = json.loads(text)
         lists = {name: tuple(data[name]) for name in ("features", "said", "restored")}
         return cls(**{**data, **lists, "outcome": TrialOutcome(data["outcome"])})
 
     def write(self) -> str:
-        """A line that `parse` reads."""
+        """Encode as a line that `parse` reads."""
         return json.dumps(asdict(self) | {"outcome": self.outcome.value})
 
     @property
     def failed(self) -> bool:
-        """Whether it is neither identical nor refused."""
+        """Whether the outcome is neither identical nor refused."""
         return self.outcome not in (TrialOutcome.IDENTICAL, TrialOutcome.REFUSED)
 
     def to_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as JSON data, with the log only if it failed."""
         return {
             "seed": self.seed,
             "outcome": self.outcome.value,
@@ -69,13 +69,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one seed.
+    """The outcome of one seed.
 
     Attributes:
-        why: in words: what differs, what was said, what failed.
-        said: what holdfast logged or raised, each text once.
-        named: whether one of them names what is to blame.
-        restored: the step that each life began with; None: a cold start.
+        why: the reason, in words: a difference, a message of holdfast, or a failure.
+        said: warnings and errors of holdfast, each text once.
+        named: whether one of these names the cause.
+        restored: the step that each life was restored at; None: a cold start.
+        took_s: how long each part of the trial took.
     """
 
     outcome: TrialOutcome
@@ -87,12 +88,12 @@ class Verdict:
 
 
 def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words: str) -> Verdict:
-    """Compare.
+    """Compare the lives of a seed and determine its outcome.
 
     Args:
-        undisturbed: what the life without holdfast said.
-        lives: what the lives with it said; only the last may have ended by itself.
-        words: a regular expression that is found in what names the thing to blame.
+        undisturbed: events of the life without holdfast.
+        lives: events of the lives with holdfast; all but the last were killed or raised.
+        words: a regular expression that matches texts that name the cause.
     """
     said = tuple(dict.fromkeys(text for life in lives for text in _said(life)))
     named = any(names(text, words) for text in said)
@@ -106,20 +107,22 @@ def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words:
             if event["kind"] == "error" and not event["own"]:
                 return verdict(TrialOutcome.ERROR, f"{event['type']}: {event['text']}")
     if not _finished(undisturbed):
-        return verdict(TrialOutcome.ERROR, "the undisturbed loop did not end well")
+        return verdict(TrialOutcome.ERROR, "the undisturbed run did not finish")
     raised = [e for life in lives for e in life if e["kind"] == "error"]
     if raised:
         text = f"{raised[0]['type']}: {raised[0]['text']}"
         return verdict(
-            TrialOutcome.REFUSED if named else TrialOutcome.ERROR, text if named else f"names nothing: {text}"
+            TrialOutcome.REFUSED if named else TrialOutcome.ERROR, text if named else f"does not name the cause: {text}"
         )
     if not _finished(lives[-1]):
-        return verdict(TrialOutcome.ERROR, f"the last life ended without a word: {lives[-1][-1:]}")
+        return verdict(TrialOutcome.ERROR, f"the last life ended without a result, after {lives[-1][-1:]}")
     differences = compare(undisturbed, lives)
     if differences and named:
         return verdict(TrialOutcome.REFUSED, next(t for t in said if names(t, words)))
     if len(lives) == 1 or any(step is None for step in restored[1:]):
-        why = "nothing was ever protected, so it was not killed" if len(lives) == 1 else "it began anew"
+        why = (
+            "no snapshot was ever protected, so it was not killed" if len(lives) == 1 else "a restart was a cold start"
+        )
         return verdict(TrialOutcome.REFUSED if named else TrialOutcome.UNPROTECTED, why)
     if differences:
         more = f"; and {len(differences) - NAMED_AT_MOST} more" if len(differences) > NAMED_AT_MOST else ""
@@ -128,7 +131,7 @@ def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words:
 
 
 def compare(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]]) -> list[str]:
-    """What is not the same: losses of any life by step, then state at the end by name."""
+    """List the differences: losses of any life by step, then state at the end by name."""
     found = []
     expected = _losses(undisturbed)
     seen: set[int] = set()
@@ -139,25 +142,25 @@ def compare(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]]) -> l
             if losses != wanted[: len(losses)]:
                 pair = next(((a, b) for a, b in zip(losses, wanted, strict=False) if a != b), (losses[-1], "none"))
                 found.append(f"loss of step {step} in life {number} is {pair[0]}, undisturbed {pair[1]}")
-    found += [f"step {step} was never made" for step in sorted(expected.keys() - seen)]
+    found += [f"step {step} was never run" for step in sorted(expected.keys() - seen)]
     want, have = _finished(undisturbed)[-1]["state"], _finished(lives[-1])[-1]["state"]
     found += [f"{name} differs at the end" for name in want if name in have and want[name] != have[name]]
     found += [f"{name} is missing at the end" for name in want if name not in have]
-    found += [f"{name} is there at the end, undisturbed not" for name in have if name not in want]
+    found += [f"{name} exists at the end only with holdfast" for name in have if name not in want]
     return found
 
 
 ADVICE = re.compile(r"(, as something changed it| \(iter\(|: call `snap).*", re.DOTALL)
-"""What holdfast says of ways out names much that is not to blame."""
+"""The parts of holdfast's messages that advise a fix. They name things that are not the cause."""
 
 
 def names(text: str, words: str) -> bool:
-    """Whether a text names what is to blame."""
+    """Whether a text names the cause."""
     return re.search(words, ADVICE.sub("", text), re.IGNORECASE) is not None
 
 
 def _said(life: Sequence[Event]) -> list[str]:
-    """Texts of holdfast's own."""
+    """The errors and warnings of holdfast itself."""
     errors = [e["text"] for e in life if e["kind"] == "error" and e["own"]]
     return [*errors, *(e["text"] for e in life if e["kind"] == "warning")]
 

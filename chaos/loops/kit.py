@@ -1,6 +1,6 @@
-"""What the drawn programs use beside torch: modules, optimizers and averages as libraries and tutorials write them.
+"""Modules, optimizers and averages for the drawn programs, as libraries and tutorials write them.
 
-None of it knows of holdfast.
+Nothing here knows about holdfast.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ class Tied(nn.Module):
         self.outer.weight = self.inner.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """In and out again."""
+        """Apply both layers."""
         y: Tensor = self.outer(torch.tanh(self.inner(x)))
         return y
 
 
 class Scaled(nn.Linear):
-    """Keeps the largest input seen, a plain number, in its extra state, as TransformerEngine does for FP8."""
+    """Keeps an average of its largest inputs, a plain number, in its extra state, as TransformerEngine does for FP8."""
 
     largest = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale, then the layer."""
+        """Scale the input, then apply the layer."""
         if self.training:
             self.largest = 0.9 * self.largest + 0.1 * float(x.detach().abs().max())
         return super().forward(x / self.largest)
 
     def get_extra_state(self) -> dict[str, float]:
-        """Part of the state_dict."""
+        """The average, for the state_dict."""
         return {"largest": self.largest}
 
     def set_extra_state(self, state: dict[str, float]) -> None:
-        """Take it over."""
+        """Restore the average from a state_dict."""
         self.largest = state["largest"]
 
 
 class Bank(nn.Module):
-    """A frozen memory, of which single rows are written."""
+    """A layer with a frozen memory; the program overwrites single rows of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class Bank(nn.Module):
         self.layer = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the layer makes of `x`, and of what is remembered."""
+        """Apply the layer to `x` plus the mean of the rows."""
         y: Tensor = self.layer(x + self.rows.mean(0))
         return y
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation in two steps; only the optimizer inside steps."""
+    """Sharpness-aware minimisation in two steps. Only its base optimizer's `step` is called."""
 
     def __init__(self, params: Iterable[Tensor], base: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
         super().__init__(params, {"rho": 0.05, **options})
@@ -72,7 +72,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def first_step(self) -> None:
-        """Climb."""
+        """Climb along the gradient."""
         for p in self._parameters():
             if p.grad is not None:
                 self.state[p]["old"] = p.detach().clone()
@@ -81,7 +81,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def second_step(self) -> None:
-        """Go back, and step with the gradient found up there."""
+        """Go back, and step with the gradient that was computed at the higher point."""
         for p in self._parameters():
             if p in self.state:
                 p.copy_(self.state[p]["old"])
@@ -93,7 +93,7 @@ class SAM(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD: what is trained lies between an average and an anchor; `eval` and `train` move it."""
+    """Schedule-free SGD: trained weights lie between an average and an anchor; `eval` and `train` move them."""
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "train": True})
@@ -116,12 +116,12 @@ class ScheduleFree(torch.optim.Optimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Weights become the average."""
+        """Move the weights to the average."""
         self._move(False, 1 - 1 / 0.9)
 
     @torch.no_grad()
     def train(self) -> None:
-        """And what is trained again."""
+        """Move the weights back to the point that is trained."""
         self._move(True, 1 - 0.9)
 
     def _move(self, train: bool, weight: float) -> None:
@@ -134,19 +134,19 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Container(torch.optim.Optimizer):
-    """Steps the optimizers in it, one for each part of the model, and has no state of its own."""
+    """Contains one optimizer for each part of the model, steps them all, and has no state of its own."""
 
     def __init__(self, parts: Iterable[nn.Module], kind: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
         self.optimizers = [kind(part.parameters(), **options) for part in parts]
         super().__init__([p for each in self.optimizers for g in each.param_groups for p in g["params"]], options)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """All of them."""
+        """Step all of them."""
         for each in self.optimizers:
             each.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """All of them."""
+        """Zero the gradients of all of them."""
         for each in self.optimizers:
             each.zero_grad(set_to_none)
 
@@ -161,17 +161,17 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step."""
+        """Add the current parameters; call after each step."""
         self.updates += 1
         for name, p in self.module.named_parameters():
             self.shadow[name].lerp_(p, 0.1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps."""
+        """The averages and the number of updates."""
         return {"shadow": {name: t.clone() for name, t in self.shadow.items()}, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it over."""
+        """Restore what `state_dict` returned."""
         self.updates = state["updates"]
         for name, value in state["shadow"].items():
             self.shadow[name].copy_(value)
@@ -191,7 +191,7 @@ class Rows(Dataset[Tensor]):
 
 
 class RowStream(IterableDataset[Tensor]):
-    """Rows of a tensor, of which nobody says how many there are."""
+    """Rows of a tensor, without a length."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -201,7 +201,7 @@ class RowStream(IterableDataset[Tensor]):
 
 
 def stepping(optim: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-    """A hook that steps an optimizer as soon as the gradient of its one parameter is there."""
+    """A hook that steps an optimizer as soon as the gradient of its only parameter is accumulated."""
 
     def hook(p: Tensor) -> None:
         optim.step()

@@ -1,8 +1,9 @@
-"""One life of a drawn loop, in a process of its own: the program runs, and says what it does in a file of JSON lines.
+"""One life of a drawn loop, in a process of its own. It runs the program and writes events to a file of JSON lines:
 
 {"kind": "entered", "step": ...}   restored at that step; null: a cold start
-{"kind": "note", "step": ..., "loss": ...}   {"kind": "ends", "how": ...}: it is killed now, or raises
-{"kind": "warning", "text": ...}   logged by holdfast   {"kind": "error", "own": ..., "type", "text"}   it ended so
+{"kind": "note", "step": ..., "loss": ...}   {"kind": "ends", "how": ...}: about to be killed, or to raise
+{"kind": "warning", "text": ...}   logged by holdfast
+{"kind": "error", "own": ..., "type", "text"}   the exception that ended it; own: holdfast's
 {"kind": "finished", "state": {name: digest}}
 """
 
@@ -38,16 +39,16 @@ from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import HoldfastError
 
 FRONT_DOOR = "holdfast.hook"
-"""What a program gets `InMemorySnapshot` from; above this room."""
+"""The module of `InMemorySnapshot`. It is in a higher room, so it is imported by name."""
 
 WAIT_S = 10.0
-"""How long a protection, or a copy, is waited for."""
+"""Timeout for protection, for messages to the gate, and for a copy held at the gate, in seconds."""
 
 HELD_S = 0.02
-"""How long a place waits for a copy to begin."""
+"""How long a place waits for a copy to begin, in seconds."""
 
 COPY_S = 1.0
-"""How long a copy of kilobytes is waited for: one that takes longer was given up."""
+"""How long a place waits for a copy of kilobytes that has begun, in seconds. A copy that takes longer was given up."""
 
 LIBRARY: dict[str, Any] = {
     **{name: getattr(nn, name) for name in ("BatchNorm1d", "Dropout", "Embedding", "Linear", "ModuleDict")},
@@ -77,15 +78,15 @@ LIBRARY: dict[str, Any] = {
     "torch": torch,
     "weight_norm": torch.nn.utils.weight_norm,
 }
-"""What programs may use without saying where it is from."""
+"""The global names of a program, so that it needs no imports."""
 
 
 class Interrupted(Exception):
-    """Raised in the loop where a life ends by an exception."""
+    """Raised in the loop to end a life by an exception."""
 
 
 class Undisturbed:
-    """Stands in for `holdfast.InMemorySnapshot` where the loop runs without it: counts steps, and does nothing else."""
+    """Replaces `holdfast.InMemorySnapshot` in the run without holdfast: counts steps, and does nothing else."""
 
     def __init__(self, model: Any, optim: Any, **options: Any) -> None:
         self.step = self.epoch = 0
@@ -93,7 +94,7 @@ class Undisturbed:
         scaler = (options.get("extra") or {}).get("scaler")
         if scaler is None:
             last.register_step_post_hook(self._stepped)
-        else:  # one that skips a step has made it all the same
+        else:  # a step that the scaler skips counts, too
             step = scaler.step
 
             def stepping(optimizer: Any) -> None:
@@ -106,17 +107,17 @@ class Undisturbed:
         self.step += 1
 
     def track(self, *args: Any, **options: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def begin(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def steps(self, count: int) -> Iterable[int]:
-        """All of them."""
+        """The numbers of all steps."""
         return range(count)
 
     def data(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """All of it."""
+        """The loader itself."""
         return loader
 
     def __enter__(self) -> Self:
@@ -128,14 +129,14 @@ class Undisturbed:
 
 @dataclass(frozen=True)
 class Order:
-    """What a life is to do.
+    """The parameters of a life.
 
     Attributes:
-        undisturbed: without holdfast.
-        end: how it ends; None: when the loop has ended.
+        undisturbed: whether it runs without holdfast.
+        end: how to end it early; None: it runs to the end of the loop.
         program: the file that it runs.
-        events: the file that it writes.
-        gate: unix socket path on which copies are held.
+        events: the file that it writes events to.
+        gate: unix socket path of the `Gate`.
     """
 
     undisturbed: bool
@@ -146,7 +147,7 @@ class Order:
 
 
 class Life:
-    """What the program calls. In the process of its own, in the training thread."""
+    """Runs a program and provides the functions that it calls. Used by the training thread, except `_say`."""
 
     def __init__(self, loop: Loop, order: Order) -> None:
         self._loop = loop
@@ -159,7 +160,7 @@ class Life:
         self._release = {loop.held, *loop.script.before_steps}
 
     def run(self) -> None:
-        """The program, to its end; or it is killed within, or raises."""
+        """Run the program to its end, unless the order kills this process or raises before."""
         handler = _Warnings(self._say)
         logging.getLogger("holdfast").addHandler(handler)
         if self._loop.held != "free" and not self._order.undisturbed:
@@ -181,6 +182,7 @@ class Life:
             raise
 
     def _say(self, **event: Any) -> None:
+        # Thread-safe: one write per line to a file opened with O_APPEND. Any thread of holdfast may log a warning.
         os.write(self._file, json.dumps(event).encode() + b"\n")
 
     # ------------------------------------------------------------------ called by the program
@@ -213,7 +215,7 @@ class Life:
             raise Interrupted
 
     def _wait(self) -> bool:
-        """Until what was taken so far is protected, or given up; whether something is protected."""
+        """Wait until the snapshots taken so far are protected or given up. Return whether any snapshot is protected."""
         taken = self._snap.statistics.taken
         return bool(taken and self._snap.drain(WAIT_S)) or self._snap.protected_step is not None
 
@@ -225,7 +227,7 @@ class Life:
 
 
 class _WatchedSnapshot:
-    """An `InMemorySnapshot` of which it is told how it was entered, and that it is left."""
+    """Wraps an `InMemorySnapshot`: reports the restored step on entry, and calls `leave` before it exits."""
 
     def __init__(self, snap: Any, say: Callable[..., None], leave: Callable[[], None]) -> None:
         self._snap = snap
@@ -247,11 +249,11 @@ class _WatchedSnapshot:
 
 
 class Gate:
-    """Holds the thread that copies, at its named points, until `open`; so that a copy is made at a known place."""
+    """Holds the copy thread at its failpoints until `open`, so that a copy is made at a known place of the loop."""
 
     def __init__(self, path: Path) -> None:
-        # Guards the three numbers below and tells of a change. The loop's thread opens and awaits, the gate's own
-        # thread serves; the copying thread is held on the socket and takes no lock of ours.
+        # Guards the three step numbers below, and is notified of changes. Used by the training thread (`open`) and the
+        # gate's own thread (`_serve`). The copy thread waits for a byte on the socket, and takes no lock of ours.
         self._changed = threading.Condition()
         self._allowed = -1
         self._come = -1
@@ -266,7 +268,7 @@ class Gate:
         threading.Thread(target=self._serve, name="loops-gate", daemon=True).start()
 
     def open(self, step: int) -> None:
-        """Have copies up to that of `step` made. Blocks until it is, if it has begun, or begins within `HELD_S`."""
+        """Let copies proceed, up to that of `step`. If that copy begins within `HELD_S`, wait until it is made."""
         with self._changed:
             self._allowed = max(self._allowed, step)
             self._changed.notify_all()
@@ -282,7 +284,10 @@ class Gate:
                     if said["point"] == "copy.before":
                         self._come = max(self._come, said["step"])
                         self._changed.notify_all()
-                        self._changed.wait_for(lambda: self._allowed >= said["step"], WAIT_S)  # noqa: B023  # called here
+                        self._changed.wait_for(
+                            lambda: self._allowed >= said["step"],  # noqa: B023  # called here
+                            WAIT_S,
+                        )
                     else:
                         self._copied = max(self._copied, said["step"])
                         self._changed.notify_all()
@@ -295,7 +300,7 @@ def _line(sock: socket.socket) -> bytes:
         select.select([sock], [], [], WAIT_S)
         more = sock.recv(1 << 12)
         if not more:
-            raise ConnectionError("a process at a named point ended")
+            raise ConnectionError("a process ended while it was stopped at a failpoint")
         line += more
     return line
 
@@ -313,7 +318,7 @@ class _Warnings(logging.Handler):
 
 
 def digests(kept: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A digest of everything that the objects keep, by name; and of the generators of this process."""
+    """Digests of all state of the objects, and of this process's random generators, by name."""
     modules = [(name, value) for name, value in kept.items() if isinstance(value, nn.Module)]
     names = {id(p): f"{name}.{key}" for name, module in modules for key, p in module.named_parameters()}
     for name, value in kept.items():
@@ -354,7 +359,7 @@ def _plain(value: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """A text that tells values apart to the last bit."""
+    """A text that differs if values differ in any bit."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}{_bytes(value)}"
     if isinstance(value, numpy.ndarray):

@@ -1,8 +1,8 @@
-"""A drawn loop, and the program that it is: what is printed as the seed's history is what runs.
+"""A drawn loop, and its program. The program that is printed as a seed's history is the one that runs.
 
-Beside Python, torch and `chaos.loops.kit`, a program uses four names of the harness, see `chaos.loops.life`:
-``InMemorySnapshot`` (nothing, when the loop runs undisturbed), ``here(place)``, where it may be killed,
-``note(step, loss)`` and ``finished(name=object, ...)``, whose state is compared.
+Besides Python, torch and `chaos.loops.kit`, a program uses four names that `chaos.loops.life` provides:
+``InMemorySnapshot``, which does nothing when the loop runs undisturbed; ``here(place)``, where it may be killed;
+``note(step, loss)``; and ``finished(name=object, ...)``, which takes the objects whose state is compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from textwrap import indent
 
 TENSOR = r"(model|optim)\d*\.\w|tracked\.\w"
-"""How holdfast calls tensors of the state."""
+"""Matches the names that holdfast gives to tensors of the state."""
 
 RANDOM = r"generator|random"
 DATA = rf"{RANDOM}|loader|iterator|place in the data|another batch"
@@ -21,7 +21,7 @@ DATA = rf"{RANDOM}|loader|iterator|place in the data|another batch"
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How one life of the job ends: at a place of the first step from `step` on in which something is protected."""
+    """How one life ends: at `place`, in the first step from `step` on in which a snapshot is protected."""
 
     step: int
     place: str
@@ -30,7 +30,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Twist:
-    """One thing that a loop does beside stepping; what can be said of it is in `Script`."""
+    """One further feature of a loop, by the name that `Script` knows; `at`: the step of the event, or the interval."""
 
     name: str
     at: int = 0
@@ -41,14 +41,14 @@ class Loop:
     """A training loop, as drawn. Its fields name pieces that `Script` puts together.
 
     Attributes:
-        form: how holdfast hears of a step: ``range``, ``while`` (both undeclared), ``steps``, ``begin``; ``data`` may
-            say something else.
+        form: the form of the loop: ``range`` or ``while``, both undeclared; ``steps`` or ``begin``, declared. Some
+            `data` have a form of their own.
         zero: where gradients are zeroed: ``top``, ``middle``, ``end``.
-        tail: in which order comes what follows the step.
-        steps: how many there are.
-        ends: how the killed run ends, once for each life; then it is run to its end.
-        held: where in a step the copy of the state is made: ``free``, or a place, for a step longer than a copy.
-        waits: after which steps the harness waits until all is protected: ``each``, or the ``last`` two before an end.
+        tail: the order of the pieces that follow the step.
+        steps: number of steps.
+        ends: how each life of the killed run ends. One more life then runs to the end of the loop.
+        held: the place in a step at which its state is copied, as if steps were longer than copies; ``free``: any.
+        waits: in which steps the harness waits for protection: ``each``, or ``last``: from the step before an end on.
     """
 
     seed: int
@@ -70,12 +70,12 @@ class Loop:
         return Script(self)
 
     def features(self) -> list[str]:
-        """What it is made of, for counting."""
+        """The names of its pieces and twists, to count by."""
         plain = [f"{f.name}: {getattr(self, f.name)}" for f in fields(self)[1:6]]
         return [*plain, *(t.name for t in self.twists)]
 
     def history(self) -> str:
-        """All of it, for readers."""
+        """The whole loop, as text: features, ends and the program."""
         ends = "; ".join(f"{e.kind} at {e.place!r} of step {e.step} or later" for e in self.ends)
         return (
             f"# seed {self.seed}: {', '.join(self.features())}\n"
@@ -100,10 +100,10 @@ MODELS = {
 }
 
 CALLS = {"parts": "{net}['d']({net}['e'](x).tanh())"}
-"""How models are called that are not simply called."""
+"""The call of models that are not called as ``net(x)``."""
 
 FIRST = {"parts": "net['e'].weight", "tied": "net.inner.weight", "bank": "net.layer.weight"}
-"""A parameter of its own; else that of the last layer, ``net[-1]``."""
+"""The parameter of each model that twists freeze, write or add later; by default ``net[-1].weight``."""
 
 OPTIMIZERS = {
     "sgd": "SGD(net.parameters(), lr=0.1)",
@@ -139,9 +139,8 @@ class Script:
 
     Attributes:
         text: the source.
-        words: a regular expression; an error or a warning that it is found in names what is to blame.
-        places: where the program may be stopped, in order.
-        before_steps: places that are passed in each step, each the last before an optimizer steps.
+        words: a regular expression that matches errors and warnings that name the cause.
+        before_steps: places that each step passes, each the last one before an optimizer steps.
     """
 
     loop: Loop
@@ -179,7 +178,7 @@ class Script:
 
     @property
     def places(self) -> list[str]:
-        """In the order of the text."""
+        """The places where the program may be ended, in the order of the text."""
         return list(dict.fromkeys(re.findall(r'here\("([^"]+)"', self.text)))
 
     def _has(self, name: str) -> bool:
@@ -295,7 +294,7 @@ class Script:
         getattr(self, f"_add_{kind.replace(' ', '_')}", self._ignore)(what, twist)
 
     def _ignore(self, what: str, twist: Twist) -> None:
-        """Others look for it."""
+        """Do nothing: other pieces look for this twist."""
 
     def _add_schedule(self, what: str, twist: Twist) -> None:
         kinds = {
@@ -360,7 +359,7 @@ class Script:
         self._blame.append(TENSOR + "|average")
 
     def _add_swap(self, what: str, twist: Twist) -> None:
-        """Only with an evaluation, and an average in a dict; see `_add_evaluation`."""
+        """`_add_evaluation` writes the code. Needs an evaluation, and an average in a dict."""
         self._blame.append(TENSOR)
 
     def _add_evaluation(self, what: str, twist: Twist) -> None:
@@ -417,7 +416,7 @@ class Script:
         if "random" in what or "loader" in what:
             self._blame.append(RANDOM)
         if "grad" in what or "eval mode" not in what:
-            self._blame.append(TENSOR + "|forward|" + RANDOM)  # which looks like the beginning of a step
+            self._blame.append(TENSOR + "|forward|" + RANDOM)  # this forward looks like the beginning of a step
 
     def _add_clip(self, what: str, twist: Twist) -> None:
         lines = {
@@ -483,7 +482,7 @@ class Script:
         self._blame.append(r"skip|no gradients were computed|another batch")
 
     def _add_written(self, what: str, twist: Twist) -> None:
-        """While the step runs; in place only once backward needs it no more."""
+        """`_work` writes the code: it writes while the step runs, in place only when backward is over."""
         self._blame.append(TENSOR)
 
     def _add_unzeroed(self, what: str, twist: Twist) -> None:
@@ -546,7 +545,7 @@ class Script:
         if self._has("zeroed in place") and zero:
             zero = ["optim.zero_grad(set_to_none=False)"]
         if self._has("group: later"):
-            zero = ["net.zero_grad()"]  # those that are to come get gradients, too
+            zero = ["net.zero_grad()"]  # parameters that are not in a group yet get gradients, too
         if self._has("unzeroed"):
             zero = ["if step % 2:", "    optim.zero_grad()"]
         lines = ['here("top", step)', *self._top]

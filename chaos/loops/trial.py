@@ -1,6 +1,6 @@
-"""Runs one drawn loop after another: forks each life from this process, which has imported all, and starts the SMPs.
+"""Runs one drawn loop after another: starts an SMP for each, and forks each life from this process.
 
-This process runs no operation of torch itself, so that what it forks may run any.
+This process has imported everything that lives need. It runs no torch operation itself, so that its forks may run any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from select import select
 from typing import Any, Self
 
 import torch
-import torch._dynamo  # a compiled step would import it, which takes a second
+import torch._dynamo  # lives that compile a step would import it, which takes a second
 
 import holdfast.integrations.adapters.torch_native  # noqa: F401  # so that lives need not, each for itself
 from holdfast.chaos.loops.draw import draw
@@ -54,7 +54,7 @@ QUIET = {
 
 
 class Trials:
-    """Not thread-safe. `close` ends what it has started."""
+    """Runs seeds, one at a time. Not thread-safe. Each SMP is forked from a zygote, which `close` ends."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -72,7 +72,7 @@ class Trials:
         self._zygote.close()
 
     def result(self, seed: int) -> Result:
-        """Draw a seed's loop, and `run` it; what goes wrong is its result, too."""
+        """Draw a seed's loop and `run` it. An error of holdfast is a result, too. Blocks."""
         loop = draw(seed)
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
@@ -95,13 +95,13 @@ class Trials:
         )
 
     def run(self, loop: Loop, log: Path | None = None) -> Verdict:
-        """Undisturbed, then killed and restarted until it ends. Blocks; nothing is left behind.
+        """Run a loop undisturbed, then kill and restart it until it ends. Blocks; leaves no process or file behind.
 
         Args:
-            log: gets what the lives printed.
+            log: a file for what the lives and the SMP print.
 
         Raises:
-            DeadlineExceeded: a life hangs; it was killed.
+            DeadlineExceeded: a life or the SMP did not answer in time, and was killed.
         """
         with self._ground(log) as ground:
             began = time.monotonic()
@@ -151,7 +151,7 @@ class Trials:
                 smp.wait(LIFE_DEADLINE_S)
 
     def _live(self, loop: Loop, order: Order, ground: Path) -> list[Event]:
-        """Fork one life and wait for its end; what it said."""
+        """Fork one life, wait for its end, and return its events."""
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -161,7 +161,7 @@ class Trials:
         try:
             if not select([ended], [], [], LIFE_DEADLINE_S)[0]:
                 os.kill(pid, signal.SIGABRT)
-                raise DeadlineExceeded(f"seed {loop.seed}: a life took over {LIFE_DEADLINE_S:.0f} s")
+                raise DeadlineExceeded(f"seed {loop.seed}: a life did not end within {LIFE_DEADLINE_S:.0f} s")
         finally:
             os.close(ended)
             os.waitpid(pid, 0)
@@ -170,7 +170,7 @@ class Trials:
 
 
 def _become(loop: Loop, order: Order, ground: Path) -> None:
-    """A life; never returns."""
+    """Turn this forked process into a life. Never returns."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -193,11 +193,11 @@ def _become(loop: Loop, order: Order, ground: Path) -> None:
 
 
 def _end_group(group: int) -> None:
-    """A life that was killed may leave workers of a loader; they are in its process group, which no other joins."""
+    """Kill the loader workers that a killed life may leave. Nothing else is in its process group."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # there are none
+        pass  # no process is left
 
 
 def _environment(ground: Path) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""``python -m holdfast.chaos.loops.worker FD``: runs the seeds that come over a socket, a line each; answers them."""
+"""``python -m holdfast.chaos.loops.worker FD``: reads seeds from a socket, one per line, and answers with results."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from holdfast.chaos.loops.trial import PR_SET_PDEATHSIG, Trials
 
 
 def main() -> None:
-    """Until the socket closes. It dies with the process that started it."""
+    """Answer until the socket is closed. The process is terminated when the one that started it dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` blocks end what was started
     channel = socket.socket(fileno=int(sys.argv[1]))
     with Trials() as trials, channel.makefile("r") as orders:
         for line in orders:
             try:
                 channel.sendall(trials.result(int(line)).write().encode() + b"\n")
             except BrokenPipeError:
-                return  # nobody wants to know any more
+                return  # nobody reads the results any more
 
 
 if __name__ == "__main__":

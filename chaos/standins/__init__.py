@@ -1,1 +1,1 @@
-"""Packages and devices that megatron-core would use and a CPU has not: their data structures, for drills and tests."""
+"""Stand-ins for packages and GPU code that megatron-core uses and a CPU lacks, with their data structures."""

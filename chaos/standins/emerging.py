@@ -1,5 +1,5 @@
-"""What megatron-core 0.16 takes of the package emerging_optimizers 0.1, which no index has: momentum that is made
-orthogonal by a Newton-Schulz iteration, over tensor-parallel ranks, too."""
+"""The parts of emerging_optimizers 0.1, a package that is on no index, that megatron-core 0.16 uses: momentum that a
+Newton-Schulz iteration makes orthogonal, also across tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COEFFICIENTS = (
 
 
 def install() -> None:
-    """Stand in for the package, unless it is there. Call before the first import of megatron-core's muon."""
+    """Replace the package unless it is installed. Call before the first import of megatron-core's muon."""
     if "emerging_optimizers" in sys.modules or importlib.util.find_spec("emerging_optimizers"):
         return
     package, optimizers = ModuleType("emerging_optimizers"), ModuleType("emerging_optimizers.orthogonalized_optimizers")
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 class OrthogonalizedOptimizer(torch.optim.Optimizer):
-    """Its state is one momentum buffer for each parameter."""
+    """Keeps one momentum buffer for each parameter."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; there is no closure."""
+        """Take a step. `closure` is ignored."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -74,12 +74,12 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
                 parameter.add_(self.orthogonalize(parameter, update), alpha=-group["lr"])
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """megatron-core's class has its own."""
+        """Overridden by megatron-core's class."""
         raise NotImplementedError
 
 
 def scale_factor(size_out: int, size_in: int, mode: str = "spectral") -> float:
-    """By what an update of that size is multiplied."""
+    """The factor by which an update of this size is multiplied."""
     factors: dict[str, float] = {
         "shape_scaling": max(1, size_out / size_in) ** 0.5,
         "spectral": max(size_out, size_in) ** 0.5,
@@ -96,9 +96,11 @@ def newton_schulz_tp(
     partition_dim: int | None = None,
     mode: str = "duplicated",
 ) -> torch.Tensor:
-    """The orthogonalised matrix of which each rank has a part; each computes all of it."""
+    """Orthogonalise a matrix that is divided over ranks: each rank computes all of it and returns its part."""
     if coefficient_type != "quintic" or mode != "duplicated":
-        raise NotImplementedError(f"{coefficient_type} in mode {mode}")
+        raise NotImplementedError(
+            f"this stand-in has quintic coefficients in mode duplicated, not {coefficient_type} in mode {mode}"
+        )
     if partition_dim is None:
         return _newton_schulz(x, steps)
     shards = [torch.empty_like(x) for _ in range(tp_group.size())]

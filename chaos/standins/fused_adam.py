@@ -1,5 +1,5 @@
-"""Transformer Engine's FusedAdam, as far as its state goes: narrow moments with scales of their own, main parameters
-that it keeps itself, or only the bits of them that the weights have not."""
+"""A stand-in for Transformer Engine's FusedAdam with the same state: narrow moments with scales, and main parameters,
+or only those of their bits that the weights lack."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MASTER = "master_param"
 class FusedAdam(torch.optim.Optimizer):
     """AdamW, computed in float32.
 
-    A moment or main parameter in 16 bits floating point is kept divided by a scale, which lies in ``_scales`` and not
-    in ``state``. The count of steps is an option of the group. With ``store_param_remainders`` the main parameter of a
-    bfloat16 weight is the weight and the 16 bits that it lacks.
+    A float16 moment or main parameter is stored divided by a scale, which is in ``_scales`` and not in ``state``. The
+    step count is an option of the group. With ``store_param_remainders``, only the 16 bits by which a main parameter
+    differs from its bfloat16 weight are stored.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
     ) -> None:
         if capturable or not adam_w_mode:
-            raise NotImplementedError("a stand-in for AdamW outside of CUDA graphs")
+            raise NotImplementedError("this stand-in has only AdamW, and not capturable")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.master_weights = master_weights
         self.name_to_dtype_map = {
@@ -53,7 +53,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        """Zero moments, and the main parameter."""
+        """Set the moments to zero, and the main parameter to the weight."""
         for name in ("exp_avg", "exp_avg_sq", *([MASTER] if self.master_weights else [])):
             remainder = name == MASTER and store_param_remainders
             dtype = torch.int16 if remainder else self.name_to_dtype_map[name]
@@ -65,7 +65,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; there is no closure."""
+        """Take a step. `closure` is ignored."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
@@ -121,7 +121,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Stand in for Transformer Engine where megatron-core chooses its Adam. For the whole process."""
+    """Replace Transformer Engine where megatron-core chooses its Adam. For the whole process."""
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import distrib_optimizer
 
@@ -130,6 +130,6 @@ def install() -> None:
     vars(package).update(__version__=VERSION, pytorch=pytorch)
     vars(pytorch).update(optimizers=optimizers)
     vars(optimizers).update(FusedAdam=FusedAdam)
-    utils._te_version = None  # it was asked for already, and not there
+    utils._te_version = None  # discards the version that was looked up before, when the package was missing
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False

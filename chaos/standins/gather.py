@@ -1,4 +1,4 @@
-"""What NCCL gathers and gloo does not: tensors of unequal size, and in one go tensors of several types."""
+"""Makes gloo gather what only NCCL can: tensors of unequal sizes, and tensors of several types in one call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 
 def install() -> None:
-    """From now on ``torch.distributed.all_gather`` takes them. Idempotent."""
+    """Make ``torch.distributed.all_gather`` accept tensors of unequal sizes, for the whole process. Idempotent."""
     dist.all_gather = _uneven(getattr(dist.all_gather, "__wrapped__", dist.all_gather))
 
 
 def one_by_one() -> None:
-    """From now on megatron-core's buffers are gathered one after another where nothing overlaps: gloo would mix up the
-    bytes of those of several types. Idempotent."""
+    """Make megatron-core gather its buffers one after another where nothing overlaps, for the whole process: gloo would
+    mix up the bytes of buffers of several types. Idempotent."""
     from megatron.core.distributed import param_and_grad_buffer
 
     together: Any = torch.distributed._coalescing_manager  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def _uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Done:
-    """What is asked for work that is over."""
+    """The handle of work that is done already."""
 
     def wait(self) -> None:
         pass

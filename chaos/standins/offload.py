@@ -1,7 +1,7 @@
-"""Parameters on a GPU and their copies on the CPU, where both are host memory.
+"""Lets host memory stand in for parameters on a GPU, next to their copies on the CPU.
 
-megatron-core's ``HybridDeviceOptimizer`` copies to the CPU what lies on a GPU. Where there is none, it would copy
-nothing, and step the parameters themselves.
+megatron-core's ``HybridDeviceOptimizer`` copies parameters from the GPU to the CPU. Without a GPU it would copy nothing
+and step the parameters themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 
 def install() -> None:
-    """From now on every parameter that a `HybridDeviceOptimizer` is given lies on a GPU. Idempotent."""
+    """Make every `HybridDeviceOptimizer` of the process take its parameters for GPU memory. Idempotent.
+
+    Does nothing on a machine with a GPU.
+    """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     if not torch.cuda.is_available():
@@ -33,7 +36,7 @@ def _on_gpu(split: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _GpuSeeming(TorchFunctionMode):
-    """All tensors say that they lie on a GPU, but those that were moved to the CPU, and what was made from them."""
+    """Makes all tensors report that they are on a GPU, except those moved to the CPU and tensors made from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +47,7 @@ class _GpuSeeming(TorchFunctionMode):
     ) -> Any:
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return id(args[0]) not in self._host
-        pins = func is torch.Tensor.pin_memory  # which asks for a device that would be faster for it
+        pins = func is torch.Tensor.pin_memory  # needs a device, so it is skipped
         made = args[0] if pins else func(*args, **(kwargs or {}))
         moved = func is torch.Tensor.cpu or (args and id(args[0]) in self._host)
         if moved and isinstance(made, torch.Tensor):

@@ -1,8 +1,8 @@
-"""Weights in 8 bits, as Transformer Engine has them: tensors that keep bytes and scales, and are a 16-bit tensor to all
-who compute with them. megatron-core's own buffers, optimizer and gathering run on them unchanged.
+"""8-bit weights like Transformer Engine's: tensors that store bytes and scales, and act as 16-bit tensors in all
+computations. megatron-core's own buffers, optimizer and gathering run on them unchanged.
 
 Recipes: ``delayed``: the scale comes from the largest values of past steps, which the layers keep as their extra state;
-``tensorwise``: from the largest value of the whole tensor, over all ranks; ``mxfp8``: one for every 32 values.
+``tensorwise``: from the largest value of the whole tensor, over all ranks; ``mxfp8``: a scale for every 32 values.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 LARGEST = 448.0
-"""Of the values of 8 bits, of which 4 are an exponent."""
+"""The largest value of the 8-bit type with 4 bits of exponent, E4M3."""
 
 BLOCK = 32
 HISTORY = 4
-"""Steps of which the largest values are kept."""
+"""Number of steps whose largest values are kept."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 class QuantizedTensor(torch.Tensor):
-    """Bytes, and what they are multiplied with.
+    """Bytes, and the factors that they are multiplied by.
 
     Attributes:
-        _data: the bytes. _scale_inv: one number, or one for each block. _quantizer: makes both.
+        _data: the bytes.
+        _scale_inv: one factor, or one for each block.
+        _quantizer: computes both.
     """
 
     _data: torch.Tensor
@@ -45,7 +47,7 @@ class QuantizedTensor(torch.Tensor):
         return made
 
     def dequantize(self) -> torch.Tensor:
-        """What it stands for."""
+        """The 16-bit tensor that it represents."""
         numbers = self._data.view(torch.float8_e4m3fn).float().view(self._scale_inv.numel(), -1)
         return (numbers * self._scale_inv.view(-1, 1)).view(self.shape).to(self.dtype)
 
@@ -67,52 +69,52 @@ class QuantizedTensor(torch.Tensor):
 
 
 class Float8Tensor(QuantizedTensor):
-    """One scale."""
+    """A tensor with one scale."""
 
 
 class MXFP8Tensor(QuantizedTensor):
-    """One scale, a power of two, for each block."""
+    """A tensor with one scale, a power of two, for each block."""
 
 
 class DelayedQuantizer:
-    """Scale, and the largest value of the newest tensor, which a `Scaling` keeps."""
+    """Quantizes with the scale of a `Scaling`, and notes the largest value there."""
 
     def __init__(self, scaling: Scaling) -> None:
         self.scale = scaling.scale
         self.amax = scaling.amax_history[0]
 
     def quantize(self, source: torch.Tensor, into: QuantizedTensor) -> None:
-        """The whole tensor."""
+        """Quantize a whole tensor."""
         self.amax.copy_(source.abs().max())
         self.prepare(into)
         self.put(source, into, 0)
 
     def prepare(self, into: QuantizedTensor) -> None:
-        """All ranks know the largest value, and prepare for parts that each of them puts."""
+        """Set the tensor's factor, once all ranks know the largest value. Each of them then puts its part."""
         into._scale_inv.copy_(self.scale.reciprocal())
 
     def put(self, source: torch.Tensor, into: QuantizedTensor, start: int) -> None:
-        """The part that begins at an element."""
+        """Quantize a part of the tensor, which begins at element `start`."""
         into._data.view(-1)[start : start + source.numel()] = _bytes(source, self.scale)
 
 
 class CurrentQuantizer(DelayedQuantizer):
-    """The scale of what is quantized just now."""
+    """Quantizes with a scale computed from the tensor itself."""
 
     def __init__(self) -> None:
         super().__init__(Scaling())
 
     def prepare(self, into: QuantizedTensor) -> None:
-        """See `DelayedQuantizer`."""
+        """Set the scale and the tensor's factor, once all ranks know the largest value."""
         self.scale.copy_(LARGEST / self.amax)
         super().prepare(into)
 
 
 class BlockQuantizer:
-    """A scale for each block of a whole tensor."""
+    """Quantizes whole tensors with a scale for each block."""
 
     def quantize(self, source: torch.Tensor, into: QuantizedTensor) -> None:
-        """The whole tensor."""
+        """Quantize a whole tensor."""
         blocks = source.float().view(-1, BLOCK)
         exponents = torch.frexp(blocks.abs().amax(1) / LARGEST).exponent
         scales = torch.ldexp(torch.ones(exponents.shape), exponents)
@@ -121,14 +123,14 @@ class BlockQuantizer:
 
 
 class Scaling:
-    """What a layer knows of its weight: the scale, and the largest values of the last steps, the newest first."""
+    """A layer's scale for its weight, and the largest values of the last steps, the newest first."""
 
     def __init__(self) -> None:
         self.scale = torch.ones(1)
         self.amax_history = torch.zeros(HISTORY, 1)
 
     def roll(self) -> None:
-        """A forward is over: the scale for what is quantized next."""
+        """Compute the scale for the next quantization; called after each forward of training."""
         largest = self.amax_history.amax(0)
         self.scale.copy_(torch.where(largest > 0, LARGEST / largest, self.scale))
         self.amax_history.copy_(self.amax_history.roll(1, 0))
@@ -136,7 +138,7 @@ class Scaling:
 
 
 def quantize_weights(model: torch.nn.Module, recipe: str) -> None:
-    """Give the linear layers of the transformer weights in 8 bits, as `fp8_model_init` does."""
+    """Give the linear layers of the transformer 8-bit weights, as `fp8_model_init` does."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     _install()
@@ -170,7 +172,7 @@ def _quantize(module: Any, recipe: str) -> None:
 
 
 class _Delayed:
-    """The part of a layer that keeps a `Scaling`. Its extra state is bytes in a tensor, and others after each step."""
+    """Mix-in for layers with a `Scaling`. Their extra state is a tensor of bytes that changes with every step."""
 
     fp8_meta: dict[str, Scaling]
     training: bool
@@ -196,7 +198,7 @@ class _Delayed:
 def _quantize_shards(
     weights: Sequence[Any], mains: Sequence[torch.Tensor | None], starts: Sequence[int], group: Any, sharded: Any = None
 ) -> None:
-    """Quantize the part of each weight of which this rank has the main parameter."""
+    """Quantize the part of each weight whose main parameter is on this rank."""
     if not weights:
         return
     parts = [None if main is None else main.to(weight.dtype) for weight, main in zip(weights, mains, strict=True)]
@@ -232,7 +234,7 @@ def _bytes(source: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _install() -> None:
-    """Tell megatron-core that these are Transformer Engine's tensors. For the whole process."""
+    """Make megatron-core take these tensors for Transformer Engine's. For the whole process."""
     from megatron.core import fp8_utils
 
     vars(fp8_utils).update(
