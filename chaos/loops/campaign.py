@@ -74,6 +74,10 @@ def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
                         selector.unregister(worker.channel)
                     else:
                         worker.ask(following)
+    except DeadlineExceeded:
+        for worker in workers:
+            worker.kill()  # else `close` would wait as long again for each that hangs, and fail
+        raise
     finally:
         for worker in workers:
             worker.close()
@@ -100,6 +104,9 @@ class _TrialProcess:
         if not line:
             raise HoldfastError(f"a worker process of chaos.loops ended unexpectedly: status {self._process.wait(1.0)}")
         return Result.parse(line)
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def close(self) -> None:
         """Close the channel, and wait until the process has finished its seed and ended."""

@@ -256,8 +256,8 @@ def _consistent(loop: Loop) -> Loop:
     if looped or (loop.optimizer == "sam" and form == "while"):
         form = "range"
     zero = loop.zero
-    if loop.optimizer.startswith("sam") or loop.optimizer == "two":
-        zero = "end" if loop.optimizer.startswith("sam") and zero == "middle" else zero
+    if loop.optimizer.startswith("sam") and zero == "middle":
+        zero = "end"
     if "accumulate" in seen and zero == "middle":
         zero = "top"
     data = loop.data

@@ -254,7 +254,7 @@ class Script:
         elif name == "own generator":
             self._setup.append("source = torch.Generator().manual_seed(5)")
             self._tracks.append("snap.track('source', get=source.get_state, set=source.set_state)")
-            self._next = [fresh.replace("torch.randint(", "torch.randint(").removesuffix(")") + ", generator=source)"]
+            self._next = [fresh.removesuffix(")") + ", generator=source)"]
             self._next = [f"x = {self._next[0]}"]
             self._kept["source"] = "source"
             self._blame.append(r"source|" + RANDOM)
