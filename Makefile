@@ -1,6 +1,6 @@
 # make demo    the main job, on a new machine with Python 3.11; sets everything up
-# make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and replaced by a spare
-# make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and replaced by a spare
+# make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and replaced
+# make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and replaced
 # make test    the test suite, two files at a time; TESTS=... selects tests; lists the slowest at the end
 # make test-other   the fast tests on Python 3.13 or 3.12, without torch: three minutes
 # make slow    everything that make test samples: all interleavings, scenarios, mutants, seeds and crash points; an hour
@@ -12,17 +12,17 @@
 # make stall   comparison with other checkpointers: an hour, on an idle machine
 # make bench-node   speed of an SMP, in parts and as a whole, for plan, tune and simulate: six minutes; AGAINST=CHECKOUT
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
-# make bench-load   loading a lost node's state from memory or from a file server, over shaped links: ten minutes, as root
+# make bench-load   load a lost node's state from memory or a file server, over shaped links: ten minutes, as root
 # make bench-links   use of four network links per node, and the cost of losing one: three minutes, as root
-# make bench-scale   growth of the communication between ranks, up to 16,384 of them: a quarter of an hour on an idle machine
+# make bench-scale   communication between up to 16,384 ranks, by size of the job: 15 minutes on an idle machine
 # make gpu     on a machine with a GPU: correctness, speed, and cost compared with others; GPU=A, B or C for one part
-# make gpu-wheels  download the packages that a GPU machine without network needs besides torch and NumPy; GPU_PYTHON=3.12
+# make gpu-wheels  download what a GPU machine without network needs besides torch and NumPy; GPU_PYTHON=3.12
 # make gpu-offline on such a machine: set up with these packages and its own torch, before make gpu
 # make gpu-dry make gpu on a machine without a GPU, with an emulated device: six minutes
 # make wheels  an sdist, and a wheel per processor architecture with a compiler on this machine, in dist/
-# make wheels-check  install each wheel for every Python on this machine, outside the checkout; lose a trainer and a node
-# make journeys   three newcomers' first hours, starting with pip install: minutes, as root; JOURNEYS="student --python python3.12"
-# make real    third-party scripts, killed and compared; REAL=FOLDER contains their checkouts: twenty minutes on idle cores
+# make wheels-check  install each for every Python on this machine, outside the checkout; lose a trainer and a node
+# make journeys   newcomers' first hours, from pip install on: minutes, as root; JOURNEYS="student --python python3.12"
+# make real    third-party scripts, killed and compared; REAL=FOLDER has their checkouts: twenty minutes on idle cores
 # make proof   the tests that prove the promises of README and docs, and a table of the results
 # make pictures   take the pictures of the page in docs/, with Chromium
 # make docs    generate the reference from the code, build the documentation, check every link: build/docs/index.html

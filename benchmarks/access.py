@@ -1,8 +1,8 @@
-"""What it costs that SMPs know each other: ``python -m benchmarks.access``. All kinds in one run, turn by turn.
+"""The cost of authentication between SMPs: ``python -m benchmarks.access``. Measures all kinds in one run, in turns.
 
-A child process serves units as an SMP does, through the same gate and listener; this one fetches them into memory of
-its own. Reported are ratios to the plain connection: throughput, processor time of both sides, time to connect and to
-make a gRPC call.
+A child process serves units through the same gate and listener as an SMP; this process fetches them into its own
+memory. Reports throughput (also as a ratio to the plain connection), CPU time of both sides, and the time to connect
+and to make a gRPC call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS = ("plain", "token", "mTLS", "token and mTLS")
 
 
 class Units:
-    """A conversation that gives away the same unit again and again."""
+    """A conversation that sends the same unit every time."""
 
     unit = memoryview(bytearray(os.urandom(UNIT_BYTES)))
 
@@ -52,7 +52,7 @@ def pong(request: PeerControl, at_end: AtEnd) -> Pong:
 
 
 def serve() -> None:
-    """The child: until its standard input ends."""
+    """The child process: serves until its standard input ends."""
     listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Authenticator(current(), JOB))
     control = PeerServer(JOB, pong, "127.0.0.1", 0, current())
     control.start()
@@ -64,7 +64,7 @@ def serve() -> None:
 
 @dataclass
 class Side:
-    """One kind, and what was measured of it."""
+    """One kind of connection, and its measurements."""
 
     environment: dict[str, str]
     process: subprocess.Popen[str]
@@ -88,7 +88,7 @@ def start(kind: str, base: Path) -> Side:
 
 
 def measure(side: Side, units: int) -> None:
-    """One turn."""
+    """Measure one kind for one turn."""
     into = memoryview(bytearray(UNIT_BYTES))
     with credentials(side.environment):
         began = time.perf_counter()

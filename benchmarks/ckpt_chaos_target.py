@@ -1,12 +1,12 @@
-"""A training script for ckpt-chaos (github.com/rkb32/ckpt-chaos), which kills it at every file that it opens, makes,
-renames or removes, starts it again, and compares the final weights.
+"""A training script for ckpt-chaos (github.com/rkb32/ckpt-chaos), which kills the script whenever it opens, creates,
+renames or removes a file, restarts it, and compares the final weights.
 
 ``pip install ckpt-chaos==0.1.8``, then::
 
     ckpt-chaos run --work /dev/shm/ckpt-chaos --modes before,torn,term,unsynced --result-file '{out}/weights' \\
         -- python -m benchmarks.ckpt_chaos_target {out}
 
-The arena lies in the folder that it watches, so the SMP, which the trainer starts, is killed at its own files, too.
+The arena is in the folder that ckpt-chaos watches, so the SMP, which the trainer starts, is also killed at its files.
 """
 
 from __future__ import annotations

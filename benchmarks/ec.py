@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # or this file would stand before the room of its name
+sys.path.insert(0, str(Path(__file__).parent.parent))  # finds the checkout's packages when run as a script
 
 from holdfast.cli.main import main
 

@@ -1,11 +1,11 @@
-"""From a kill to the next step: all ranks started anew, or survivors that keep their processes.
+"""The time from a kill to the next step, when all ranks are restarted or when survivors keep their processes.
 
-``python -m benchmarks.inprocess [--rounds 2] [--ranks 3] [--mb 64] [--markdown FILE]``. Every rank is a node with an
-SMP of its own. Rank 1 is killed with SIGKILL in the middle of a step, and comes back in one of three ways:
+``python -m benchmarks.inprocess [--rounds 2] [--ranks 3] [--mb 64] [--markdown FILE]``. Every rank is a node with its
+own SMP. Rank 1 is killed with SIGKILL in the middle of a step, and comes back in one of three ways:
 
-* ``restart``: whoever is left is killed, and all ranks are started, as torchrun does;
-* ``in-process``: the others give up their process groups and enter again; one process is started;
-* ``spare``: the same, and a process that has already imported everything takes the place.
+* ``restart``: all other ranks are killed too, and all ranks are started again, as torchrun does;
+* ``in-process``: the survivors abandon their process groups and form new ones with one newly started process;
+* ``spare``: as ``in-process``, but the new process is a waiting spare that has already imported everything.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Rank:
                 self._say("step", turn)
 
     def run(self) -> None:
-        """To the end, whoever dies beside it."""
+        """Train to the end, with one more attempt after another rank was lost."""
         turn = self._orders["turn"]
         if self._orders["waits"]:
             self._say("waits", turn)
@@ -125,10 +125,10 @@ class Trial:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def run(self) -> dict[str, float]:
-        """Seconds from the kill to each moment, of the last rank to come to it."""
+        """Seconds from the kill until the last rank reached each moment."""
         spare = self._start(VICTIM, 1, waits=True) if self._way == "spare" else None
         deadline = time.monotonic() + DEADLINE_S
-        while spare is not None and not self._events(VICTIM):  # it must be ready before anyone is killed
+        while spare is not None and not self._events(VICTIM):  # the spare must be ready before the kill
             if time.monotonic() > deadline:
                 raise TimeoutError("the spare does not come up")
             time.sleep(0.05)
@@ -139,7 +139,7 @@ class Trial:
             raise RuntimeError((self._base / "log").read_text()[-2000:])
         at, again = time.monotonic(), 1
         if self._way == "restart":
-            again = 2  # survivors may have begun a turn, and left addresses in the store, before they are killed
+            again = 2  # survivors may have begun turn 1 and left addresses in the store before they are killed
             for process in self._processes.values():
                 process.kill()
                 process.wait(DEADLINE_S)
@@ -163,7 +163,7 @@ class Trial:
         return {moment: max(first[moment]) for moment in MOMENTS if moment in first}
 
     def close(self) -> None:
-        """End all that is left, and give the memory back."""
+        """Kill all remaining processes and free the memory."""
         for process in self._processes.values():
             process.kill()
             process.wait(10)
@@ -186,7 +186,7 @@ def trial(way: str, ranks: int, mb: int) -> dict[str, float]:
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Medians, in Markdown; of `step`, the range too."""
+    """A Markdown table of medians, with the range of `step`."""
     lines = [f"| | {' | '.join(MOMENTS)} | range |", "|---|" + "---:|" * (len(MOMENTS) + 1)]
     for way, trials in found.items():
         cells = []

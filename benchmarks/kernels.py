@@ -1,8 +1,8 @@
-"""Small kernels of holdfast under another project's scheduler: frontrun (pypi.org/project/frontrun).
+"""Small concurrent kernels of holdfast under an independent scheduler: frontrun (pypi.org/project/frontrun).
 
-``pip install frontrun==0.7.0; frontrun python -m pytest benchmarks/kernels.py``. It explores how threads may
-interleave, opcode by opcode: by partial order reduction until nothing new is left, and at random. Each kernel is
-explored as it is, where nothing may be found, and with a fault planted, which must be found.
+``pip install frontrun==0.7.0; frontrun python -m pytest benchmarks/kernels.py``. frontrun explores interleavings of
+threads opcode by opcode: exhaustively with partial order reduction, and at random. Each kernel is explored unchanged,
+where no violation may be found, and with a planted fault, which must be found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORM = plan_slot("job", "dp0", [Leaf("x", "U8", (64,))], 64)
 
 
 class Fence:
-    """The training thread changes the state once the fence lets it; the copy thread reads it."""
+    """The training thread changes the state after the fence while the copy thread reads it."""
 
     def __init__(self) -> None:
         self.job = CopyJob(SnapshotId(1, 1), "dp0", (), None, FORM, (), 0, (), lambda inputs: b"", CpuEngine())
@@ -54,7 +54,7 @@ class Fence:
 
 
 class GivenUp:
-    """A snapshot is given up while the copy thread begins: it is read or given up, and both threads agree."""
+    """A snapshot is given up while the copy thread begins: all threads must agree on whether it was read."""
 
     def __init__(self) -> None:
         self.job = CopyJob(SnapshotId(1, 1), "dp0", (), None, FORM, (), 0, (), lambda inputs: b"", CpuEngine())
@@ -81,7 +81,7 @@ class GivenUp:
 
 
 class Gate:
-    """The step begins and ends to communicate, and waits for a copy; the copy waits at the gate meanwhile."""
+    """The step begins and ends communication, then waits for the copy, which waits at the gate in the meantime."""
 
     def __init__(self) -> None:
         self.pace = Pace(clock=lambda: 0.0, wait=lambda event, seconds: event.wait(5.0))
@@ -105,7 +105,7 @@ class Gate:
 
 
 class Log:
-    """Two threads meet the same failure, and its end."""
+    """Two threads report the same failure and its end."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -130,7 +130,7 @@ class Log:
 
 
 class Staged:
-    """Copies are taken and given back by several threads: none is two threads' at once."""
+    """Several threads take staging copies and give them back: no copy may be held by two threads at once."""
 
     def __init__(self) -> None:
         self.staging = Staging()
@@ -154,7 +154,7 @@ class Staged:
 
 
 def _begin(self: Episodes, key: str, text: str) -> None:
-    """As if nobody else could begin meanwhile."""
+    """`Episodes.begin` without its guard against a concurrent begin."""
     self._going_on[key] = _Episode(0.0)
     self._log.log(0, text)
 
@@ -167,7 +167,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def explore(kernel: Any, search: str) -> Any:
-    """All workers, in as many orders as the search looks at."""
+    """Run all workers of a kernel in the interleavings that the search chooses."""
     workers: list[Callable[[Any], None]] = list(kernel.workers)
     return frontrun.explore(
         setup=kernel, workers=workers, invariant=kernel.holds, trace_packages=["holdfast.*"], **SEARCHES[search]

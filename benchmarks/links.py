@@ -1,8 +1,8 @@
-"""Are all network links of a node filled, and what does it cost to lose one? ``make bench-links``, as root.
+"""How well SMPs use all network links of a node, and the cost of losing one: ``make bench-links``, as root.
 
-Two SMPs stand in network namespaces with four cables between them, each with a rate of its own, both ways. *Filled* is
-what the SMPs protect in a second as a part of what the links that were used can carry; beside it stands what plain
-sockets carry, one for each link, in the same run. Then a cable is pulled in the middle of encoding.
+Two SMPs run in network namespaces that are connected by four cables, each limited to the same rate in each direction.
+*Filled* is the rate at which the SMPs protect, as a fraction of the capacity of the links in use; for comparison, plain
+sockets, one per link, are measured in the same run. Finally a cable is pulled in the middle of encoding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import IO
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # or this file would stand before the room of its name
+sys.path.insert(0, str(Path(__file__).parent.parent))  # finds the checkout's packages when run as a script
 
 from benchmarks.load_parts import new_namespace, run
 from holdfast.bench.cluster import Cluster, random_content
@@ -41,12 +41,12 @@ PIECE_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class LinksRow:
-    """One way to set it up; medians of all rounds.
+    """Results for one number of links: medians of all rounds.
 
     Attributes:
-        links: network cards that each SMP was told of.
-        carried, plain: bytes a second out of each node, of SMPs and of plain sockets, over these links.
-        filled: `carried` as a part of what the links can carry.
+        links: number of network links that each SMP was configured with.
+        carried, plain: bytes per second sent by each node over these links, by SMPs and by plain sockets.
+        filled: `carried` as a fraction of the links' capacity.
         ratio: `carried` over `plain`.
     """
 
@@ -59,12 +59,13 @@ class LinksRow:
 
 @dataclass(frozen=True, slots=True)
 class PulledRow:
-    """A cable that is pulled while a snapshot is encoded.
+    """Results of pulling a cable while a snapshot is encoded.
 
     Attributes:
-        pulled_s: how long after the seal.
-        seconds: until the snapshot was protected; `next_s`: the one after it, over the cables that are left.
-        whole: whether the lost node's state came back to the last bit.
+        pulled_s: seconds from the seal until the cable was pulled.
+        seconds: seconds from the seal until the snapshot was protected.
+        next_s: the same for the next snapshot, over the remaining cables.
+        whole: whether a lost node's state was then recovered completely.
     """
 
     pulled_s: float
@@ -74,7 +75,7 @@ class PulledRow:
 
 
 class Cables:
-    """Two hosts in namespaces without a name, and cables between them. They go when this process does."""
+    """Two hosts in unnamed network namespaces, connected by cables. They disappear with this process."""
 
     def __init__(self, stack: ExitStack, rate: float) -> None:
         self._pids = [new_namespace(stack) for _ in range(NODES)]
@@ -89,15 +90,15 @@ class Cables:
                 self._inside(end, "tc", "qdisc", "add", "dev", device, *rule)
 
     def address(self, end: int, number: int) -> str:
-        """Of an end of a cable."""
+        """The IP address of one end of a cable."""
         return f"10.77.{number}.{end + 1}"
 
     def namespace(self, end: int) -> str:
-        """Path of a host's."""
+        """The path of a host's network namespace."""
         return f"/proc/{self._pids[end]}/ns/net"
 
     def pull(self, number: int) -> None:
-        """Nothing passes any more, and nobody is told."""
+        """Drop all packets on a cable silently; its devices stay up."""
         for end in range(NODES):
             rule = (
                 "root",
@@ -108,7 +109,7 @@ class Cables:
                 "1",
                 "limit",
                 "1",
-            )  # it drops whatever is longer than a byte
+            )  # drops every packet longer than one byte
             self._inside(end, "tc", "qdisc", "replace", "dev", f"cable{number}.{end}", *rule)
 
     def _inside(self, end: int, *command: str) -> None:
@@ -116,7 +117,7 @@ class Cables:
 
 
 def plain(cables: Cables, links: int, count: int) -> float:
-    """Bytes a second out of each host, over as many plain sockets: each carries so many bytes, both ways at once."""
+    """Bytes per second sent by each host over `links` plain sockets, of which each sends `count` bytes each way."""
     with ExitStack() as stack:
         ends = [stack.enter_context(_Plain(cables, end, links, count)) for end in range(NODES)]
         for each in ends:
@@ -153,13 +154,13 @@ class _Plain:
             stream.close()
 
     def tell(self, word: str) -> None:
-        """What to do next; ``connect`` is waited for."""
+        """Send a command; after ``connect``, wait until the sockets are connected."""
         print(word, file=self._stream(self._process.stdin), flush=True)
         if word == "connect":
             self._await("connected")
 
     def await_done(self) -> None:
-        """Until everything has come."""
+        """Wait until all bytes have arrived."""
         self._await("done")
 
     def _await(self, word: str) -> None:
@@ -172,7 +173,7 @@ class _Plain:
 
 
 def carry(end: int, links: int, count: int) -> None:
-    """A host's side of `plain`: does what is said on standard input."""
+    """One host's side of `plain`, controlled by lines on standard input."""
     here = [socket.create_server((f"10.77.{number}.{end + 1}", 4711)) for number in range(links)]
     print("listening", flush=True)
     sys.stdin.readline()
@@ -204,7 +205,7 @@ def carry(end: int, links: int, count: int) -> None:
 
 
 def smps(cables: Cables, links: int, content: memoryview, base: Path, stack: ExitStack) -> Cluster:
-    """Two SMPs that were told of so many links, and have memory for snapshots."""
+    """Two SMPs that are configured with `links` links and have memory for snapshots."""
     places = [
         (",".join(cables.address(end, number) for number in range(links)), cables.namespace(end))
         for end in range(NODES)
@@ -216,11 +217,11 @@ def smps(cables: Cables, links: int, content: memoryview, base: Path, stack: Exi
 
 
 def measure(rate: float, content: memoryview, links: int, rounds: int) -> LinksRow:
-    """SMPs and plain sockets by turns, over so many links. Blocks."""
+    """Measure SMPs and plain sockets in turns, over `links` links. Blocks."""
     with Scratch("bench") as scratch, ExitStack() as stack:
         cables = Cables(stack, rate)
         cluster = smps(cables, links, content, scratch.path, stack)
-        cluster.protect()  # the first makes connections, and touches pages
+        cluster.protect()  # the first one connects and touches pages
         carried, floor = [], []
         for _ in range(rounds):
             floor.append(plain(cables, links, len(content) // links))
@@ -232,7 +233,7 @@ def measure(rate: float, content: memoryview, links: int, rounds: int) -> LinksR
 
 
 def pulled(rate: float, content: memoryview) -> PulledRow:
-    """A cable is pulled in the middle of encoding over all of them. Blocks for about a minute."""
+    """Pull a cable in the middle of encoding over all of them. Blocks for about a minute."""
     with Scratch("bench") as scratch, ExitStack() as stack:
         cables = Cables(stack, rate)
         cluster = smps(cables, CABLES, content, scratch.path, stack)

@@ -1,18 +1,18 @@
-"""``python benchmarks/load.py``: a lost node's state from the memory of others, against a shared file system.
+"""``python benchmarks/load.py``: loading a lost node's state from other nodes' memory or from a shared file system.
 
-All of it over shaped links: every node, and the file server, stands in a network namespace of its own, and its one link
-carries `--rate` bytes a second each way (`tc tbf`), like all others. On each number of nodes:
+Every node and the file server has its own network namespace with one link that is shaped to `--rate` bytes per second
+in each direction (`tc tbf`). For each number of nodes:
 
-* *lost, memory*: a node is lost, and an empty one gets its shard back, computed by the SMPs of its group.
-* *lost, file server*: that node alone reads as many bytes from the file server.
+* *lost, memory*: a node is lost, and its empty replacement gets the shard back, computed by the SMPs of its group.
+* *lost, file server*: the replacement alone reads as many bytes from the file server.
 * *all, memory*: every node fetches the shard of its neighbour, as when all ranks have moved.
-* *all, file server*: every node reads as many bytes from the file server, as all do after a restart from files.
+* *all, file server*: every node reads as many bytes from the file server, as after a restart from files.
 
-The file server is a process that holds the file in its memory, so its disks are infinitely fast: what all nodes share
-is its one link. A reader has four connections, asks for units of 2 MiB, checks them, and writes to shared memory.
+The file server is a process that holds the file in memory, as if its disks were infinitely fast; its one link is the
+bottleneck. A reader has four connections, requests units of 2 MiB, checks them, and writes to shared memory.
 
-Then one source of a lost shard is slow, stands still, or is the only holder and slow: with stealing, and without (an
-SMP to which nobody is slow, and nothing late). Root; makes its own network namespaces and leaves the machine's alone.
+Finally, one source of a lost shard is slow, is stopped, or is slow and the only holder. This is measured with stealing
+and without (the SMP considers no source slow and no request late). Needs root; uses its own network namespaces only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ INSIDE = "HOLDFAST_BENCH_LOAD"
 
 
 def main() -> None:
-    """Run, print, and write what was asked for."""
+    """Measure, print the report, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--slow-nodes", type=int, default=8, help="nodes where one source is slow (default 8)")
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    if INSIDE not in os.environ:  # a network namespace of its own, and what it starts finds the modules
+    if INSIDE not in os.environ:  # run in a new network namespace; child processes need the path
         environment = os.environ | {INSIDE: "1", "PYTHONPATH": sys.path[0], "PYTHONDONTWRITEBYTECODE": "1"}
         os.execvpe("unshare", ["unshare", "--net", "--", sys.executable, *sys.argv], environment)
     load_before = os.getloadavg()[0]
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def on_nodes(count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The four times, in seconds, on so many nodes; medians."""
+    """The four times on `count` nodes, in seconds; medians of the repeats where a load is repeated."""
     with Ground(count, options) as ground:
         fleet, length = ground.fleet, ground.fleet.forms[LOST].total_bytes
         lost = []
@@ -106,7 +106,7 @@ def on_nodes(count: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_is_slow(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same loss while one source is slow, with and without stealing; seconds, and units that all SMPs received."""
+    """A loss while one source is slow, with and without stealing: seconds, and bytes that all SMPs received."""
     rows = []
     with Ground(count, options) as ground:
         fleet = ground.fleet
@@ -147,7 +147,7 @@ def one_is_slow(count: int, options: argparse.Namespace) -> list[dict[str, Any]]
 
 
 class Ground:
-    """Hosts on shaped links, SMPs and a file server on them. The links are shaped once a snapshot is protected."""
+    """Hosts with SMPs and a file server. Their links are shaped after a snapshot has been protected."""
 
     def __init__(self, count: int, options: argparse.Namespace) -> None:
         self._stack = ExitStack()
@@ -183,17 +183,17 @@ class Ground:
         return f"10.77.0.{index + 1}"
 
     def read(self, nodes: Sequence[int]) -> float:
-        """Seconds until the last of some nodes has read a shard's bytes of the file server."""
+        """Seconds until the last of `nodes` has read a shard's bytes from the file server."""
         return read_all("10.77.9.9", self._port, self._length, [self._namespaces[i] for i in nodes])
 
 
 def median(values: Any) -> float:
-    """Rounded to milliseconds."""
+    """The median, rounded to three decimals."""
     return round(statistics.median(values), 3)
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
+    """The report in Markdown."""
     rate, size = report["rate_bytes_s"] / 1e6, report["shard_bytes"] >> 20
     before, after = report["load_average"]
     lines = [

@@ -1,7 +1,7 @@
-"""What `benchmarks/load.py` measures with: shaped links between namespaces, a file server and its readers, SMPs.
+"""Parts of `benchmarks/load.py`: shaped links between namespaces, a file server and its readers, and SMPs.
 
 ``python -m benchmarks.load_parts serve HOST BYTES`` and ``... read HOST PORT BYTES`` are the file server and a reader;
-``... smp ARGUMENTS`` is an SMP that takes nothing from slow sources.
+``... smp ARGUMENTS`` is an SMP that never steals work from slow sources.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 JOB = "bench-load"
 UNIT_BYTES = 2 << 20
 READERS = 4
-"""Connections of one node to the file server: as many as it has units on their way from SMPs."""
+"""Connections of one node to the file server: as many as the units it has in flight from SMPs."""
 
 DEADLINE_S = 300.0
 SWITCH = "switch"
@@ -51,14 +51,14 @@ WITHOUT = "benchmarks.load_parts"
 
 
 def run(*command: str) -> None:
-    """A command that must succeed."""
+    """Run a command that must succeed; raises `HoldfastError`."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise HoldfastError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def new_namespace(stack: ExitStack) -> int:
-    """A network namespace without a name: the process that keeps it, until `stack` is left or this process ends."""
+    """Make an unnamed network namespace; return the pid of the process that keeps it until `stack` closes."""
     holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     stack.callback(holder.wait)
     assert holder.stdin is not None
@@ -73,8 +73,10 @@ def new_namespace(stack: ExitStack) -> int:
 
 
 class Links:
-    """Hosts, each in a namespace without a name, on one bridge. Every link has a rate, each way. Root; call it in a
-    namespace of its own: the bridge stands where this process is."""
+    """Hosts in unnamed network namespaces, connected by one bridge; each link has a rate per direction.
+
+    Needs root. The bridge is made in this process's namespace, which should therefore be a new one.
+    """
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -85,10 +87,10 @@ class Links:
         run("ip", "link", "set", SWITCH, "up")
 
     def add(self, host: str) -> str:
-        """A host with that address; the path of its namespace. It goes when this process does."""
+        """Add a host with an address; return the path of its namespace. The host disappears with this process."""
         self._pids[host] = pid = new_namespace(self._stack)
         path = f"/proc/{pid}/ns/net"
-        number = next(NUMBERS)  # a device goes some time after its namespace, so no name is used again
+        number = next(NUMBERS)  # devices outlive their namespace for a while, so names are not reused
         port, near = f"port{number}", f"near{number}"
         self._ports[host] = port
         run("ip", "link", "add", port, "type", "veth", "peer", "name", near)
@@ -100,7 +102,7 @@ class Links:
         return path
 
     def shape(self, host: str, rate: float) -> None:
-        """From now on at most so many bytes a second go to `host`, and as many from it."""
+        """Limit the link of `host` to `rate` bytes per second in each direction from now on."""
         pid = self._pids[host]
         rule = ("root", "tbf", "rate", f"{int(rate * 8)}bit", "burst", "128kb", "latency", "200ms")
         run("tc", "qdisc", "replace", "dev", self._ports[host], *rule)
@@ -111,7 +113,7 @@ class Links:
 
 
 class FileServer:
-    """Gives units of a file that is in its memory: disks without a limit, behind one network link."""
+    """Serves units of a file that it holds in memory, like infinitely fast disks behind one network link."""
 
     def __init__(self, host: str, length: int) -> None:
         self._content = memoryview(bytearray(np.random.default_rng(1).bytes(length)))
@@ -124,11 +126,11 @@ class FileServer:
         return {"digest": self._digests[index]}, unit
 
     def ended(self) -> None:
-        """There is nothing to clean up."""
+        """Nothing to clean up."""
 
 
 def serve(host: str, length: int) -> None:
-    """Until standard input ends."""
+    """Run the file server until standard input ends."""
     server = FileServer(host, length)
     print(server.listener.port, flush=True)
     sys.stdin.read()
@@ -136,7 +138,10 @@ def serve(host: str, length: int) -> None:
 
 
 def read(host: str, port: int, length: int) -> None:
-    """Read all of it into shared memory, checked, once a line comes; says when it is ready, and how long it took."""
+    """Read the file into shared memory and check it, after a line on standard input.
+
+    Prints ``ready`` before that line, and the seconds afterwards.
+    """
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="bench-load-") as file:
         os.posix_fallocate(file.fileno(), 0, length)
         out = memoryview(mmap.mmap(file.fileno(), length))
@@ -164,14 +169,14 @@ def read(host: str, port: int, length: int) -> None:
 
 
 def line_of(stream: IO[str]) -> str:
-    """The next line that a process says."""
+    """The next line that a process prints. Blocks; raises `DeadlineExceeded`."""
     if not select.select([stream], [], [], DEADLINE_S)[0]:
         raise DeadlineExceeded("a process said nothing")
     return stream.readline().strip()
 
 
 def part(namespace: str, stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
-    """One of the processes above, in a namespace; it ends when its standard input does."""
+    """Start a file server or reader in a namespace. The server ends when its standard input is closed."""
     with inside(namespace):
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.load_parts", *arguments],
@@ -186,7 +191,7 @@ def part(namespace: str, stack: ExitStack, *arguments: str) -> subprocess.Popen[
 
 
 def read_all(host: str, port: int, length: int, namespaces: Sequence[str]) -> float:
-    """Seconds until the last of some nodes has read `length` bytes of the file server; they begin at once."""
+    """Seconds until readers in all `namespaces`, started together, have read `length` bytes from the file server."""
     with ExitStack() as stack:
         readers = [part(namespace, stack, "read", host, str(port), str(length)) for namespace in namespaces]
         for reader in readers:
@@ -208,10 +213,10 @@ def read_all(host: str, port: int, length: int, namespaces: Sequence[str]) -> fl
 
 
 class Fleet:
-    """SMPs, one on each host, one shard of the same length on each, one snapshot of it protected."""
+    """One SMP per host, each with a shard of the same length, and one protected snapshot of these shards."""
 
     def __init__(self, hosts: dict[str, str], base: Path, shard_bytes: int, protect: str, stack: ExitStack) -> None:
-        """`hosts`: by address, its namespace."""
+        """`hosts`: the namespace of each address."""
         self.content = memoryview(bytearray(np.random.default_rng(2).bytes(shard_bytes)))
         self.nodes = [VirtualNode(i, 0, host, base, JOB) for i, host in enumerate(hosts)]
         for node, namespace in zip(self.nodes, hosts.values(), strict=True):
@@ -252,7 +257,7 @@ class Fleet:
         slot[offset : offset + capacity] = b"{}".ljust(capacity)
 
     def replace(self, index: int, *, module: str = "smp_daemon") -> None:
-        """Lose a node; an empty one takes its place, with `module` as its SMP."""
+        """Lose a node and start an empty replacement, which runs `module` as its SMP."""
         before, self.nodes[index] = (
             self.nodes[index],
             VirtualNode(index, 0, self.nodes[index].host, self.nodes[index].memory.parent, JOB, module),
@@ -265,11 +270,11 @@ class Fleet:
         self.clients[index] = SmpClient(self.nodes[index].arena, JOB)
 
     def close(self, index: int) -> None:
-        """End what `replace` started."""
+        """End a node that `replace` started."""
         self.nodes[index].close()
 
     def plan(self) -> RestorePlan:
-        """What a restart goes back to; every node has entered the epoch that begins."""
+        """The restore plan of a restart. Also makes every node join a new epoch."""
         plan = plan_restore([client.inventory() for client in self.clients], self.layout.coords)
         if plan is None or plan.snapshot != SnapshotId(1, 1):
             raise HoldfastError("the protected snapshot cannot be had")
@@ -278,7 +283,7 @@ class Fleet:
         return plan
 
     def recover(self, moves: dict[int, int]) -> tuple[float, list[RecoveredShard]]:
-        """Seconds until every node ``i`` holds the shard of node ``moves[i]``; all begin at once."""
+        """Seconds until every node ``i`` holds the shard of node ``moves[i]``, starting together; and the shards."""
         plan = self.plan()
 
         def one(move: tuple[int, int]) -> RecoveredShard:
@@ -295,12 +300,12 @@ class Fleet:
         return seconds, shards
 
     def received(self) -> int:
-        """Bytes that all SMPs have received of each other."""
+        """Bytes that all SMPs have received from each other."""
         return sum(client.counters()["bytes_received"] for client in self.clients)
 
 
 def smp_without_stealing() -> None:
-    """An SMP to which nobody is slow, and nothing late before the deadline of the network."""
+    """Run an SMP that considers no source slow, and no request late before the network timeout."""
     from holdfast.smp_daemon.__main__ import main
     from holdfast.smp_daemon.recovery import requests
 

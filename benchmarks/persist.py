@@ -1,10 +1,10 @@
-"""``python benchmarks/persist.py --markdown FILE``: what persisting costs a job, and what compression is worth.
+"""``python benchmarks/persist.py --markdown FILE``: the cost of persisting for a job, and the gain of compression.
 
-*Format*: the state of a small model that was trained for a while, as it is persisted: stored plainly, by zstandard, and
-by zstandard in byte planes. Speeds are of one thread, beside memcpy of the same bytes in the same run.
+*Format*: the state of a small, briefly trained model in the persisted format: uncompressed, with zstandard, and with
+zstandard on byte planes. Speeds are those of one thread, compared with memcpy of the same bytes in the same run.
 
-*Steps*: one job with a snapshot after every step; while it trains, its SMP persists one, waits, persists the next.
-Steps during which it wrote are compared with the others of the same run, in turn.
+*Steps*: a job takes a snapshot after every step, and its SMP persists one from time to time. Steps during which the SMP
+was writing are compared with the other steps of the same run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def state_of(width: int) -> dict[str, tuple[int, np.ndarray]]:
-    """The width of its numbers and the bytes of each kind of training state, after 60 steps of a small model."""
+    """The element width and the bytes of each kind of training state, after 60 steps of a small model."""
     teacher = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 16))
     model = torch.nn.Sequential(
         torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width), torch.nn.GELU()
@@ -111,7 +111,7 @@ def state_of(width: int) -> dict[str, tuple[int, np.ndarray]]:
 
 
 def formats_of(state: dict[str, tuple[int, np.ndarray]]) -> Iterator[str]:
-    """A row for each kind of state and each way to store it."""
+    """Yield a table row for each kind of state and each way to store it."""
     for name, (width, content) in state.items():
         target = np.empty_like(content)
         memcpy = content.nbytes / best(lambda t=target, c=content: np.copyto(t, c)) / 1e9
@@ -127,7 +127,10 @@ def formats_of(state: dict[str, tuple[int, np.ndarray]]) -> Iterator[str]:
 
 
 def packed(content: np.ndarray, width: int) -> tuple[bytes, float]:
-    """A shard's file, and the seconds it took. `width`: of the planes; 1: none; 0: stored plainly."""
+    """A shard's file, and the seconds to make it.
+
+    `width`: the element width of the byte planes; 1: compress without planes; 0: store uncompressed.
+    """
     made: list[bytes] = []
 
     def pack() -> None:
@@ -143,7 +146,7 @@ def packed(content: np.ndarray, width: int) -> tuple[bytes, float]:
 
 
 def plain(encoder: Encoder, unit: memoryview) -> bytes:
-    """A unit as it is stored if nothing makes it shorter, without the attempt."""
+    """A unit in the uncompressed format, without trying to compress it."""
     sealed = digest(unit)
     encoder._digests.update(shardfile._DIGEST.pack(sealed))
     encoder._next += 1
@@ -159,7 +162,7 @@ def unpack(file: bytes, out: memoryview) -> None:
 
 
 def best(work: Callable[[], object]) -> float:
-    """Seconds of processor time of the fastest of some rounds: others may use the machine as well."""
+    """CPU seconds of the fastest of `ROUNDS` rounds, since the machine may be busy."""
     times = []
     for _ in range(ROUNDS):
         began = time.thread_time()
@@ -172,7 +175,7 @@ def best(work: Callable[[], object]) -> float:
 
 
 def steps_of(layers: int, seconds: float, every: str) -> list[str]:
-    """Train, persist, and say what a step took with and without."""
+    """Train and persist; report step times with and without concurrent persisting."""
     base = arena_base()
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     place = Path(tempfile.mkdtemp(prefix="bench-persist-", dir=Path.cwd()))

@@ -1,9 +1,9 @@
-"""Months of a job whose steps, costs and failures change, played with fixed intervals and with `Online`. Pure but for
-its seed.
+"""Simulated months of a job with changing steps, costs and failures, with fixed intervals and with `Online`.
 
-Every way to choose the interval lives through the same *weather*: regimes of a few days, each with its own step time,
-cost and latency of a snapshot, and failure rate; and the same failures, at the same times. There is memory only: a
-process's death falls back to the newest sealed snapshot, the loss of a node's memory to the newest protected one.
+Results depend only on the seed. Every way to choose the interval meets the same *weather*: regimes of a few days, each
+with its own step time, snapshot cost and latency, and failure rate, and the same failures at the same times. There are
+no snapshots on storage: when a process dies the job falls back to the newest sealed snapshot, and when a node's memory
+is lost, to the newest protected one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from holdfast.snapshot.interval.samples import Timing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climate:
-    """What is usual, and how far it goes from there. Seconds.
+    """Usual values, and how far regimes deviate from them. Times are in seconds.
 
     Attributes:
-        cost_s: training time of a snapshot; commit_s, encode_s: until it is sealed, and then protected.
-        mtbf_s: between failures of the job; memory: share of them that take a node's memory.
-        restart_s: of the two classes.
+        cost_s: training time that a snapshot costs.
+        commit_s, encode_s: time until a snapshot is sealed, and from then until it is protected.
+        mtbf_s: mean time between failures of the job.
+        memory: share of failures that lose a node's memory.
+        restart_s: restart time after a process died, and after a node's memory was lost.
         regime_s: mean length of a regime.
-        steps, costs, failures: in a regime a quantity is up to so many times more, or less, than usual; all ratios
-            alike on a logarithmic scale. Costs and latencies go together, as they do with bandwidth.
-        noise: standard deviation of a step, as a share of it.
+        steps, costs, failures: the largest factor by which a regime raises or lowers a quantity; log-uniform. Costs
+            and latencies share one factor, as both depend on bandwidth.
+        noise: standard deviation of a step's time, relative to that time.
     """
 
     step_s: float = 10.0
@@ -53,7 +55,7 @@ class Climate:
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What holds from `start_s` on."""
+    """The conditions from `start_s` on."""
 
     start_s: float
     step_s: float
@@ -65,7 +67,7 @@ class Regime:
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """One month. `failures`: when, and whether a node's memory is lost."""
+    """The weather of one month. `failures`: times, and whether a node's memory is lost."""
 
     climate: Climate
     regimes: tuple[Regime, ...]
@@ -73,16 +75,16 @@ class Weather:
     failures: tuple[tuple[float, bool], ...]
 
     def at(self, now_s: float) -> Regime:
-        """What holds now."""
+        """The regime at `now_s`."""
         return self.regimes[bisect_right(self.starts, now_s) - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Wasted:
-    """Where the time of a month went that was not useful work, in seconds.
+    """The time of a month that was not useful work, in seconds.
 
     Attributes:
-        snapshots, lost, restarts: costs of snapshots, steps done again or in vain, and restarts.
+        snapshots, lost, restarts: time spent on snapshots, on steps that were lost, and on restarts.
     """
 
     snapshots: float
@@ -91,12 +93,12 @@ class Wasted:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all three."""
         return self.snapshots + self.lost + self.restarts
 
 
 def draw(climate: Climate, seed: int) -> Weather:
-    """A month's weather."""
+    """Draw a month's weather from a seed."""
     source = random.Random(seed)
 
     def times(most: float) -> float:
@@ -124,11 +126,11 @@ def draw(climate: Climate, seed: int) -> Weather:
 
 
 def by_daly(weather: Weather, *, whole: bool) -> int:
-    """Steps between snapshots by Daly's formula, from what is so on the first day.
+    """Steps between snapshots by Daly's formula, for the first regime.
 
     Args:
-        whole: take how long a snapshot takes until it is protected for its cost, as for checkpoints that training waits
-            for; if not, what it costs training.
+        whole: use the time until a snapshot is protected as its cost, as for checkpoints that block training;
+            otherwise, the training time that it costs.
     """
     first = weather.regimes[0]
     cost_s = first.commit_s + first.encode_s if whole else first.cost_s
@@ -136,7 +138,7 @@ def by_daly(weather: Weather, *, whole: bool) -> int:
 
 
 def play_fixed(weather: Weather, interval: int) -> Wasted:
-    """A month with a snapshot every `interval` steps."""
+    """Simulate a month with a snapshot every `interval` steps."""
     return _Month(weather).run_fixed(interval)
 
 
@@ -146,18 +148,18 @@ def play_online(
     budget: float | None = None,
     on_change: Callable[[float, int], None] = lambda now_s, steps: None,
 ) -> Wasted:
-    """A month with `Online`, which begins with the usual failure rate, and nothing else known.
+    """Simulate a month with `Online`, which at first knows only the usual failure rate.
 
     Args:
-        seed: of the noise of steps.
-        on_change: called with the time and the interval whenever it has changed.
+        seed: seed of the noise of step times.
+        on_change: called with the time and the new interval after every change.
     """
     return _Month(weather).run_online(random.Random(seed), budget, on_change)
 
 
 @dataclass(slots=True)
 class _Snapshot:
-    """One that holds a slot: `done_s` is the useful work up to it."""
+    """A snapshot that holds a slot. `done_s`: useful work that it contains, in seconds."""
 
     step: int
     done_s: float
@@ -167,7 +169,7 @@ class _Snapshot:
 
 
 class _Month:
-    """One run through a month."""
+    """One simulation of a month."""
 
     def __init__(self, weather: Weather) -> None:
         self._weather = weather
@@ -178,7 +180,7 @@ class _Month:
         self._next = 0
 
     def run_fixed(self, interval: int) -> Wasted:
-        owed_s = 0.0  # what the last snapshot costs the steps after it
+        owed_s = 0.0  # cost of the last snapshot, paid by the following steps
         while self._now_s < self._climate.month_s:
             regime = self._weather.at(self._now_s)
             work_s = interval * regime.step_s
@@ -231,7 +233,7 @@ class _Month:
         self._spent_s += owed_s
 
     def _snap(self, regime: Regime, online: Online | None) -> bool:
-        """Take a snapshot if a slot is free, which it is in all but those of the newest protected one and younger."""
+        """Take a snapshot if a slot is free. The newest protected snapshot and all later ones hold their slots."""
         newest = max(i for i, held in enumerate(self._held) if held.protected_s <= self._now_s)
         del self._held[:newest]
         if len(self._held) >= self._climate.slots:
@@ -242,8 +244,7 @@ class _Month:
         return True
 
     def _fail(self) -> _Snapshot:
-        """The next failure strikes: back to the newest snapshot that serves it. Others that strike during its restart
-        make that longer."""
+        """Go back to the newest snapshot that survives the next failure. Failures during the restart prolong it."""
         at_s, memory = self._weather.failures[self._next]
         kept = [i for i, held in enumerate(self._held) if (held.protected_s if memory else held.sealed_s) <= at_s][-1]
         self._now_s = max(self._now_s, at_s)

@@ -1,12 +1,12 @@
-"""``python benchmarks/service.py``: what SMPs do under load, and whether their memory stays as it is.
+"""``python benchmarks/service.py``: SMPs under load, and whether their memory grows.
 
-* 64 trainers on one SMP, each with a shard of its own.
-* 32 SMPs on this machine, a trainer each.
-* 1,000 requests a second for ``/status.json``, and for ``/metrics``, to an SMP that is busy with snapshots.
-* 10,000 snapshots of 20 MB, half of it on each of two nodes, with trainers killed at moments that are drawn from a
-  seed; each time the job comes back with what was protected, compared to the last byte.
+* 64 trainers on one SMP, each with its own shard.
+* 32 SMPs on this machine, each with one trainer.
+* 1,000 requests per second for ``/status.json``, and for ``/metrics``, to an SMP that is busy with snapshots.
+* 10,000 snapshots of 20 MB, half on each of two nodes, with trainers killed at moments drawn from a seed; each time,
+  the restored state is compared with the protected snapshot to the last byte.
 
-The trainers have no torch: what is measured is the service. ``--quick`` does a little of each.
+The trainers do not use torch, as only the service is measured. ``--quick`` runs a short version of each part.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from holdfast.smp_daemon.shared.paths import arena_base
 
 PHASES = ("begin", "write", "seal", "protect")
 FLAT = 1.01
-"""So many times what it was half-way may memory be at the end."""
+"""Upper limit for memory at the end, relative to memory half-way."""
 
 SETTLED = 1.02
-"""And so many times what it was early on: allocators take a while to have all they ever want."""
+"""Upper limit for memory at the end, relative to memory early on; higher than `FLAT`, as allocators grow at first."""
 
 
 def phases_of(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Latencies of the parts of snapshots, by name."""
+    """Latencies of the phases of snapshots, by name."""
     whole = [answer["seconds"] for answer in answers if "seconds" in answer]
     return {name: spread([seconds[i] for seconds in whole]) for i, name in enumerate(PHASES)}
 
 
 def growth(samples: Sequence[Sequence[dict[str, int]]]) -> dict[str, Any]:
-    """Memory and descriptors of the SMPs, early, half-way and late in a run, and whether they are flat."""
+    """Memory and descriptors of the SMPs early, half-way and late in a run, and whether they stay flat."""
     tenth = max(1, len(samples) // 10)
     parts = {"early": samples[tenth : 2 * tenth] or samples[:1], "half": samples[len(samples) // 2 :][:tenth]}
     parts["late"] = samples[-tenth:]
@@ -60,7 +60,7 @@ def growth(samples: Sequence[Sequence[dict[str, int]]]) -> dict[str, Any]:
 
 
 def many_trainers(base: Path, count: int, length: int, rounds: int) -> dict[str, Any]:
-    """One SMP with so many trainers, and another that protects them."""
+    """Measure one SMP with `count` trainers, and another SMP that protects them."""
     with ExitStack() as stack:
         job = Job(base, stack, [[length] * count, [length]])
         job.start()
@@ -80,7 +80,7 @@ def many_trainers(base: Path, count: int, length: int, rounds: int) -> dict[str,
 
 
 def many_smps(base: Path, count: int, length: int, rounds: int) -> dict[str, Any]:
-    """So many SMPs on this machine."""
+    """Measure `count` SMPs on this machine."""
     with ExitStack() as stack:
         job = Job(base, stack, [[length]] * count)
         job.start()
@@ -101,7 +101,7 @@ def many_smps(base: Path, count: int, length: int, rounds: int) -> dict[str, Any
 
 
 def status_requests(base: Path, length: int, rate: float, seconds: float) -> dict[str, Any]:
-    """Requests over HTTP to an SMP that takes snapshots all the while, and those snapshots with and without them."""
+    """Measure HTTP requests to an SMP that is taking snapshots, and the snapshots with and without these requests."""
     found: dict[str, Any] = {"shard_bytes": length, "asked_a_second": rate, "seconds": seconds}
     with ExitStack() as stack:
         job = Job(base, stack, [[length], [length]])
@@ -119,7 +119,7 @@ def status_requests(base: Path, length: int, rate: float, seconds: float) -> dic
 
 
 def endurance(base: Path, length: int, snapshots: int, seed: int, every: int) -> dict[str, Any]:
-    """Snapshots, one after the other, while trainers are killed: about every so many, while one is taken."""
+    """Take snapshots one after another, and kill trainers during about one in `every` of them."""
     source = random.Random(seed)
     with ExitStack() as stack:
         job = Job(base, stack, [[length], [length]])
@@ -133,13 +133,13 @@ def endurance(base: Path, length: int, snapshots: int, seed: int, every: int) ->
                 delay_s, who = source.uniform(0, 0.08), source.choice(((0,), (1,), (0, 1)))
 
                 def fault(delay_s: float = delay_s, who: tuple[int, ...] = who) -> None:
-                    time.sleep(delay_s)  # wherever they are by then
+                    time.sleep(delay_s)  # at any point of the snapshot
                     for rank in who:
                         job.trainers[rank].kill()
 
                 job.take(fault)
                 began = time.perf_counter()
-                job.kill()  # a launcher ends the others
+                job.kill()  # as a launcher kills the other trainers
                 job.start()
                 recoveries.append(time.perf_counter() - began)
                 kills += 1
@@ -165,7 +165,7 @@ def endurance(base: Path, length: int, snapshots: int, seed: int, every: int) ->
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """For people."""
+    """The report in Markdown."""
     lines = ["# The service under load", "", f"{result['date']}, `{result['command']}`, {result['machine']}.", ""]
     lines += [result["note"], ""]
     for name, part in result["parts"].items():
@@ -187,7 +187,7 @@ def _text(value: Any) -> str:
 
 
 def main() -> int:
-    """Run it; 1 if a request was lost or memory grew."""
+    """Run the benchmark; return 1 if a request was lost or memory grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a little of each, half a minute")
     parser.add_argument("--only", choices=("trainers", "smps", "status", "endurance"), action="append")

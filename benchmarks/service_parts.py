@@ -1,6 +1,6 @@
-"""What `benchmarks/service.py` is made of: SMPs, trainers without torch in processes of their own, requests over HTTP.
+"""Parts of `benchmarks/service.py`: SMPs, trainer processes without torch, and HTTP requests.
 
-Each trainer is a process that takes orders over a pipe, one JSON object each, and answers each with another.
+A trainer receives orders over a pipe, one JSON object each, and answers each with one JSON object.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
 
 
 class _Shard:
-    """A shard whose every page says of which step it is."""
+    """A shard with the step number written into every page."""
 
     def __init__(self, client: SmpClient, coord: str, length: int) -> None:
         self._client = client
@@ -85,7 +85,7 @@ class _Shard:
         return {"outcome": int(outcome), "seconds": [later - at for at, later in pairwise(clock)]}
 
     def check(self, slot: memoryview, step: int) -> bool:
-        """Whether a slot is what was written at that step, to the last byte."""
+        """Whether a slot equals what was written at a step, to the last byte."""
         self._stamp(step)
         return bool(np.array_equal(self._state(slot), self._content))
 
@@ -148,14 +148,14 @@ class Trainer:
         self._orders.send_bytes(json.dumps(order).encode())
 
     def answer(self) -> Answer:
-        """Raises `HoldfastError` if it says nothing in time."""
+        """The answer to the last order. Blocks; raises `HoldfastError` on timeout."""
         if not self._orders.poll(2 * DEADLINE_S):
             raise HoldfastError(f"the trainer {self.coord} says nothing")
         answer: Answer = json.loads(self._orders.recv_bytes())
         return answer
 
     def kill(self) -> None:
-        """SIGKILL it, whatever it is doing, and see it end."""
+        """SIGKILL the trainer and wait for its end."""
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, signal.SIGKILL)
         self._process.join(DEADLINE_S)
@@ -163,10 +163,10 @@ class Trainer:
 
 
 class Job:
-    """SMPs on virtual nodes, and their trainers, in step with each other as the training hook has them."""
+    """SMPs on virtual nodes and their trainers, which move in lockstep as under the training hook."""
 
     def __init__(self, base: Path, stack: ExitStack, shards: Sequence[Sequence[int]], protect: str = "auto") -> None:
-        """``shards[i]``: the bytes of each shard on node i."""
+        """``shards[i]``: the size of each shard on node i, in bytes."""
         self.nodes = [VirtualNode(i, 0, f"127.0.{i // 200 + 3}.{i % 200 + 1}", base, JOB) for i in range(len(shards))]
         self._places = [(i, length) for i, row in enumerate(shards) for length in row]
         self._protect = parse_protect(protect)
@@ -186,10 +186,10 @@ class Job:
         stack.callback(self.kill)
 
     def start(self) -> None:
-        """Start all trainers, go back to what there is, compare it to the last byte, and enter a new epoch.
+        """Start all trainers, restore the newest snapshot, compare it to the last byte, and enter a new epoch.
 
         Raises:
-            HoldfastError: it is older than what was protected, or differs.
+            HoldfastError: the restored snapshot is older than the newest protected one, or differs.
         """
         self.trainers = [Trainer(self.nodes[i], f"dp{r}", length) for r, (i, length) in enumerate(self._places)]
         ranks = self.ask(op="rank")
@@ -210,7 +210,7 @@ class Job:
         self.ask(op="configure", layout=to_plain(layout))
 
     def take(self, fault: Callable[[], None] | None = None) -> list[Answer]:
-        """One snapshot of all; `fault` strikes while it is taken, and then nothing is known of what became of it."""
+        """Take one snapshot on all trainers. With `fault`, call it meanwhile and do not wait for the outcome."""
         self.step += 1
         snapshot = SnapshotId(self.epoch, self.step)
         keep = [self.protected] if self.protected else []
@@ -242,7 +242,7 @@ class Job:
         self.trainers = []
 
     def memory(self) -> list[dict[str, int]]:
-        """Of each SMP."""
+        """`memory_of` each SMP."""
         return [memory_of(node) for node in self.nodes]
 
     def _note(self, kind: str, answer: Answer) -> Answer:
@@ -253,7 +253,7 @@ class Job:
 
 
 def memory_of(node: VirtualNode) -> dict[str, int]:
-    """Kilobytes of an SMP's memory, anonymous and shared; its descriptors and threads; kilobytes of its arena."""
+    """An SMP's anonymous and shared memory and the size of its arena, in kilobytes; its descriptors and threads."""
     status = Path(f"/proc/{node.pid}/status").read_text().splitlines()
     found = {line.split(":")[0]: line.split()[1] for line in status if line.startswith(("Rss", "Threads"))}
     files = [path.stat() for path in node.arena.iterdir() if path.is_file() and not path.name.startswith("smp.log")]
@@ -270,11 +270,10 @@ def memory_of(node: VirtualNode) -> dict[str, int]:
 
 
 def request_all(node: VirtualNode, path: str, rate: float, seconds: float, clients: int = 4) -> Callable[[], Answer]:
-    """Begin to ask an SMP `rate` times a second, in processes of their own, each over a connection that it keeps; what
-    came of it, once it is over.
+    """Start sending `rate` requests per second to an SMP; return a function that waits for the end and returns results.
 
-    Requests begin when they are due, however long those before took; a client that is late makes up for it, and the
-    time a request takes is counted from when it was due.
+    The clients are separate processes with one persistent connection each. Requests are due at fixed times regardless
+    of earlier response times; a late client catches up, and a request's time counts from when it was due.
     """
     owner = read_owner(node.arena)
     assert owner is not None

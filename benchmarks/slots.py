@@ -1,8 +1,8 @@
 """``python benchmarks/slots.py --markdown FILE``: how many snapshots are skipped, by slots and `protect_every`.
 
-Two ranks on two virtual nodes that mirror each other train a few megabytes, a snapshot due after every step; what
-encoding sends is capped, so that it takes several steps. Beside what came of it stands what `holdfast.planner.slots`
-makes of the times that were measured.
+Two ranks on two virtual nodes that mirror each other train a few megabytes, with a snapshot due after every step. The
+bandwidth of encoding is capped, so that encoding takes several steps. The results are compared with the predictions of
+`holdfast.planner.slots` for the measured times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEADLINE_S = 300.0
 
 
 def main() -> None:
-    """Measure each, print, and write the report."""
+    """Measure each combination, print its row, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=180, help=f"of each run, after {WARM} (default 180)")
     parser.add_argument("--step-s", type=float, default=0.1, help="how long one takes at least (default 0.1)")
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def run(slots: int, every: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One job of two processes; what rank 0 counted. Blocks."""
+    """Run one job of two processes; return the counts of rank 0. Blocks."""
     base = arena_base()
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     arenas = Path(tempfile.mkdtemp(prefix="bench-slots-", dir=base))
@@ -119,7 +119,7 @@ def run(slots: int, every: str, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def train(slots: int, every: str, steps: int, step_s: float) -> None:
-    """One rank."""
+    """Run one rank; rank 0 prints its counts."""
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Linear(1000, 2000)

@@ -1,17 +1,17 @@
-r"""One rank of the comparison: a training loop that saves its state with one system, and what that costs.
+r"""One rank of the comparison: a training loop that saves its state with one system, and measures the cost.
 
-Every system runs in this loop: same state, same step, same machine. Start it once a rank; rank 0 writes the rows:
+Every system runs in this loop: same state, same step, same machine. Start it once per rank; rank 0 writes the rows:
 
     python stall_loop.py --system systems.dcp:AsyncThread --rank 0 --world 1 --port 29600 \
         --folder /dev/shm/trial --out rows.json
 
 An iteration begins right after ``optimizer.step()``: `save` if one is due, `poll`, forward, backward, `before_step`,
-``optimizer.step()``. Ranks hold different states, as with sharding, and meet in each iteration, as all that reduce
-gradients do. A round is a block without saves and a block with; what saves cost is counted against the blocks without
-on both sides.
+``optimizer.step()``. Ranks hold different states, as with sharding, and synchronise in each iteration, as a reduction
+of gradients would. A round is a block without saves and a block with saves; the cost of saves is relative to the blocks
+without saves before and after.
 
-With ``--device cuda`` the state is on a GPU, one for each rank, and an iteration ends when the device is done with it,
-as where the loss is looked at. The host runs ahead in between: to block it there costs nothing by itself.
+With ``--device cuda`` each rank's state is on its own GPU, and an iteration ends when the device has finished it, as in
+loops that read the loss. In between, the host runs ahead: blocking it there has no cost in itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self, TypeVar, cast
 
 HERE = str(Path(__file__).resolve().parent)
-sys.path[:] = [*(path for path in sys.path if path != HERE), HERE]  # last: ec.py here must not hide the package ec
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, for the processes that systems start too
+sys.path[:] = [*(path for path in sys.path if path != HERE), HERE]  # last: ec.py here must not shadow a package ec
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under torchrun; also for processes that systems start
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -48,10 +48,10 @@ T = TypeVar("T")
 WIDE, NARROW = 2048, 1334
 WARM_UP_STEPS = 3
 EXTRA_SAVES = 3
-"""Saves in which the loop only watches for the moment from which the save survives a kill."""
+"""Number of saves that only measure the time until the save survives a kill."""
 
 CHECKED_SAVES = 3
-"""Saves in a row before the restores, so that the newest is not alone."""
+"""Number of consecutive saves before the restores, so that older saves exist beside the newest."""
 
 RESTORES = 3
 SAMPLE_S = 0.02
@@ -62,8 +62,8 @@ class System(Protocol):
     """A way to save the training state.
 
     Attributes:
-        name: as it stands in the rows.
-        version: of the package that does the work.
+        name: the name in the rows.
+        version: version of the package that does the work.
     """
 
     name: str
@@ -77,23 +77,24 @@ class System(Protocol):
         """Called right after ``optimizer.step()``, on all ranks at the same step. May block."""
 
     def accepted(self) -> bool:
-        """Whether the newest `save` was begun: a system may skip one while those before are not done, or give it up
-        before the step that follows."""
+        """Whether the newest `save` was begun. A system may skip a save while earlier ones are in progress, or give it
+        up before the following step."""
 
     def revoke(self) -> None:
-        """Another rank has not begun the newest `save`: it counts on none. Only for systems that skip saves."""
+        """Called if another rank has not begun the newest `save`, which then counts on no rank. Only systems that skip
+        saves need it."""
 
     def before_step(self) -> None:
         """Called right before each ``optimizer.step()``: blocks until the live state may be changed."""
 
     def poll(self) -> None:
-        """Called once in each iteration, equally often on all ranks, for what the system does from time to time."""
+        """Called once per iteration, equally often on all ranks, for periodic work of the system."""
 
     def survives_kill(self) -> bool:
         """Whether the newest save would now survive a SIGKILL of this trainer."""
 
     def done(self) -> bool:
-        """Nothing of the newest save is in progress, deleting older ones included."""
+        """Whether the newest save is complete, including the deletion of older ones."""
 
     def wait(self) -> None:
         """Block until done, on all ranks.
@@ -106,14 +107,14 @@ class System(Protocol):
         """Load the newest save into the live model and optimizer."""
 
     def extra_bytes(self) -> int:
-        """Memory in use beyond what it was before this object was made. Summed over the ranks."""
+        """Memory in use beyond that before this object was made, in bytes. The results of all ranks are added up."""
 
     def close(self) -> None:
         """End the processes and remove the files of this system."""
 
 
 class Iteration(NamedTuple):
-    """Seconds of one iteration, and of the calls in it."""
+    """Seconds of one iteration, and of the system's calls in it."""
 
     total: float
     save: float
@@ -130,10 +131,10 @@ class Block:
     """A block of iterations with saves.
 
     Attributes:
-        saves: at which of the iterations one was started.
-        asked: how many saves were asked for.
-        window: how many iterations there were from the first save until the last was done.
-        survived_s: seconds from each save until it was seen to survive a kill, for those that were before the next.
+        saves: indices of the iterations that started a save.
+        asked: number of saves that were due.
+        window: number of iterations until the last save was done, from the start of the block.
+        survived_s: seconds from a save until it was seen to survive a kill, if that was before the next save.
     """
 
     iterations: list[Iteration]
@@ -143,7 +144,7 @@ class Block:
     survived_s: list[float]
 
     def stalls(self) -> list[float]:
-        """For each save, all time spent in the system until it was done or the next was started."""
+        """For each save, the time spent in the system until the save was done or the next one was started."""
         ends = [*self.saves[1:], self.window]
         return [
             sum(iteration.stall for iteration in self.iterations[begin:end])
@@ -155,14 +156,14 @@ class Block:
         return (sum(it.total for it in self.iterations[: self.window]) - self.window * plain_s) / len(self.saves)
 
     def inflation(self, plain_s: float, every: int) -> float:
-        """Mean time of an iteration with a save every so many, as a multiple of one without."""
+        """Mean time of an iteration with a save every `every` iterations, as a multiple of one without saves."""
         excess = sum(it.total for it in self.iterations) - len(self.iterations) * plain_s
         return 1 + excess / (len(self.saves) * every * plain_s)
 
 
 @dataclass(slots=True)
 class Measured:
-    """What one rank measured for one frequency of saves. Lists of rounds, of saves or of restores, in order."""
+    """One rank's measurements for one frequency of saves. Lists are per round, save or restore, in order."""
 
     plain_s: list[float] = field(default_factory=list)
     lost_s: list[float] = field(default_factory=list)
@@ -181,23 +182,24 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the comparison. Times are of the slowest rank, bytes and tensors of all ranks together.
+    """One line of the comparison. Times are those of the slowest rank; bytes and tensors are totals over all ranks.
 
     Attributes:
-        protect: how the snapshot is protected from the loss of a node, if it is.
+        protect: how a snapshot is protected against the loss of a node; None if it is not.
         every: iterations from one save to the next.
-        stall_p50_ms, stall_p99_ms: time in `save`, `before_step` and `poll` that belongs to one save.
+        stall_p50_ms, stall_p99_ms: time in `save`, `before_step` and `poll` for one save.
         lost_s: all training time lost to one save: stall, and slower iterations until it is done.
-        memcpy_floor_s: copying the state once into memory that is there already, all ranks at the same time. From a
-            GPU: into pinned memory.
-        step_s: median iteration without saves.
-        inflation: mean iteration with saves at this frequency, as a multiple of `step_s`.
-        survives_kill_s: from the start of `save` until the trainer may be killed, while no iterations run.
-        survives_kill_in_loop_s: the same while they do, looked at between iterations, so up to one of them too long.
-        extra_bytes: most memory in use during a save beyond that of the training. Not on a GPU: see there.
-        device_extra_bytes: the same of the memory of GPUs.
-        taken: saves that were begun, as a part of those asked for.
-        restored: all bytes of the state were, after each restore, what they were when the newest save was started.
+        memcpy_floor_s: time to copy the state once into memory that is already mapped, on all ranks at the same time.
+            From a GPU: into pinned memory.
+        step_s: median time of an iteration without saves.
+        inflation: mean time of an iteration with saves at this frequency, as a multiple of `step_s`.
+        survives_kill_s: time from the start of `save` until it survives a kill of the trainer, with no iterations.
+        survives_kill_in_loop_s: the same in the loop; checked between iterations, so up to one iteration too long.
+        survives_node_s: time until a save is done, for systems that protect against the loss of a node.
+        extra_bytes: peak of host memory during a save, beyond that of training.
+        device_extra_bytes: the same for GPU memory.
+        taken: saves that were begun, as a fraction of those due.
+        restored: whether every restore brought back all bytes as they were when the newest save was started.
     """
 
     system: str
@@ -225,7 +227,7 @@ class Row:
 
 
 class Training:
-    """The model, its optimizer and one fixed batch: a rank's share of a job."""
+    """One rank's model, its optimizer and one fixed batch."""
 
     def __init__(self, layers: int, batch: int, rank: int, device: torch.device) -> None:
         torch.manual_seed(rank)
@@ -249,14 +251,14 @@ class Training:
         return [tensor for part in live_state(self.model, self.optimizer).values() for tensor in part.values()]
 
     def digests(self) -> list[int]:
-        """A sum over all words of each tensor, which any change of a word changes."""
+        """A checksum of each tensor: the sum of its words, which changes if any single word does."""
         flat = [tensor.reshape(-1).view(torch.uint8) for tensor in self.state()]
         words = [octets.view(torch.int64 if octets.numel() % 8 == 0 else torch.int32) for octets in flat]
         return [int(some.sum(dtype=torch.int64)) for some in words]
 
 
 class Meeting:
-    """Where the ranks meet: a group of its own, as systems use the default one, some of them from threads."""
+    """Synchronises the ranks over its own process group: systems use the default group, some of them from threads."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
@@ -277,8 +279,8 @@ class Meeting:
 
 
 class Floor:
-    """The least that any copy of the state costs: one copy a tensor into a private buffer that is there already; from a
-    GPU, a pinned one."""
+    """The lowest cost of any copy of the state: one copy per tensor into a private, already mapped buffer, which is
+    pinned for a GPU."""
 
     def __init__(self, training: Training) -> None:
         self._device = training.device
@@ -304,7 +306,7 @@ class Loop:
         self._step = 0
 
     def measure(self, every: int, rounds: int, block: int) -> Measured:
-        """All of one row that this rank can measure."""
+        """Measure this rank's part of one row."""
         measured = Measured()
         self._warm_up()
         plain: list[list[float]] = []
@@ -358,7 +360,7 @@ class Loop:
         self._meeting.barrier()
         give_up = time.monotonic() + DEADLINE_S
         self._iterate(save=True)
-        while not self._meeting.all(self._system.accepted()):  # memory is made ready beside the training
+        while not self._meeting.all(self._system.accepted()):  # memory is reserved while training runs
             self._iterate(save=True)
             if time.monotonic() > give_up:
                 raise TimeoutError(f"no save was begun in {DEADLINE_S:.0f} s")
@@ -369,7 +371,7 @@ class Loop:
         return [self._iterate().total for _ in range(iterations)]
 
     def _saving(self, iterations: int, every: int) -> Block:
-        """So many iterations with saves, and then as many as it takes until the last save is done on all ranks."""
+        """Run `iterations` with saves, and then more until the last save is done on all ranks."""
         done: list[Iteration] = []
         saves: list[int] = []
         survived_s: list[float] = []
@@ -398,8 +400,7 @@ class Loop:
         return Block(done, saves, -(-iterations // every), cast(int, window), survived_s)
 
     def _survival(self) -> tuple[float | None, float]:
-        """Seconds until a save survives a kill, or None if it is done and does not; and until it is done. No iterations
-        run."""
+        """Seconds until a save survives a kill (None: never), and until it is done. No iterations run meanwhile."""
         self._iterate()
         self._meeting.barrier()
         survived: float | None = None
@@ -418,10 +419,10 @@ class Loop:
         return survived, time.perf_counter() - begin
 
     def _most_memory(self) -> tuple[int, int]:
-        """Most bytes in use by the system from one save until it is done, of the machine and of the device.
+        """The peak of host and of device memory that the system uses during one save, in bytes.
 
-        Iterations run meanwhile, as what they write to may have to be copied first. The most that they themselves have
-        in use for a time is measured without a save, and subtracted.
+        Iterations run meanwhile, because writing to pages may copy them. Their own peak is measured without a save and
+        subtracted.
         """
         self._meeting.barrier()
         release_heap()
@@ -444,7 +445,7 @@ class Loop:
                 raise TimeoutError(f"a save took more than {DEADLINE_S:.0f} s")
 
     def _restores(self, gap: int) -> tuple[list[float], bool]:
-        """Seconds of each restore, and whether all of them brought back the state of the newest save."""
+        """Seconds of each restore, and whether all restores brought back the state of the newest save."""
         saved: list[int] = []
         for _ in range(CHECKED_SAVES):
             self._iterate_until_done()
@@ -467,7 +468,7 @@ class Loop:
 
 
 class Sampler:
-    """The largest of many samples, taken in a thread while the context is open."""
+    """The maximum of samples that a thread takes while the context is open."""
 
     def __init__(self, sample: Callable[[], int]) -> None:
         self._sample = sample
@@ -480,7 +481,7 @@ class Sampler:
         try:
             while not self._stop.wait(SAMPLE_S):
                 self.most = max(self.most, self._sample())
-        except BaseException as error:  # raised again on leaving the context
+        except BaseException as error:  # `__exit__` raises it again
             self._failure = error
 
     def __enter__(self) -> Self:
@@ -497,7 +498,7 @@ class Sampler:
 
 
 class MostOnDevice:
-    """The most that torch had of a GPU's memory while the context was open, in bytes; 0 for a CPU."""
+    """The peak of GPU memory that torch allocated while the context was open, in bytes; 0 for a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -514,7 +515,7 @@ class MostOnDevice:
 
 
 def make_row(ranks: Sequence[Measured], every: int, system: System, state_bytes: int, tensors: int) -> Row:
-    """One row from what all ranks measured: for each round, save or restore the slowest rank, then the median."""
+    """One row from the measurements of all ranks: the slowest rank of each round, save or restore, then the median."""
 
     def median(values: Sequence[Sequence[float]]) -> float:
         return statistics.median(slowest(values))
@@ -556,7 +557,7 @@ def make_row(ranks: Sequence[Measured], every: int, system: System, state_bytes:
 
 
 def load_system(spec: str) -> type[System]:
-    """The class that ``module:Class`` names."""
+    """Import the class named by ``module:Class``."""
     module, _, name = spec.partition(":")
     return cast(type[System], getattr(importlib.import_module(module), name))
 
@@ -581,7 +582,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     rank, world = arguments.rank, arguments.world
-    os.environ |= {  # what torchrun says to its ranks
+    os.environ |= {  # as set by torchrun
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(arguments.port),
         "RANK": str(rank),
@@ -597,11 +598,11 @@ def main() -> None:
     if arguments.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"  # DCP wants one for each kind of memory
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"  # DCP needs one per kind of memory
     dist.init_process_group(backend, timeout=timedelta(seconds=DEADLINE_S))
     meeting = Meeting()
     training = Training(arguments.layers, arguments.batch, rank, device)
-    for _ in range(WARM_UP_STEPS):  # before the system is made: Adam makes its moments at its first step
+    for _ in range(WARM_UP_STEPS):  # before the system is made, as Adam allocates its moments at the first step
         training.gradients()
         training.update()
     state = training.state()

@@ -1,8 +1,8 @@
-"""``python benchmarks/tune_auto.py --months 30 --seed 1 --markdown FILE``: ``every="auto"`` beside fixed intervals.
+"""``python benchmarks/tune_auto.py --months 30 --seed 1 --markdown FILE``: ``every="auto"`` against fixed intervals.
 
-Simulated months (`benchmarks.rehearsal`), in each of which step times, costs and failure rates change every few days.
-All ways to choose the interval live through the same failures. What counts is wasted time: what snapshots cost, steps
-that are lost, restarts.
+In the simulated months (`benchmarks.rehearsal`), step times, costs and failure rates change every few days. All ways to
+choose the interval meet the same failures. They are compared by wasted time: the cost of snapshots, lost steps, and
+restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ AUTO, VISIBLE, WHOLE = "auto", "Daly, visible cost", "Daly, whole time"
 
 @dataclass(frozen=True, slots=True)
 class Month:
-    """One month: what each way wasted, the best fixed interval, Daly's, and how often `Online` changed its mind."""
+    """Results of one month.
+
+    Attributes:
+        wasted: by way to choose the interval.
+        best: the best fixed interval.
+        daly: Daly's intervals, for the visible cost and for the whole time.
+        changes: how often `Online` changed the interval.
+    """
 
     seed: int
     failures: int
@@ -35,12 +42,12 @@ class Month:
     changes: int
 
     def ratio(self, name: str) -> float:
-        """Wasted time beside that of the month's best fixed interval."""
+        """Wasted time relative to that of the month's best fixed interval."""
         return self.wasted[name].total / self.wasted[str(self.best)].total
 
 
 def play(seed: int) -> Month:
-    """One month, in all ways."""
+    """Simulate one month with every way to choose the interval."""
     weather = draw(Climate(), seed)
     wasted = {str(interval): play_fixed(weather, interval) for interval in INTERVALS}
     best = min(INTERVALS, key=lambda interval: wasted[str(interval)].total)
@@ -52,7 +59,7 @@ def play(seed: int) -> Month:
 
 
 def report(months: Sequence[Month], command: str) -> str:
-    """As Markdown."""
+    """The report in Markdown."""
     climate = Climate()
     totals = {name: [month.wasted[name] for month in months] for name in months[0].wasted}
     seconds = len(months) * climate.month_s

@@ -1,9 +1,9 @@
-"""``python benchmarks/tune_reality.py --seed 1 --markdown FILE``: what is predicted, and what failures really take.
+"""``python benchmarks/tune_reality.py --seed 1 --markdown FILE``: predicted and real cost of failures.
 
-Real processes on two virtual nodes; trainers are killed and nodes lost as a Poisson process of progress, and every
-second that was lost is accounted for (`chaos.overhead`), with a snapshot every 1, 8, 32 and 96 steps in turn. The
-prediction comes from a profile of the same job, and the mean time of a restart. About ten minutes; the machine should
-be idle.
+Runs real processes on two virtual nodes. Trainers are killed and nodes lost in a Poisson process over progress, and
+every lost second is accounted for (`chaos.overhead`), with a snapshot every 1, 8, 32 and 96 steps in turn. The
+prediction comes from a profile of the same job and the mean time of a restart. Takes about ten minutes; the machine
+should be idle.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from holdfast.snapshot.interval.measured import Measured
 
 INTERVALS = (1, 8, 32, 96)
 BASELINE_FROM = 4
-"""With fewer steps between snapshots none is a baseline, and steps of a run without snapshots are taken for them."""
+"""Smallest interval at which a run contains baseline steps; for smaller ones they come from a run without snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a run should lose, in seconds for each useful one: overhead, lost steps, restarts."""
+    """Predicted losses of a run, in seconds per useful second: overhead, lost steps, restarts."""
 
     overhead: float
     lost: float
@@ -45,11 +45,11 @@ class Expected:
 
 
 def predict(measured: Measured, restarts_s: tuple[float, float], period_s: float, took: Overhead) -> Expected:
-    """First order: ``c/T + rate (T/2 + latency + R)`` of each class, with as many failures of it as there were.
+    """First-order prediction: ``c/T + rate (T/2 + latency + R)`` for each class of failures, at its observed rate.
 
     Args:
-        restarts_s: of a process, and of a node.
-        period_s: between snapshots.
+        restarts_s: mean restart time after the death of a process, and after the loss of a node.
+        period_s: time between snapshots.
     """
     commit_s = measured.copy_s + measured.seal_s
     rates = [(took.nodes.count(lost)) / took.useful for lost in (False, True)]
@@ -62,8 +62,10 @@ def predict(measured: Measured, restarts_s: tuple[float, float], period_s: float
 
 
 def pooled(runs_of: Sequence[Overhead]) -> tuple[float, float]:
-    """Mean seconds of a restart after a process's death, and after the loss of a node, over all runs: how long one
-    takes is not for the tuner to predict, and does not depend on the interval."""
+    """Mean seconds of a restart after a process's death, and after the loss of a node, over all runs.
+
+    The tuner does not predict restart times, and they do not depend on the interval.
+    """
     pairs = [pair for took in runs_of for pair in zip(took.nodes, took.restarts, strict=True)]
     process_s, node_s = ([seconds for node, seconds in pairs if node is lost] for lost in (False, True))
     return fmean(process_s), fmean(node_s)
@@ -75,7 +77,7 @@ def report(
     restarts_s: tuple[float, float],
     command: str,
 ) -> str:
-    """As Markdown."""
+    """The report in Markdown."""
     lines = [
         "# What failures take, predicted and measured",
         "",

@@ -1,7 +1,7 @@
-"""What it costs to check that the state does not change while it is copied: ``python -m benchmarks.witness``.
+"""The cost of checking that state does not change while it is copied: ``python -m benchmarks.witness``.
 
-Milliseconds on the training thread (as a step begins) and on the copying thread (as the copy ends), and the whole as a
-share of one memcpy of the same tensors, all in one run.
+Measures milliseconds on the training thread (when a step begins) and on the copy thread (when the copy ends), and their
+sum as a fraction of one memcpy of the same tensors, all in one run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def main() -> None:
 
 
 def measure(count: int, size: int) -> dict[str, float]:
-    """Medians over `ROUNDS` of each part, in milliseconds, and their sum over a memcpy."""
+    """Medians of each part over `ROUNDS`, in milliseconds, and their sum relative to a memcpy."""
     tensors = [torch.nn.Parameter(torch.zeros(size // 4)) for _ in range(count)]
     slot = memoryview(bytearray(count * size))
     pieces = tuple(SlotTensor(tensor.detach(), i * size, size, str(i)) for i, tensor in enumerate(tensors))
     subjects, engine = Subjects(pieces, tensors), CpuEngine()
-    source, target = np.ones(count * size, np.uint8), np.ones(count * size, np.uint8)  # zeros are no memory yet
+    source, target = np.ones(count * size, np.uint8), np.ones(count * size, np.uint8)  # zeros may have no pages yet
     held: dict[str, list[float]] = {"begin_ms": [], "end_ms": [], "memcpy_ms": []}
 
     def note(name: str, work: Callable[[], object]) -> None:
@@ -47,8 +47,8 @@ def measure(count: int, size: int) -> dict[str, float]:
     for turn in range(ROUNDS):
         note("memcpy_ms", lambda: np.copyto(target, source))
         with torch.no_grad():
-            torch._foreach_add_(tensors, 1.0)  # as optim.step() has just done when a step begins
-        list(map(torch.Tensor.data_ptr, tensors))  # as the manifest has
+            torch._foreach_add_(tensors, 1.0)  # as `optim.step()` just before a step begins
+        list(map(torch.Tensor.data_ptr, tensors))  # as for the manifest
         made: list[Witness] = []
         note("begin_ms", lambda turn=turn, made=made: made.append(Witness(engine, subjects, turn)))  # type: ignore[misc]
         engine.copy(pieces, slot, lambda count: None)

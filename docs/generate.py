@@ -1,7 +1,6 @@
-"""Writes the reference pages of docs/ out of the code: ``python docs/generate.py``, or ``make docs``.
+"""Generates the reference pages of docs/ from the code: ``python docs/generate.py``, or ``make docs``.
 
-The pages are committed, because most people read docs/ where nothing is built. `tests/test_docs.py` fails if one is not
-what this writes.
+The pages are committed, because most people read docs/ unbuilt. `tests/test_docs.py` fails if a page is out of date.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text of each reference page, by file name."""
     for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
-        del os.environ[name]  # commands take defaults from them
+        del os.environ[name]  # they would change the defaults of commands
     sys.path.insert(0, str(ROOT))
     made = {"reference-python.md": python, "reference-commands.md": commands, "reference-environment.md": environment}
     made |= {"proof.md": proof, "support.md": support}
@@ -57,7 +56,7 @@ def support() -> Iterator[str]:
 
 
 def _kinds() -> Iterator[str]:
-    """What of megatron-core comes back, kind by kind."""
+    """The table of supported features of megatron-core."""
     table = importlib.import_module("holdfast.integrations.adapters.support")
     exact = _exact_cells()
     yield "## Megatron, kind by kind"
@@ -80,7 +79,7 @@ def _kind(kind: Any, exact: dict[str, set[str]]) -> str:
 
 
 def _exact_cells() -> dict[str, set[str]]:
-    """By release of megatron-core, the cells that a committed report found exact."""
+    """The cells that a committed report found exact, by release of megatron-core."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "benchmarks" / "results").glob("matrix-*.json"):
         report = json.loads(path.read_text())
@@ -91,13 +90,13 @@ def _exact_cells() -> dict[str, set[str]]:
 
 
 def _scripts() -> Iterator[str]:
-    """What came of each script in the reports of ``make real``: of several runs of one, the newest."""
+    """The newest result of each script in the reports of ``make real``."""
     rows = {}
     for path in sorted(RESULTS.glob("real-*.json")):
         found = json.loads(path.read_text())
         for run in found["runs"]:
             if run["outcome"] != "skipped":
-                of = run["versions"]  # of Python, of torch, and then of what was run if that is not torch
+                of = run["versions"]  # Python, torch, and then the framework if that is not torch
                 release = list(of.values())[2 if len(of) > 2 else 1]
                 exact = "yes" if run["outcome"] == "exact" else "**no**"
                 what = f"[{run['framework']}]({run['page'].removeprefix('docs/')}) | {release} | {run['what']}"
@@ -114,13 +113,13 @@ def _scripts() -> Iterator[str]:
 
 
 def _when(path: Path, found: dict[str, Any]) -> str:
-    """The date, with the report, and the machine."""
+    """The date, linked to the report, and the machine."""
     processor = ", ".join(found["machine"].split(", ")[:2])
     return f"[{found['when'][:10]}](../benchmarks/results/{path.with_suffix('.md').name}), {processor}"
 
 
 def _jobs() -> Iterator[str]:
-    """A line for each framework of each report of the matrix, the newest first."""
+    """A row for each framework in each report of the matrix, newest first."""
     yield "## Kinds of jobs"
     yield (
         "Each line is a run of `holdfast matrix` whose report is committed: every kind of job was trained undisturbed, "
@@ -216,7 +215,7 @@ def python() -> Iterator[str]:
 
 
 HOOKED = {"before_step", "after_step", "on_forward", "on_backward"}
-"""Public for the boundary's sake: optimizers and modules call them."""
+"""Methods that are public only because hooks of optimizers and modules call them."""
 
 INNER = {
     "notes",
@@ -231,7 +230,7 @@ INNER = {
     "heartbeat",
     "source, ahead, exact",
 }
-"""Arguments and attributes for the hook itself, or described elsewhere on the page."""
+"""Arguments and attributes that only the hook uses, or that are described elsewhere on the page."""
 
 
 def public(module: Any) -> list[str]:
@@ -248,7 +247,7 @@ def signature(member: Any) -> str:
 
 
 def document(thing: Any, *, table: bool = True) -> Iterator[str]:
-    """A docstring as Markdown; arguments with their defaults if there is to be a `table` of them."""
+    """A docstring as Markdown; with `table`, arguments are shown with their defaults."""
     text, *sections = re.split(r"^(Args|Attributes|Returns|Raises):\n", inspect.getdoc(thing) or "", flags=re.M)
     yield prose(text)
     for title, body in zip(sections[::2], sections[1::2], strict=True):
@@ -276,7 +275,7 @@ def row(names: str, meaning: str, defaults: Any) -> str:
 
 
 def prose(text: str) -> str:
-    """reST's ``code`` and ``::`` as Markdown; pages are linked."""
+    """Convert reST's ``code`` and ``::`` to Markdown, and names of pages to links."""
     text = text.replace("``", "`")
     code = re.compile(r"^::\n\n((?:    .*\n|\n)+)", re.M)
     text = code.sub(lambda m: f"```python\n{textwrap.dedent(m[1]).strip()}\n```\n", text + "\n")
@@ -284,7 +283,7 @@ def prose(text: str) -> str:
 
 
 def cell(text: str | None) -> str:
-    """Text for a cell of a table: on one line, its < shown as such outside of code."""
+    """Text for a table cell: on one line, with < escaped outside of code."""
     parts = " ".join(prose(text or "").split()).replace("|", "\\|").split("`")
     return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
 
@@ -349,7 +348,7 @@ def leaves(parser: argparse.ArgumentParser, summary: str = "") -> Iterator[tuple
 def option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     takes = "" if action.nargs == 0 or not action.option_strings else f" {value(action)}"
     names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-    shown = f"{names}{takes}".replace("|", "` or `")  # a bar in code ends a cell for some readers of Markdown
+    shown = f"{names}{takes}".replace("|", "` or `")  # some Markdown parsers end a cell at a bar in code
     return f"| `{shown}` | {cell(parser._get_formatter()._expand_help(action) if action.help else '')} |"
 
 

@@ -1,7 +1,7 @@
-"""mkdocs' hooks: pages that lie at the top of the repository, and files outside of docs/ that pages link to.
+"""mkdocs hooks that add the pages at the top of the repository, and files outside docs/ that pages link to.
 
-Links in the repository's Markdown are relative, so that they work where it is read unbuilt. Here each is pointed at the
-same file in the site: a page, a figure, or, of code, a page that shows it. A link to nothing is a warning.
+Links in the repository's Markdown are relative, so that they also work unbuilt. These hooks turn each into a link to
+the same file in the site: a page, a figure, or a page that shows a file of code. A broken link is a warning.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TOP = {"README.md": "index.md"} | {
     f"{name}.md": f"{name.lower()}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY")
 }
-"""Pages at the top of the repository, and what they are called in the site."""
+"""Pages at the top of the repository, and their names in the site."""
 AS_THEY_ARE = dict.fromkeys((".md", ".html", ".svg", ".png", ".json"), "")
 SHOWN = AS_THEY_ARE | {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", "": "text"}
-"""Files that may be linked to: in which language they are shown on a page of their own, or as they are."""
+"""Suffixes of files that may be linked to, with the language of the page that shows the file; empty: copied as is."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 log = logging.getLogger("mkdocs.plugins")
@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def outside(uri: str, text: str) -> Iterator[str]:
-    """Files of the repository, neither in docs/ nor pages at the top, that a page links to."""
+    """Yield the files outside docs/ that a page links to, without the pages at the top."""
     for match in LINK.finditer(text):
         path = target_of(uri, match[1])
         if path and path not in TOP and not path.startswith("docs/"):
@@ -72,19 +72,19 @@ def outside(uri: str, text: str) -> Iterator[str]:
 
 
 def target_of(uri: str, link: str) -> str:
-    """Where a link of a page of the site leads, from the top of the repository."""
+    """The target of a link on a page of the site, relative to the top of the repository."""
     return os.path.normpath(Path(origin(uri)).parent / link)
 
 
 def origin(uri: str) -> str:
-    """Where a page of the site lies in the repository."""
+    """The path in the repository of a page of the site."""
     if uri.startswith("source/"):
         return uri.removeprefix("source/")
     return next((source for source, target in TOP.items() if target == uri), f"docs/{uri}")
 
 
 def place(path: str) -> str:
-    """Where a file of the repository lies in the site."""
+    """The path in the site of a file of the repository."""
     if path in TOP:
         return TOP[path]
     if path.startswith("docs/"):

@@ -1,4 +1,4 @@
-"""Tokens and certificates for tests, and processes that have them."""
+"""Tokens and certificates for tests, and an environment that contains them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the 
 
 @contextmanager
 def credentials(environment: dict[str, str]) -> Iterator[None]:
-    """This process, and those that it starts, have these credentials and no others for one block."""
+    """Give this process and its children these credentials and no others for a ``with`` block."""
     with pytest.MonkeyPatch.context() as patch:
         for name in (TOKEN_FILE_ENV, TOKEN_ENV, TLS_NAME_ENV, *TLS_ENVS):
             patch.delenv(name, raising=False)
@@ -40,14 +40,14 @@ def credentials(environment: dict[str, str]) -> Iterator[None]:
 
 
 def token_file(path: Path, token: str | None = None, mode: int = 0o600) -> dict[str, str]:
-    """The environment of whoever has a token, by default a new one."""
+    """Write a token file, by default with a new token; return the environment that names it."""
     path.write_text((token or secrets.token_hex(32)) + "\n")
     path.chmod(mode)
     return {TOKEN_FILE_ENV: str(path)}
 
 
 class Authority:
-    """A certificate authority of a test."""
+    """A certificate authority for tests."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True)
@@ -56,7 +56,7 @@ class Authority:
         _openssl(*_new_key(path / "ca.key"), "-x509", "-subj", "/CN=authority", "-out", str(path / "ca.pem"))
 
     def environment(self, name: str = DEFAULT_NAME, days: int = 2) -> dict[str, str]:
-        """Of who has a certificate of this authority for that DNS name."""
+        """Issue a certificate for a DNS name; return the environment that names it."""
         self._made += 1
         cert, key, request = (self.path / f"{self._made}.{kind}" for kind in ("pem", "key", "csr"))
         _openssl(*_new_key(key), "-subj", "/CN=smp", "-out", str(request))

@@ -14,7 +14,7 @@ INTERLEAVINGS = Path(__file__).with_name("test_interleavings.py")
 
 
 def rows() -> Iterator[str]:
-    """A line of a table for each."""
+    """Yield a table row for each broken build."""
     for name, simulated in sim_mutants.MUTANTS.items():
         yield _row("simulation", name, simulated.what, f"{simulated.sign}: {CHECKS[simulated.sign]}")
     for name, mutant in mutants.MUTANTS.items():
@@ -26,7 +26,7 @@ def rows() -> Iterator[str]:
 
 
 def _interleavings() -> list[str]:
-    """Their names; the module itself needs more than a builder of pages has."""
+    """Names of the broken builds in `INTERLEAVINGS`, which is parsed because importing it needs more packages."""
     for node in ast.parse(INTERLEAVINGS.read_text()).body:
         if (
             isinstance(node, ast.AnnAssign)

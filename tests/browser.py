@@ -1,5 +1,5 @@
-"""Chromium without a window, told what to do over a pipe: pages are looked at as on a phone, in the dark, or by people
-who see colours otherwise."""
+"""Headless Chromium, controlled over a pipe. Shows pages as on a phone, in dark mode, or with impaired colour
+vision."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ FLAGS = (
 )
 TYPICAL = "none"
 SIGHTS = (TYPICAL, "protanopia", "deuteranopia", "tritanopia")
-"""How people see colours, as Chromium can show it."""
+"""Kinds of colour vision that Chromium can emulate."""
 
 
 class Browser:
-    """One page of one browser. What it is asked for blocks until there is an answer, `DEADLINE_S` at most."""
+    """One page of one browser. Calls block until there is an answer, for up to `DEADLINE_S`."""
 
     def __init__(self, home: Path) -> None:
-        """`home`: an empty directory, for what the browser keeps."""
+        """`home`: an empty directory for the browser's data."""
         assert CHROMIUM is not None, "skip the test where there is no browser"
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={home}", "about:blank"]
-        # The browser reads its descriptor 3 and writes to 4. Ours may have these numbers: both are moved away first.
+        # The browser reads descriptor 3 and writes to 4. Our pipes may have these numbers, so both are moved first.
         moved = f"exec {{a}}<&{theirs_in} {{b}}>&{theirs_out}; exec 3<&$a 4>&$b"
         self._process = subprocess.Popen(
             ["bash", "-c", f'{moved}; exec "$@"', "bash", *command],
@@ -65,14 +65,14 @@ class Browser:
         self._session = attached["sessionId"]
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol, and its result."""
+        """Send a command of the DevTools protocol; return its result."""
         self._asked += 1
         message: dict[str, Any] = {"id": self._asked, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while (answer := self._hear()).get("id") != self._asked:
-            pass  # an event, of which none is waited for
+            pass  # events are ignored
         if "error" in answer:
             raise HoldfastError(f"{method}: {answer['error']}")
         result: dict[str, Any] = answer["result"]
@@ -92,7 +92,7 @@ class Browser:
         return message
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """The value of an expression in the page, or of the promise that it returns."""
         done = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in done:
             raise HoldfastError(f"{script}: {done['exceptionDetails']}")
@@ -108,18 +108,18 @@ class Browser:
                 raise DeadlineExceeded(f"{address} did not become ready: {ready}")
 
     def resize(self, width: int, *, phone: bool = False) -> None:
-        """A screen so many CSS pixels wide; a phone's has two for each."""
+        """Set the width of the screen in CSS pixels; a phone has two device pixels for each."""
         size = {"width": width, "height": 800, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
         self.ask("Emulation.setDeviceMetricsOverride", **size)
 
     def see(self, *, dark: bool = False, sight: str = TYPICAL) -> None:
-        """As in a dark room, or by somebody with one of `SIGHTS`."""
+        """Emulate dark mode, and one of `SIGHTS`."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.ask("Emulation.setEmulatedVisionDeficiency", type=sight)
 
     def picture(self, target: Path) -> Path:
-        """The whole page as a PNG, however long it is."""
+        """Save the whole page as a PNG, whatever its length; return the path."""
         width, height = self.run("[innerWidth, document.documentElement.scrollHeight]")
         all_of_it = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         taken = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=all_of_it)
@@ -127,7 +127,7 @@ class Browser:
         return target
 
     def close(self) -> None:
-        """End the browser and all of its processes."""
+        """End the browser and all its processes."""
         for pipe in (self._out, self._in):
             os.close(pipe)
         try:
@@ -140,7 +140,7 @@ class Browser:
 
 @contextmanager
 def browser(home: Path) -> Iterator[Browser]:
-    """One for a block."""
+    """A browser for a ``with`` block."""
     opened = Browser(home)
     try:
         yield opened

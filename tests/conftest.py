@@ -1,4 +1,4 @@
-"""Shared by all tests."""
+"""Settings, options and fixtures shared by all tests."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from tests.smp_kit import Ground, kill_smps, launch_by_fork, playground
 
 os.environ["OMP_NUM_THREADS"] = "1"
-"""Two workers share two cores, and threads that OpenMP keeps spinning take them from processes that have work."""
+"""Two workers share two cores, and OpenMP's spinning threads would take them from processes that have work."""
 
 os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
-"""Steps of tests take no time, so any snapshot would be over any budget."""
+"""Steps of tests take almost no time, so every snapshot would exceed any budget."""
 
 
 class Absent(MetaPathFinder):
-    """The last finder that is asked: what imports one of these packages, which nobody has found, is skipped."""
+    """The last finder on `sys.meta_path`: skips tests and modules that import one of these absent packages."""
 
     def __init__(self, packages: frozenset[str]) -> None:
         self._packages = packages
 
     def find_spec(self, name: str, *_: object) -> None:
-        """Raises the exception that skips a test, or a module while it is collected."""
+        """Raise the exception that skips a test, or a module during collection."""
         if name in self._packages:
             raise pytest.skip.Exception(f"{name} is not installed", allow_module_level=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `tests.other_python` says: on purpose some packages are not there, and not every case is run."""
+    """Options for `tests.other_python`: some packages are absent on purpose, and not every case is run."""
     parser.addoption(
         "--without", default="", metavar="PACKAGES", help="skip, and count, what imports one of these, with commas"
     )
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests look the same on every machine: only ``pytest -m gpu`` sees its GPUs."""
+    """Make tests behave the same on every machine: only ``pytest -m gpu`` sees GPUs."""
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if without := frozenset(filter(None, config.getoption("without").split(","))):
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test whose processes need a package that is not there on purpose is skipped as one that imports it."""
+    """Also skip a test whose processes need a package that is absent on purpose."""
     needed = {name for marker in item.iter_markers("needs") for name in marker.args}
     needed |= (
         {"torch"} if item.get_closest_marker("cluster") or "launcher" in getattr(item, "fixturenames", ()) else set()
@@ -64,7 +64,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``--cases``: so many of each test function, of all its parameters alike."""
+    """Implement ``--cases``: keep N cases of each test function, spread evenly over its parameters."""
     most = config.getoption("cases")
     if not most:
         return
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Which modules ``--without`` left out, by name."""
+    """List the modules that ``--without`` skipped."""
     if not config.getoption("without"):
         return
     skipped = [each for each in terminalreporter.stats.get("skipped", []) if "is not installed" in str(each.longrepr)]
@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def no_hooks_left() -> Iterator[None]:
-    """Who leaves a hook of torch behind, which every optimizer of the tests after it would call, is named."""
+    """Fail a test that leaves a global optimizer hook of torch behind, which optimizers of later tests would call."""
     yield
     if "torch" not in sys.modules:
         return
@@ -105,7 +105,7 @@ def no_hooks_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
-    """Imports torch, megatron-core and the jobs once; every virtual cluster forks from it."""
+    """A process that imports torch, megatron-core and the jobs once; every virtual cluster forks from it."""
     from holdfast.chaos.demo import PRELOAD
 
     with Launcher(["tests.jobs", "tests.elastic_jobs", "tests.layout_jobs", *PRELOAD]) as started:
@@ -123,14 +123,14 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture
 def ground() -> Iterator[Ground]:
-    """Where a test's SMPs run."""
+    """A `Ground` for a test's SMPs."""
     with playground() as made:
         yield made
 
 
 @pytest.fixture
 def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a job of this process keeps its snapshots; what is left of it at the end is removed."""
+    """The arena base for a job of this process; whatever is left in it is removed at the end."""
     base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
     monkeypatch.setenv(ARENA_ENV, str(base))
     monkeypatch.setenv("HOLDFAST_JOB", "test")
@@ -142,7 +142,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def compiling() -> Iterator[None]:
-    """Leaves nothing compiled behind."""
+    """Discard compiled code before and after the test."""
     import torch
 
     torch._dynamo.reset()

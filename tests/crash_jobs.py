@@ -1,7 +1,6 @@
-"""A job that trains until it is told to stop, and then does all of it again without snapshots, to compare.
+"""A job that trains until it is told to stop, and then repeats everything without snapshots, to compare.
 
-Orders stand in a file, which the first rank reads before every step: how many times the state is to have grown, and
-whether to end.
+Orders are in a file, which the first rank reads before every step: how many times the state must have grown, or `END`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ END = -1
 
 
 class Training:
-    """One rank's state; a step depends on nothing but the state, the step's number and the other ranks."""
+    """One rank's state; a step depends only on the state, the step number and the other ranks."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(7 + rank)
@@ -32,7 +31,7 @@ class Training:
         self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
 
     def grow(self) -> None:
-        """One more parameter."""
+        """Add a parameter."""
         added = torch.nn.Parameter(torch.full((700 + 10 * len(self.model),), 0.5))
         self.model.append(added)
         self.optim.add_param_group({"params": [added]})
@@ -50,13 +49,14 @@ class Training:
 
 
 def endure() -> None:
-    """Reports ``started``, ``step`` and ``end``; the last says whether all is as if nothing had ever happened."""
+    """Run one rank; report ``started``, ``step``, and ``end`` with whether the state is that of undisturbed
+    training."""
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)
     trainer.init_process_group()
     training = Training(trainer.rank)
-    grown: list[int] = list(args.get("grown", []))  # after which steps
+    grown: list[int] = list(args.get("grown", []))  # steps after which the state grew
     for _ in grown:
         training.grow()
     with InMemorySnapshot(training.model, training.optim, start=args.get("start", False)) as snap:
@@ -87,7 +87,7 @@ def _order(path: str) -> int:
 
 
 def _again(rank: int, steps: int, grown: list[int], found: Training) -> bool:
-    """Whether undisturbed training comes to the same."""
+    """Whether undisturbed training produces the same state."""
     training = Training(rank)
     for step in range(steps):
         for _ in range(grown.count(step)):

@@ -1,7 +1,7 @@
-"""Real SMPs that are killed at named points while real trainers train on: one life after another.
+"""Real SMPs that are killed at failpoints, one life after another, while real trainers continue.
 
-Which point an SMP is killed at next is said when it is started, so it may be in the middle of starting. What a dead
-SMP has left is judged by its files alone, before another takes them over.
+The point at which an SMP stops is set when it is started, so it may be reached during the start itself. The remains of
+a dead SMP are judged by its files alone, before a successor takes them over.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TARGET = "tests.crash_jobs:endure"
 
 
 class Job:
-    """Two trainers on two nodes. The first node's SMP, `victim`, is killed again and again."""
+    """Two trainers on two nodes. The first node's SMP, `victim`, is killed repeatedly."""
 
     def __init__(self, ground: Ground, launcher: Launcher, *, rules: Rules = (), start: bool = False) -> None:
-        """`rules`: where the victim stops in its first life. `start`: trainers start SMPs that are away."""
+        """`rules`: where the victim stops in its first life. `start`: whether trainers start absent SMPs."""
         self.ground = ground
         self.victim, self.other = ground.prepare("node0", rules=rules), ground.prepare("node1")
         self.events: list[Event] = []
@@ -57,7 +57,7 @@ class Job:
             smp.wait_ready()
 
     def train(self, rules: Rules = ()) -> None:
-        """Start the trainers; `rules`: where the first one stops."""
+        """Start the trainers; `rules`: where the first trainer stops."""
         ranks = []
         grown: list[int] = next((e["grown"] for e in reversed(self.events) if e["kind"] == "step"), [])
         for rank, smp in enumerate((self.victim, self.other)):
@@ -78,17 +78,17 @@ class Job:
         self._launcher.spawn(TARGET, ranks, (self.ground.host(), None))
 
     def kill_trainers(self) -> None:
-        """SIGKILL both, and see them end."""
+        """SIGKILL both trainers and wait for their end."""
         self._launcher.kill()
         self.wait(lambda: len(self._exits) == 2, "the trainers did not end")
 
     def grow(self) -> None:
-        """Have the state grow, which takes a new layout."""
+        """Tell the trainers to grow the state, which needs a new layout."""
         self._growth += 1
         self._order(self._growth)
 
     def finish(self) -> None:
-        """Have training end well, see that it did, and that both ranks came out as if nothing had happened."""
+        """End training; assert that it ended well, with both ranks in the state of undisturbed training."""
         self.order_end()
         self.wait(lambda: len(self._exits) == 2, "the job did not end")
         assert [e["status"] for e in self._exits] == [0, 0], self.logs()
@@ -101,15 +101,15 @@ class Job:
         self._order(END)
 
     def of(self, kind: str) -> list[Event]:
-        """What the trainers said of one kind."""
+        """All events of one kind that the trainers reported."""
         return [event for event in self.events if event["kind"] == kind]
 
     def protected(self) -> int:
-        """The newest step that the trainers know to be protected."""
+        """The newest protected step that the trainers know of."""
         return max((e["protected"] or 0 for e in self.events if e["kind"] == "step"), default=0)
 
     def await_protected(self, step: int) -> None:
-        """Block until a step from `step` on is protected."""
+        """Block until `step` or a later step is protected."""
         self.wait(lambda: self.protected() >= step, f"nothing from step {step} on became protected")
 
     def await_point(self, point: str) -> Held:
@@ -124,7 +124,7 @@ class Job:
         return held[0]
 
     def wait(self, happened: Callable[[], bool], otherwise: str) -> None:
-        """Block until something has happened; a trainer that fails ends the wait, unless all of them are to end."""
+        """Block until `happened()` is true. Fails if a trainer ends with a status other than 0 or SIGKILL."""
         limit = time.monotonic() + DEADLINE_S
         while not happened():
             if time.monotonic() > limit:
@@ -144,12 +144,12 @@ class Job:
                     self._read(source)
 
     def logs(self) -> str:
-        """What all processes said."""
+        """The last part of every process's log."""
         paths = [path for pattern in ("*.log", "*.stderr", "*/*/*.log") for path in self.ground.base.glob(pattern)]
         return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in paths)
 
     def close(self) -> None:
-        """End what is left."""
+        """End the remaining trainers and close all sockets."""
         self._launcher.end_trainers()
         for sock in (*self._readers, self._listening):
             sock.close()
@@ -171,7 +171,7 @@ class Job:
 
 @contextmanager
 def job(ground: Ground, launcher: Launcher, **options: Any) -> Iterator[Job]:
-    """A job for one block."""
+    """A `Job` for a ``with`` block."""
     made = Job(ground, launcher, **options)
     try:
         yield made
@@ -180,14 +180,14 @@ def job(ground: Ground, launcher: Launcher, **options: Any) -> Iterator[Job]:
 
 
 def next_life(smp: SmpProcess, rules: Rules) -> None:
-    """Kill an SMP, and start another in its arena, which will stop where `rules` say, be it before it serves."""
+    """Kill an SMP, and start a successor in its arena, which stops where `rules` say, even before it serves."""
     smp.kill()
     smp.rules = rules
     smp.launch()
 
 
 def held_whole(arena: Path) -> set[SnapshotId]:
-    """Snapshots of which an arena without an SMP holds a shard and a parity whose bytes all match their digests."""
+    """Snapshots for which an arena without an SMP holds a shard and parity whose bytes match their digests."""
     shards: set[SnapshotId] = set()
     parities: set[SnapshotId] = set()
     for path in arena.glob("*.json"):

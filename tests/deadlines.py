@@ -1,4 +1,4 @@
-"""How long a test waits for what must happen."""
+"""The timeout of tests."""
 
 DEADLINE_S = 120.0
-"""Nothing moves any more after so long, however busy the machine is. A test that passes never waits for it to end."""
+"""Timeout for any event that a test waits for, long enough for a busy machine. Passing tests never wait this long."""

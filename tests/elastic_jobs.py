@@ -1,5 +1,5 @@
-"""Jobs whose number of ranks changes, and what they say of themselves: every tensor of the job whole, found without
-holdfast's own code, and what is each rank's own.
+"""Jobs whose number of ranks changes. They report digests of every undivided tensor, assembled without holdfast's own
+code, and of each rank's own state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 DRAIN_DEADLINE_S = 10.0
 
 Piece = tuple[str, int, int, torch.Tensor]
-"""Name of a flattened whole, its length, and where in it the tensor belongs."""
+"""Name and length of a flattened whole, the offset of a tensor in it, and the tensor."""
 
 
 class Count:
-    """An extra: how many steps it has seen."""
+    """Extra state: the number of steps that it has seen."""
 
     steps = 0
 
@@ -38,7 +38,7 @@ class Count:
 
 
 def train() -> None:
-    """Trains up to step `steps`, each snapshot protected before the next step ends; `kind` says what."""
+    """Train a job of kind `kind` up to step `steps`, with each snapshot protected before the next step ends."""
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def train() -> None:
     arena = Path(args["arena"]) / os.environ["HOLDFAST_NODE"]
     options: dict[str, Any] = {}
     counted = Count()
-    if args["kind"] == "zero":  # not all ranks give the same
+    if args["kind"] == "zero":  # ranks pass different extras
         options["extra"] = {"log" if dist.get_rank() == 0 else "count": counted}
     snap = job.protect(arena=arena, overhead_budget=0, keep=True, elastic=args["elastic"], **options)
     ema = {"ema": torch.zeros(3)}
@@ -84,7 +84,7 @@ def train() -> None:
 
 
 def said(job: Any, ema: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Digests: of the job as a whole, and of what each rank has of its own."""
+    """Digests of the job's wholes, of state that is identical on all ranks, and of each rank's own state."""
     pieces = list(
         megatron(job) if hasattr(job, "chunks") else plain(job.model, getattr(job, "optim", None) or job.zero.optim)
     )
@@ -116,7 +116,7 @@ def said(job: Any, ema: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def plain(model: torch.nn.Module, optim: torch.optim.Optimizer) -> Iterator[Piece]:
-    """Parameters, and the state that this rank's optimizer has; distributed tensors put together by torch."""
+    """Parameters and the state of this rank's optimizer; distributed tensors are assembled by torch."""
     for name, parameter in model.named_parameters():
         for key, value in [("", parameter), *optim.state.get(parameter, {}).items()]:
             full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -124,7 +124,7 @@ def plain(model: torch.nn.Module, optim: torch.optim.Optimizer) -> Iterator[Piec
 
 
 def megatron(job: Any) -> Iterator[Piece]:
-    """Weights, and main parameters and moments by Megatron's own maps of what each rank has."""
+    """Weights, main parameters and moments, placed by Megatron's own maps of each rank's ranges."""
     from megatron.core import parallel_state as mpu
 
     place = f"pp{mpu.get_pipeline_model_parallel_rank()}-tp{mpu.get_tensor_model_parallel_rank()}"

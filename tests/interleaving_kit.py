@@ -1,12 +1,12 @@
-"""Interleavings of a trainer's threads and its SMP's, in one process: where each is held, and where it dies, is drawn
-from a seed.
+"""Interleavings of the threads of a trainer and its SMP, in one process. A seed decides where threads are held and
+where they die.
 
-Everything that runs is real: hook, copier, clients, sockets, SMP. Their threads only stop on their way at *gates*: the
-named points of the protocol, each message between a trainer and its SMP, each piece of a copy, each record that is
-written. A thread that is held goes on when so many others have come to a gate, and after `HOLD_S` in any case.
+All code is real: hook, copier, clients, sockets, SMP. The threads can only be stopped at *gates*: the failpoints of the
+protocol, each message between a trainer and its SMP, each piece of a copy, and each write of a record. A held thread
+continues after a drawn number of arrivals at gates, or after `HOLD_S`.
 
-A `Life` is one trainer process as far as its threads go. Its end is that of SIGKILL: its sockets break, and no thread
-of it goes beyond its next gate.
+A `Life` represents one trainer process by its threads. It ends as by SIGKILL: its sockets break, and none of its
+threads passes its next gate.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from holdfast.snapshot.step.copier import CopyJob
 from tests.deadlines import DEADLINE_S
 
 HOLD_S = 0.001
-"""A thread is held no longer, so that threads which wait for it without a gate go on."""
+"""Longest time that a thread is held, so that threads which wait for it outside gates can continue."""
 
 LONGEST_HOLD = 8
 OWN_THREADS = "holdfast-"
-"""How the names of a hook's threads begin."""
+"""Prefix of the names of a hook's threads."""
 
 SMP_THREADS = ("accept", "connection", "protect", "regroup")
 
 SMP = "smp"
-"""The role that all threads of the SMPs share."""
+"""The role of all threads of the SMPs."""
 
 
 class Killed(BaseException):
-    """Ends a thread where it stands; nothing of holdfast catches it."""
+    """Ends a thread at a gate; holdfast's code does not catch it."""
 
 
 class _State(Enum):
@@ -59,10 +59,10 @@ class _State(Enum):
 
 
 class Life:
-    """One trainer process: it lives until the thread called `fate[0]` comes to its `fate[1]`-th gate, or `die`.
+    """One trainer process. It ends when the thread called `fate[0]` arrives at its `fate[1]`-th gate, or at `die`.
 
-    A zombie is only frozen then: its training thread is gone, its copies stand still until `thaw`. Its sockets stay
-    open, as those of a process that hangs.
+    A zombie only freezes then: its training thread ends and its copies stop until `thaw`, but its sockets stay open,
+    as those of a hanging process. Thread-safe.
     """
 
     def __init__(self, seed: str, fate: tuple[str, int] | None, *, zombie: bool = False) -> None:
@@ -71,7 +71,7 @@ class Life:
         self._seed = seed
         self._zombie = zombie
         self._state = _State.ALIVE
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards all fields that change
         self._chances: dict[str, tuple[random.Random, float]] = {}
         self._streams: list[SocketStream] = []
         self._queues: list[MortalQueue] = []
@@ -81,16 +81,16 @@ class Life:
 
     @property
     def over(self) -> bool:
-        """Whether its end has come."""
+        """Whether the life has ended or is frozen."""
         return self._state is not _State.ALIVE
 
     @property
     def frozen(self) -> bool:
-        """Whether it is a zombie."""
+        """Whether the life is frozen, as a zombie is at its end."""
         return self._state is _State.FROZEN
 
     def gate(self) -> None:
-        """A thread of this life comes by: it may be held. Raises `Killed` if the life is over."""
+        """Pass a gate, called by threads of this life. May hold the thread; raises `Killed` if the life is over."""
         role = threading.current_thread().name
         with self._changed:
             self._check(role)
@@ -98,35 +98,35 @@ class Life:
             self._check(role)
 
     def pause(self) -> None:
-        """A thread of an SMP comes by: it may be held, and what it does may be what this life ends at."""
+        """Pass a gate, called by threads of SMPs. May hold the thread, and may end this life."""
         with self._changed:
             self._hold(SMP)
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
-        """Block until it has, as `tell` says. Raises `Killed` if the life is over."""
+        """Block until `happened()` is true, checked after each `tell`. Raises `Killed` if the life is over."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.over or happened(), DEADLINE_S):
                 raise AssertionError(f"{threading.current_thread().name} waited for {DEADLINE_S:.0f} s")
             self._check(threading.current_thread().name)
 
     def tell(self) -> None:
-        """Something happened that another thread may wait for."""
+        """Wake the threads in `wait_for`."""
         with self._changed:
             self._changed.notify_all()
 
     def die(self) -> None:
-        """The end, wherever its threads are."""
+        """End the life, wherever its threads are."""
         with self._changed:
             self._end(_State.DEAD)
 
     def thaw(self) -> None:
-        """What stood still goes on, to its end: it is long out of date."""
+        """Let a zombie's frozen copies continue to their end, although they are out of date by now."""
         with self._changed:
             self._thawed = True
             self._changed.notify_all()
 
     def bury(self) -> None:
-        """See all of its threads end."""
+        """End the life and wait until all its threads have ended."""
         self.die()
         for thread in self._threads:
             thread.join(DEADLINE_S)
@@ -134,7 +134,7 @@ class Life:
                 raise AssertionError(f"{thread.name} outlives its process")
 
     def own(self, part: SocketStream | MortalQueue | CopyJob | threading.Thread) -> None:
-        """What breaks, or is woken, at the end."""
+        """Register a part that is broken, woken or awaited at the end."""
         with self._changed:
             match part:
                 case SocketStream():
@@ -159,7 +159,7 @@ class Life:
             self._changed.wait_for(lambda: self.over or self.arrivals.total() >= goal, HOLD_S)
 
     def _draw(self, role: str) -> int:
-        """How many others go first. Some roles of a life are slow, some never wait."""
+        """Number of other arrivals to wait for. Some roles of a life are often held, others never."""
         if role not in self._chances:
             source = random.Random(f"{self._seed} {role}")
             self._chances[role] = source, source.choice((0.0, 0.03, 0.2))
@@ -179,7 +179,8 @@ class Life:
         if self._state is not _State.DEAD:
             self._state = state
         for job in self._jobs:
-            # The training thread is woken at its fence, which lets go of what a copy that has not begun would read.
+            # This wakes the training thread at its fence. It may then change the state, so copies that have not begun
+            # are aborted.
             if not job.sure.is_set() or not job.reading.is_set():
                 job.abort(StaleEpoch("the trainer is gone"))
             job.free()
@@ -193,7 +194,7 @@ class Life:
 
 
 class MortalQueue:
-    """`queue.SimpleQueue`, whose reader dies with its life."""
+    """A `queue.SimpleQueue` whose reading thread dies with its life."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
@@ -215,12 +216,12 @@ class MortalQueue:
         return job
 
     def poison(self) -> None:
-        """Whoever reads it next dies."""
+        """Kill the thread that reads next."""
         self._queue.put(Killed)
 
 
 class MortalEngine(CpuEngine):
-    """Copies half a piece at a time, with a gate before each half."""
+    """An engine that copies half a piece at a time, with a gate before each half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +270,7 @@ def _halves(piece: SlotTensor) -> Iterator[SlotTensor]:
 
 
 class Circle:
-    """The collectives of ranks that are threads of one life."""
+    """Collectives among ranks that are threads of one life."""
 
     def __init__(self, life: Life, size: int) -> None:
         self.life = life
@@ -281,13 +282,13 @@ class Circle:
         self.life.tell()
 
     def collect(self, turn: int) -> list[Any]:
-        """What every rank posted in that turn, in rank order. Blocks."""
+        """The values that all ranks posted in a turn, in rank order. Blocks."""
         self.life.wait_for(lambda: len(self._rounds[turn]) == self.size)
         return [self._rounds[turn][rank] for rank in range(self.size)]
 
 
 class Member:
-    """`snapshot.collective.agreement.Agreement` of one thread of a `Circle`."""
+    """The `snapshot.collective.agreement.Agreement` of one thread of a `Circle`."""
 
     def __init__(self, circle: Circle, rank: int) -> None:
         self._circle = circle
@@ -310,7 +311,7 @@ class Member:
         return work()
 
     def leave(self) -> None:
-        """Nobody waits for long."""
+        """Nothing to do, as no rank waits for long."""
 
     def meet(self, step: int) -> bool:
         return False
@@ -319,7 +320,7 @@ class Member:
         return False
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def _post(self, value: Any) -> int:
         self._turn += 1
@@ -328,7 +329,7 @@ class Member:
         return self._turn
 
 
-# ---------------------------------------------------------------------- where the gates stand
+# ---------------------------------------------------------------------- installing the gates
 
 
 class _Here(threading.local):
@@ -342,30 +343,30 @@ _dead_arenas: set[Path] = set()
 
 
 def current_life() -> Life:
-    """Of the calling thread, if that is a hook's own; else the youngest."""
+    """The life that the calling thread belongs to, if it is a hook's own thread; otherwise the newest life."""
     return _HERE.life or _life
 
 
 def begin_life(life: Life) -> None:
-    """From now on threads belong to `life`, but for those that an older one made."""
+    """Make `life` the newest; threads that an older life made still belong to that one."""
     global _life
     _life = life
 
 
 def join_circle(circle: Circle) -> None:
-    """The calling thread trains as the rank of the number that its name ends with."""
+    """Make the calling thread a member of `circle`, as the rank at the end of its name."""
     _HERE.circle = circle
 
 
 def rank() -> int:
-    """Of the calling thread: 0, unless its name is that of another coordinate."""
+    """The rank of the calling thread: 0, unless it is named after another coordinate."""
     name = threading.current_thread().name
     return int(name.removeprefix("dp")) if name.startswith("dp") else 0
 
 
 @contextmanager
 def gates() -> Iterator[list[BaseException]]:
-    """Put the gates up, and collect what ends a thread that is neither killed nor caught."""
+    """Install the gates; yield a list that collects uncaught exceptions of threads other than `Killed`."""
     begin_life(Life("nobody", None))
     bugs: list[BaseException] = []
 
@@ -390,7 +391,7 @@ def gates() -> Iterator[list[BaseException]]:
                 Member(_HERE.circle, rank()) if _HERE.circle else Alone()
             ),
             "holdfast.integrations.adapters.torch_native.TorchAdapter.coordinate": lambda self: f"dp{rank()}",
-            # torch keeps these for a process, of which lives that are over, and the ranks of one, are others
+            # torch keeps these hooks per process, so ended lives and other ranks would share them
             "holdfast.snapshot.state.steppers.register_optimizer_step_pre_hook": _hook_nobody,
             "holdfast.snapshot.state.steppers.register_optimizer_step_post_hook": _hook_nobody,
             "holdfast.smp_daemon.shared.client.call": _call,
@@ -409,7 +410,7 @@ def gates() -> Iterator[list[BaseException]]:
 
 
 class MortalSystem(System):
-    """This machine, but that a queue of a life ends with it."""
+    """The real system, except that queues belong to a life and end with it."""
 
     SimpleQueue: Any = staticmethod(lambda: MortalQueue(current_life()))
 
@@ -446,7 +447,7 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def kill_smp(smp: Smp) -> None:
-    """As SIGKILL would: it writes no further record, its sockets break. Its arena stays, and may be taken over."""
+    """End an SMP as SIGKILL would: it writes no more records, and its sockets break. Its arena can be taken over."""
     arena = smp.store.arena
     _dead_arenas.add(arena.path)
     smp.close()
@@ -460,7 +461,7 @@ def kill_smp(smp: Smp) -> None:
 
 
 def lose_smp(smp: Smp) -> None:
-    """As a power failure of its node would: its arena is gone, too."""
+    """End an SMP as a power failure of its node would: its arena is lost too."""
     arena = smp.store.arena
     _dead_arenas.add(arena.path)
     smp.close()

@@ -1,7 +1,7 @@
-"""Small jobs for virtual clusters, whose state says of itself which step it is of.
+"""Small jobs for virtual clusters, some with state that shows which step it belongs to.
 
-They do not destroy their process groups: gloo's threads may still need the interpreter to let go of what DDP's last
-reduction held, and whoever frees the group waits for them and holds it. The process ends right after.
+They do not destroy their process groups. Freeing a group holds the GIL while it waits for gloo's threads, which may
+need the GIL to release what DDP's last reduction held. The process ends right after.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Stamped(torch.nn.Module):
 
 
 def stamps(model: Stamped, optim: Stamp) -> list[float]:
-    """Every distinct value in the state. One value: one whole step."""
+    """All distinct values in the state. A single value means that the state is of one step."""
     tensors = [*model.parameters(), model.tokens]
     tensors += [value for state in optim.state.values() for value in state.values()]
     return sorted({float(value) for tensor in tensors for value in torch.unique(tensor.detach())})
 
 
 def stamped() -> None:
-    """Trains `steps` steps; reports at the start and at the end which steps its tensors are of."""
+    """Train up to step `steps`; report at the start and the end which steps the tensors are of."""
     trainer = Trainer.from_environment()
     torch.set_num_threads(1)
     trainer.init_process_group()
@@ -99,7 +99,7 @@ def stamped() -> None:
         for step in range(snap.step, trainer.args["steps"]):
             model(step + 1)
             failpoint("train.step", step + 1)
-            snap.drain(DRAIN_DEADLINE_S)  # these steps take no time; without this most of them would be skipped
+            snap.drain(DRAIN_DEADLINE_S)  # these steps are so short that most snapshots would be skipped
             dist.barrier()
             optim.step()
             trainer.report("step", step=step + 1, protected=snap.protected_step)
@@ -107,7 +107,7 @@ def stamped() -> None:
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -118,13 +118,16 @@ class Lines(logging.Handler):
 
 
 def paced() -> None:
-    """Trains in steps of `quick_s`, and of `slow_s` from step `slower_at` on, with ``every="auto"``. A snapshot holds
-    up the loop for `cost_s`, which is what a slow ``get`` takes. Reports after which steps snapshots were taken."""
+    """Train in steps of `quick_s`, and of `slow_s` from step `slower_at` on, with ``every="auto"``.
+
+    A snapshot delays the loop by `cost_s`, the duration of a slow ``get``. Reports the steps after which snapshots were
+    taken.
+    """
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)
     trainer.init_process_group()
-    os.environ["HOLDFAST_MTBF"] = "10ms"  # so often that the budget alone bounds the interval
+    os.environ["HOLDFAST_MTBF"] = "10ms"  # so short that only the budget limits the interval
     lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.policy")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
@@ -164,14 +167,14 @@ def paced() -> None:
 
 
 def shown() -> list[str]:
-    """What the SMP of this node shows to operators of what trainers have said, on all nodes."""
+    """The messages of trainers on all nodes, as this node's SMP shows them to operators."""
     owner = read_owner(arena_path(os.environ["HOLDFAST_JOB"]))
     assert owner is not None
     return [status.said for status in look(owner.job, owner.control).statuses if status.said]
 
 
 def replicated() -> None:
-    """Trains a small model under DDP, whose replicas are alike; reports a digest of the state at the start and end."""
+    """Train a small model under DDP, with identical replicas; report digests of the state at the start and the end."""
     trainer = Trainer.from_environment()
     torch.set_num_threads(1)
     trainer.init_process_group()
@@ -197,7 +200,7 @@ def replicated() -> None:
 
 
 def spread_over_nodes() -> None:
-    """Trains a step under DDP, and reports how many bytes came over the network while it restored."""
+    """Train under DDP, and report how many bytes a restore received over the network."""
     trainer = Trainer.from_environment()
     torch.set_num_threads(1)
     trainer.init_process_group()
@@ -224,13 +227,13 @@ def spread_over_nodes() -> None:
 
 
 def _received(device: str) -> int:
-    """Bytes that a network device of this namespace has received."""
+    """Number of bytes that a network device of this namespace has received."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     return next((int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith(f"{device}:")), 0)
 
 
 def writes() -> None:
-    """Writes a megabyte to disk."""
+    """Write a megabyte to disk."""
     path = Path(Trainer.from_environment().args["path"])
     with path.open("wb") as file:
         file.write(b"x" * (1 << 20))
@@ -254,8 +257,8 @@ def _counts(statistics: Any) -> dict[str, Any]:
 
 
 def checkpoint() -> None:
-    """Saves an FSDP2 model and its optimizer through DCP into memory, or loads them from there, as `mode` says; reports
-    digests of all tensors, whole."""
+    """Save an FSDP2 model and its optimizer into memory through DCP, or load them, depending on `mode`; report digests
+    of all undivided tensors."""
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)
@@ -301,8 +304,7 @@ def checkpoint() -> None:
 
 
 def deepspeed() -> None:
-    """Trains under DeepSpeed, which saves every step into memory and goes on with what is there; reports losses and a
-    digest of the state."""
+    """Train under DeepSpeed, which loads from memory and saves every step; report losses and digests of parameters."""
     trainer = Trainer.from_environment()
     args = trainer.args
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
@@ -312,7 +314,7 @@ def deepspeed() -> None:
 
     from holdfast.integrations.deepspeed import MemoryCheckpointEngine
 
-    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for most of a minute; gloo will do
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes most of a minute; gloo is enough
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(24, 37), torch.nn.Tanh(), torch.nn.Linear(37, 10))
     config = {
@@ -327,7 +329,7 @@ def deepspeed() -> None:
     memory = None
     if args["memory"]:
         folder.mkdir(exist_ok=True)
-        os.chdir(folder)  # so that every node has files of its own under the same names
+        os.chdir(folder)  # every node needs its own files under the same names
         memory = engine.checkpoint_engine = MemoryCheckpointEngine(job="deepspeed", arena=folder)
         engine.load_checkpoint("files")
     dtype = next(engine.parameters()).dtype
@@ -352,11 +354,11 @@ def _checkpoint_state(model: Any, optim: Any) -> dict[str, Any]:
 
 
 class Persisting(Workload):
-    """Waits, in the middle of some steps, until so many snapshots are persisted, and another one is due; not in a job
-    that came back.
+    """Waits in the middle of some steps until a number of snapshots are persisted and another one is due. A restored
+    job does not wait.
 
     Args:
-        waits: ``[[step, count], ...]``.
+        waits: pairs of a step and the number of persisted snapshots to wait for.
     """
 
     def __init__(self, seed: int, waits: list[tuple[int, int]]) -> None:
@@ -384,8 +386,8 @@ class Persisting(Workload):
 
 
 def exported() -> None:
-    """Trains a few steps under DDP or FSDP2, exports what is in memory as DCP and as safetensors, and loads both into a
-    job of one process; reports digests of all tensors, whole, of the job and of what was loaded."""
+    """Train a few steps under DDP or FSDP2, export the snapshot as DCP and as safetensors, and load the DCP export into
+    one process; report digests of all undivided tensors of the job and of the loaded state."""
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)

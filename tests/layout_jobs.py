@@ -1,4 +1,4 @@
-"""A job in any layout of pipeline, data and tensor parallelism that saves through DCP into memory, or loads it."""
+"""A job in any layout of pipeline, data and tensor parallelism that saves into memory through DCP, or loads from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS, WIDTH = 4, 20
 
 
 def checkpoint() -> None:
-    """Saves or loads, as `mode` says; reports digests of the tensors of its stage, whole."""
+    """Save or load, depending on `mode`; report digests of the undivided tensors of this rank's stage."""
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)

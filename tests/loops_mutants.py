@@ -1,6 +1,6 @@
-"""``python -m tests.loops_mutants``: loops in builds that are broken on purpose, each of which spoils one.
+"""``python -m tests.loops_mutants``: builds that are broken on purpose, each with a training loop that it spoils.
 
-Prints a JSON object: by mutant, what came of that loop in a build that is whole and in the broken one, and why.
+Prints a JSON object: for each mutant, the outcome of its loop in the intact build and in the broken one, with reasons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _ignore(*arguments: Any, **options: Any) -> None:
 
 
 def _blind(self: Boundary, module: Any, given: Any) -> None:
-    """Every forward begins a step, an evaluation's too."""
+    """A replacement of `Boundary._forward` by which every forward begins a step, even in an evaluation."""
     self._forwards += 1
     self._listener.on_forward(self._forwards, given)
     self._running.append(self._forwards)
@@ -78,11 +78,11 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(6, model="batchnorm", form="begin", ends=WITHIN),
     ),
 }
-"""By name: what is replaced by what, and a loop that this spoils."""
+"""By name: replacements as (owner, attribute, new value), and a loop that they spoil."""
 
 
 def main() -> None:
-    """Run, print."""
+    """Run all mutants and print the outcomes."""
     with Trials() as trials:
         found = {
             name: [_verdict(trials, loop, []), _verdict(trials, loop, new)] for name, (new, loop) in MUTANTS.items()
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _verdict(trials: Trials, loop: Loop, changes: list[tuple[Any, str, Any]]) -> list[str]:
-    """What came of a loop, in a process of its own, for what is changed stays changed."""
+    """The outcome of a loop and its reason. Runs in a forked process, because the changes are not undone."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Training in the order of Megatron-LM's ``pretrain`` and ``train``, as far as it matters where a step begins."""
+"""A loop in the order of Megatron-LM's ``pretrain`` and ``train``, as far as it matters for step boundaries."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ BATCH = 4
 
 SAMPLES = 410
 EVERY = 3
-"""Iterations between evaluations."""
+"""Number of iterations between evaluations."""
 
 FULL = 3
-"""Samples of a full validation; two of them are read by each evaluation."""
+"""Number of samples of a full validation; each evaluation reads two of them."""
 
 OPERATIONS = 7.0
-"""Of one iteration."""
+"""Number of floating-point operations of one iteration."""
 
 Protect = Callable[[torch.nn.Module, torch.optim.Optimizer, Any, Namespace], Any]
 
 
 class Samples:
-    """Each sample is its number, and noise: from torch's generator, or in a worker, whose seed is another after each
-    restart, from the number."""
+    """Each sample is its number plus noise from torch's generator. A worker's seed changes with each restart, so in
+    workers the noise is derived from the number."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -43,7 +43,7 @@ class Samples:
 
 
 def arguments(**given: Any) -> Namespace:
-    """What ``get_args`` gives after ``setup_model_and_optimizer``."""
+    """The arguments that ``get_args`` returns after ``setup_model_and_optimizer``."""
     known = {
         "iteration": 0,
         "consumed_train_samples": 0,
@@ -67,11 +67,11 @@ def pretrain(
     *,
     snapshots: list[InMemorySnapshot] | None = None,
 ) -> list[Any]:
-    """Train, and give what is left of it in the end.
+    """Train, and return the final state.
 
     Args:
-        tell: called with the name of each thing that is done, and what comes of it; may raise.
-        snapshots: where what `protect` returned is noted.
+        tell: called with the name and the results of each step and evaluation; may raise.
+        snapshots: a list that the result of `protect` is appended to.
     """
     torch.manual_seed(3)
     random.seed(3)
@@ -105,7 +105,7 @@ def pretrain(
 
 
 class Patched:
-    """What a loop that calls it itself has of its snapshots."""
+    """The snapshots of a loop that calls the checkpoint manager itself."""
 
     def __init__(self, manager: InMemoryCheckpointManager) -> None:
         self.manager = manager
@@ -114,7 +114,7 @@ class Patched:
 
 
 class Sampler:
-    """Batches of numbers, from where training is."""
+    """Yields batches of sample numbers, starting at the position of training."""
 
     def __init__(self, consumed_samples: int) -> None:
         self.total_samples = SAMPLES
@@ -129,7 +129,7 @@ class Sampler:
 
 
 class FullSampler:
-    """All of a few, from the first on."""
+    """Yields all samples of a full validation, always from the first one."""
 
     def __len__(self) -> int:
         return FULL
@@ -139,7 +139,7 @@ class FullSampler:
 
 
 def build_train_valid_test_data_loaders(args: Namespace) -> tuple[Any, list[Any], None]:
-    """Loaders of the rest, or what a script brings along."""
+    """Loaders that start at the position of training, or a script's external ones."""
     if args.dataloader_type == "external":
         return External(), [External()], None
     valid: Any = FullSampler() if args.full_validation else Sampler(args.consumed_valid_samples)
@@ -147,13 +147,13 @@ def build_train_valid_test_data_loaders(args: Namespace) -> tuple[Any, list[Any]
 
 
 def loader_of(args: Namespace, sampler: Any) -> DataLoader[torch.Tensor]:
-    """A loader, with workers that stay if it has any."""
+    """A data loader; its workers, if any, are persistent."""
     workers = args.num_workers
     return DataLoader(Samples(), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)  # type: ignore[arg-type]
 
 
 class Savable:
-    """Samples in an order of its own, and its place, as Energon's loader has them."""
+    """A loader with its own order of samples and a savable position, like Energon's."""
 
     def __init__(self) -> None:
         self._place = Position(number=0, seen=Seen(), marks=(1, (2, "three")))
@@ -166,22 +166,22 @@ class Savable:
             yield torch.full((BATCH, 3), (number + sum(self._place.seen.values())) / SAMPLES)
 
     def save_state_rank(self) -> Position:
-        """Where it is."""
+        """The current position."""
         return copy.deepcopy(self._place)
 
     def restore_state_rank(self, place: Position) -> None:
-        """Go on there."""
+        """Continue at `place`."""
         assert type(place) is Position and type(place.seen) is Seen and place.marks == (1, (2, "three"))
         self._place = place
 
 
 class Seen(dict[int, int]):
-    """Counts."""
+    """Counts of samples, as a dict subclass that must survive a restore."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Position:
-    """Where a `Savable` is."""
+    """The position of a `Savable`."""
 
     number: int
     seen: Seen
@@ -189,7 +189,7 @@ class Position:
 
 
 class External:
-    """What Megatron-LM's example wraps Energon's loader with: it has one half of the hook, and the other is inside."""
+    """Like the wrapper of Energon's loader in Megatron-LM's example: it can save; only the inner loader can restore."""
 
     def __init__(self) -> None:
         self._dataloader = Savable()
@@ -202,12 +202,12 @@ class External:
         return self._iter
 
     def save_state(self) -> Position:
-        """Megatron-LM's name for it."""
+        """The current position, under Megatron-LM's name for this method."""
         return self._dataloader.save_state_rank()
 
 
 def cyclic_iter(loader: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Makes an iterator when the first batch of a pass is read."""
+    """Repeat a loader; makes each iterator when the first batch of a pass is read."""
     while True:
         yield from loader
 
@@ -223,7 +223,7 @@ def train(
     snap: InMemorySnapshot | Patched | None,
     tell: Callable[..., None],
 ) -> float:
-    """The loop."""
+    """The training loop; returns the number of floating-point operations so far."""
     iteration = args.iteration
     num_floating_point_operations_so_far = args.num_floating_point_operations_so_far
     while iteration < iterations:
@@ -254,7 +254,7 @@ def train_step(
     scheduler: Any,
     snap: InMemorySnapshot | Patched | None,
 ) -> str:
-    """One iteration."""
+    """Run one iteration; return the loss in hexadecimal."""
     optimizer.zero_grad()
     loss = model(next(data)).square().mean()
     loss.backward()
@@ -268,7 +268,7 @@ def train_step(
 def evaluate(
     data: Iterator[torch.Tensor], model: torch.nn.Module, iteration: int, args: Namespace, tell: Callable[..., None]
 ) -> None:
-    """Two batches."""
+    """Evaluate on two batches."""
     model.eval()
     with torch.no_grad():
         for part in range(2):
@@ -285,5 +285,5 @@ def checkpoint_and_decide_exit(
     iteration: int,
     num_floating_point_operations_so_far: float,
 ) -> bool:
-    """Neither."""
+    """Do neither; only the place of this call in the loop matters."""
     return False

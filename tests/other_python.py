@@ -1,8 +1,8 @@
 """The fast tests on a second Python: ``make test-other``.
 
-torch for it takes gigabytes, so everything else is installed, and what imports torch is skipped and named. Where that
-Python has torch, or ``--also`` names a folder that does, those tests run as well. Of a test with many cases one is
-run, and what does not depend on the Python is left out.
+As torch would take gigabytes, everything else is installed, and tests that import torch are skipped and listed. If that
+Python has torch, or ``--also`` names a folder with torch, those tests run as well. Of each parametrized test only one
+case runs, and tests that do not depend on the Python are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 HOME = ROOT / "build" / "other-python"
 
 CASES = 1
-"""Of each test function."""
+"""Number of cases to run of each test function."""
 
 TOOLS = ("greenlet", "hypothesis", "matplotlib", "pytest", "pytest-xdist", "pyyaml", "safetensors", "setuptools")
 FRAMEWORKS = ("torch", "megatron", "lightning", "transformers", "accelerate", "torchft", "deepspeed", "ray", "mkdocs")
@@ -32,7 +32,7 @@ LEFT_OUT = {
 
 
 def main() -> int:
-    """pytest's status; 0 if there is no second Python here, and that is said."""
+    """Run the tests; return pytest's status. If there is no second Python, print that and return 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.other_python", description=__doc__)
     parser.add_argument("--python", choices=pythons.VERSIONS[1:], help="(default: the newest that is here)")
     parser.add_argument("--also", type=Path, metavar="FOLDER", help="site-packages of that Python with torch")
@@ -62,7 +62,10 @@ def main() -> int:
 
 
 def environment(python: Path, also: Path | None) -> Path:
-    """An environment with this checkout, and all that it needs but torch; the one of last time, if nothing changed."""
+    """The interpreter of an environment with this checkout and all its requirements except torch.
+
+    The existing environment is reused if nothing has changed.
+    """
     needed = pythons.needed()
     made_of = f"{python} {also} {needed} {TOOLS}\n{(ROOT / 'constraints.txt').read_text()}"
     stamp, own = HOME / "made-of", HOME / "bin" / "python"
@@ -77,20 +80,20 @@ def environment(python: Path, also: Path | None) -> Path:
 
 
 def packages_with_torch(python: Path) -> Path | None:
-    """Where that Python has torch, if it does."""
+    """The site-packages folder in which a Python has torch; None if it has no torch."""
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     return Path(found).parent.parent if found else None
 
 
 def has(python: Path, package: str) -> bool:
-    """Whether an environment has a package; it is not imported."""
+    """Whether an environment has a package. Does not import the package."""
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"
     return subprocess.run([python, "-c", code], env=clean(), cwd=HOME, check=False, timeout=60).returncode == 0
 
 
 def clean() -> dict[str, str]:
-    """The environment without what would put other packages on that Python's path."""
+    """The environment variables without `PYTHONPATH`, which would give that Python other packages."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

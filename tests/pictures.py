@@ -1,4 +1,4 @@
-"""``make pictures``: those of the page in docs/, of the job that tests/test_page.py looks at."""
+"""``make pictures``: takes the pictures of the page in docs/, with the job of tests/test_page.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.test_page import PHONE, WIDE, been_through, show
 
 DOCS = Path(__file__).parent.parent / "docs"
 PHONE_HEIGHT = 950
-"""CSS pixels of the phone's page that are shown; the rest is a long list of nodes."""
+"""Height of the phone's picture in CSS pixels; the rest of the page is a long list of nodes."""
 COLOURS = 64
 
 
 def main() -> None:
-    """Write them."""
+    """Take and write the pictures."""
     with tempfile.TemporaryDirectory() as text, playground() as ground, browser(Path(text) / "browser") as window:
         smp, folder = been_through(ground), Path(text)
         show(window, smp, WIDE)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def write(image: Image.Image, name: str) -> None:
-    """With few colours: a page is mostly of one."""
+    """Write an image with few colours, which are enough for the page."""
     few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
     few.save(DOCS / name, optimize=True)
     print(f"docs/{name}  {(DOCS / name).stat().st_size:,} bytes")

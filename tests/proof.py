@@ -1,4 +1,4 @@
-"""``python -m tests.proof``: runs the tests that prove what README and docs promise, and prints the table."""
+"""``python -m tests.proof``: runs the tests that prove the promises of README and docs; prints a table of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.promises import MARK, PROMISES
 
 
 class Outcomes:
-    """A plugin of pytest: what became of the tests of each promise."""
+    """A pytest plugin that counts the outcomes of the tests of each promise."""
 
     def __init__(self) -> None:
         self.found: dict[str, Counter[str]] = {name: Counter() for name in PROMISES}
@@ -32,7 +32,7 @@ class Outcomes:
 
 
 def main(arguments: list[str]) -> int:
-    """Status 0 only if every promise has a test that passed, and none that failed."""
+    """Return 0 only if every promise has a test that passed, and none that failed."""
     outcomes = Outcomes()
     pytest.main(["-m", MARK, "-q", "--no-header", "-p", "no:xdist", *arguments], plugins=[outcomes])
     kept = {name: counts["passed"] > 0 and not counts["failed"] for name, counts in outcomes.found.items()}

@@ -1,4 +1,4 @@
-"""The Pythons of this machine, and environments of them."""
+"""The Pythons of this machine, and virtual environments for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 VERSIONS = ("3.11", "3.12", "3.13")
-"""What is supported."""
+"""Supported versions."""
 
 INSTALL_S = 900.0
 
 
 def find(version: str) -> Path | None:
-    """An interpreter of that version which runs: on the path, or among pyenv's, whose links on the path need not."""
+    """A working interpreter of a version, on the path or in pyenv, whose shims on the path may not work."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     on_path = shutil.which(f"python{version}")
     candidates = [Path(on_path)] if on_path else []
@@ -26,11 +26,11 @@ def find(version: str) -> Path | None:
 
 
 def environment(python: Path, home: Path, *packages: str, also: Path | None = None) -> Path:
-    """The interpreter of a fresh virtual environment in `home`, which goes if it is there.
+    """The interpreter of a new virtual environment in `home`, which is removed first if it exists.
 
     Args:
-        packages: as pip takes them.
-        also: a folder of packages that this Python can import, too.
+        packages: requirements, as for pip.
+        also: a folder of more packages that this Python can import.
     """
     shutil.rmtree(home, ignore_errors=True)
     subprocess.run([python, "-m", "venv", home], check=True, timeout=INSTALL_S)
@@ -44,7 +44,7 @@ def environment(python: Path, home: Path, *packages: str, also: Path | None = No
 
 
 def run(python: Path, *arguments: str, cwd: Path | None = None, **variables: str) -> str:
-    """What a command of an environment prints; raises `SystemExit` with its last words if it fails."""
+    """Run a command of an environment; return its output. Raises `SystemExit` with its last output if it fails."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(python), *arguments]
     done = subprocess.run(
@@ -56,13 +56,13 @@ def run(python: Path, *arguments: str, cwd: Path | None = None, **variables: str
 
 
 def needed() -> list[str]:
-    """What the package requires but torch."""
+    """The package's requirements except torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [need for need in project["dependencies"] if not need.startswith("torch")]
 
 
 def pin(name: str) -> str:
-    """The version of a package that this project is built and tested with."""
+    """The requirement with the version of a package that this project is built and tested with."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return next((line for line in lines if line.startswith(f"{name}==")), name)
 

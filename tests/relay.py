@@ -1,4 +1,4 @@
-"""A relay between two SMPs that spoils or cuts what goes through it."""
+"""A relay between two SMPs that damages messages or cuts connections."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.deadlines import DEADLINE_S
 
 
 class Relay:
-    """Passes connections on to `target`. Use as made by `relaying`.
+    """Forwards connections to `target`, in threads of its own. Made by `relaying`.
 
     Attributes:
-        address: where it listens.
-        spoilt, cuts: how many messages it has damaged, and connections it has cut.
-        connections: how many came.
-        once: from now on nobody gets through any more once a connection was cut.
+        address: the address that it listens on.
+        spoilt, cuts: number of messages damaged, and of connections cut.
+        connections: number of connections accepted.
+        once: refuse all further connections after one has been cut.
     """
 
     def __init__(self, target: tuple[str, int], flips: list[int], cut_after: list[int]) -> None:
         """
         Args:
-            flips: a bit to flip in each of the first messages with raw bytes, either way, counted from their start.
-            cut_after: how many raw bytes each of the first connections carries to the target before it is cut.
+            flips: for each of the first messages with raw bytes, in either direction, the index of the bit to flip.
+            cut_after: for each of the first connections, the number of raw bytes to the target before it is cut.
         """
         self.target = target
         self.spoilt = 0
@@ -34,7 +34,7 @@ class Relay:
         self.once = False
         self._flips = flips
         self._cut_after = cut_after
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards `_flips`, `_cut_after` and `spoilt`
         self._listening = bind_tcp(target[0], 0)
         self.address = (target[0], int(self._listening.getsockname()[1]))
         self._ends = [self._listening]
@@ -100,7 +100,7 @@ class Relay:
 def relaying(
     target: tuple[str, int], *, flips: list[int] | None = None, cut_after: list[int] | None = None
 ) -> Iterator[Relay]:
-    """A relay for one block."""
+    """A relay for a ``with`` block."""
     relay = Relay(target, flips or [], cut_after or [])
     try:
         yield relay
@@ -112,4 +112,4 @@ def _shut(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it is shut
+        pass  # already shut down

@@ -1,4 +1,4 @@
-"""A world for `recovery.requests`: sources that serve one after another, on a clock that costs no time."""
+"""A simulated environment for `recovery.requests`: sources that serve sequentially, with simulated time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class Served:
     """One source.
 
     Attributes:
-        seconds: for a unit.
-        stalls: (from, until): it serves nobody, and goes on afterwards.
-        dies: from then on connections to it break.
+        seconds: time to serve a unit.
+        stalls: (from, until): the time in which it serves nothing.
+        dies: the time from which connections to it break.
         bad: units, or (unit, operand), that it refuses as damaged.
+        changes: (from, seconds): the time from which a unit takes another number of seconds.
+        free_at: when it has served all earlier requests.
     """
 
     seconds: float = 0.01
@@ -36,7 +38,7 @@ class Served:
     free_at: float = 0.0
 
     def serve(self, now: float) -> float:
-        """When a unit that is requested at `now` has been served."""
+        """The time at which a unit requested at `now` has been served."""
         began = max(now, self.free_at)
         if self.stalls[0] <= began < self.stalls[1]:
             began = self.stalls[1]
@@ -49,7 +51,7 @@ class Served:
 
 @dataclass
 class Played:
-    """What came of a load: seconds, units in the order in which they were written, requests by way, bytes in units."""
+    """The result of a load: seconds, units in the order in which they were written, requests by way and by source."""
 
     seconds: float = 0.0
     written: list[int] = field(default_factory=list)
@@ -67,14 +69,14 @@ def play(
     spoil: Iterable[int] = (),
     look: Callable[[RequestScheduler], None] = lambda scheduler: None,
 ) -> Played:
-    """Let it run until it is over.
+    """Simulate a load until it is over.
 
     Args:
-        spoil: units whose sum turns out wrong.
+        spoil: units whose first sum does not match its digest.
         look: called after each step.
 
     Raises:
-        AssertionError: it broke one of its own limits, requested nothing while something is missing, or wrote twice.
+        AssertionError: the scheduler exceeded a limit, stalled although units are missing, or wrote a unit twice.
     """
     now, done, numbers = 0.0, Played(), itertools.count()
     events: list[tuple[float, int, _Hop]] = []
@@ -114,12 +116,12 @@ def play(
 
 @dataclass
 class _Hop:
-    """A request on its way: of a chain, the last helper serves first.
+    """A request in flight. In a chain, the last helper serves first.
 
     Attributes:
-        left: helpers that have not served yet.
-        result: what went wrong.
-        ends: when each served, the last of the chain first.
+        left: number of helpers that have not served yet.
+        result: the failure; empty if there is none.
+        ends: times at which helpers had served, starting with the last of the chain.
     """
 
     request: UnitRequest
@@ -129,7 +131,7 @@ class _Hop:
     ends: list[float] = field(default_factory=list)
 
     def take(self, now: float, sources: dict[Address, Served]) -> float | None:
-        """One step of it at `now`: when the next is due; None: it is over."""
+        """Do one step at `now`; return when the next is due, or None if the request is over."""
         if self.result or not self.left:
             return None
         self.left -= 1
@@ -151,7 +153,7 @@ class _Hop:
 
     @property
     def waits(self) -> tuple[float, ...]:
-        """Of the first helper for the second, and so on."""
+        """How long the first helper waited for the second, the second for the third, and so on."""
         return tuple(end - self.began for end in reversed(self.ends[:-1]))
 
 
@@ -171,6 +173,6 @@ def _tell(scheduler: RequestScheduler, hop: _Hop, now: float, done: Played, spoi
 
 
 def ways(data: int, parity: int, *, held: bool = False, holder: int = 99) -> Callable[[int], Ways]:
-    """Units of a node that is one of k + m; the others are sources 0, 1, ... and `holder` may hold the unit itself."""
+    """Ways to get units of one of k + m nodes. The others are sources 0, 1, ...; if `held`, `holder` has the unit."""
     operands = {number: at(number) for number in range(data + parity - 1)}
     return lambda index: Ways((at(holder),) if held else (), operands, data)

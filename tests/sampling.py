@@ -1,5 +1,5 @@
-"""What `make test` has a part of, and `make slow` all of: because another test there keeps the same promise, or seldom
-breaks where the part does not."""
+"""Tests of which `make test` runs only a sample of the cases, and `make slow` all: another test in `make test` proves
+the same promise, or the full set rarely fails where the sample passes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 
 def sampled(name: str, few: int, whole: int) -> pytest.MarkDecorator:
-    """A test of a number of cases called `name`: `few` of them in `make test`, `whole` in `make slow`."""
+    """Parametrize a test by the number of its cases, `name`: `few` in `make test`, `whole` in `make slow`."""
     return pytest.mark.parametrize(name, [few, pytest.param(whole, marks=pytest.mark.slow)])
 
 
 def chosen(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Cases for `pytest.mark.parametrize`, of which those that are not `kept` are slow."""
+    """Cases for `pytest.mark.parametrize`; all that are not `kept` are marked slow."""
     return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]

@@ -1,4 +1,4 @@
-"""Training scripts of other trainers, run to their end or until they kill themselves."""
+"""Runs training scripts of other frameworks until they end or kill themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def run(script: str, stop: int, kind: str, ends: str = "kill", protected: bool = True) -> tuple[int, list[str]]:
-    """The exit status, and the lines that a script printed: one for each batch, and one at its end."""
+    """Run a script; return its exit status and the lines that it printed, one for each batch and one at the end."""
     arguments = [str(stop), kind, ends, "protected" if protected else "alone"]
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120, check=False

@@ -1,6 +1,6 @@
-"""Builds of holdfast that are broken on purpose, for the simulation: each names the check that must notice it.
+"""Builds of holdfast that are broken on purpose, for the simulation. Each names the check that must notice it.
 
-``python -m tests.sim_mutants`` says for each how many seeds it takes, and what else they found.
+``python -m tests.sim_mutants`` prints for each the first seed that its check notices, and what other checks found.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from holdfast.snapshot.step.position import Position
 from tests.mutants import forgetting_what_was_promised, one_node_behind
 
 SEEDS = 150
-"""Within so many, one must notice."""
+"""Number of seeds within which a mutant must be noticed."""
 
 Change = tuple[Any, str, Any]
-"""Whose attribute is replaced (a class, or a module's name), which, and by what."""
+"""The owner of the replaced attribute (a class, or the name of a module), the attribute's name, and the new value."""
 
 
 def as_drawn(plan: SeedPlan) -> SeedPlan:
-    """No seed needs to be made for it."""
+    """Return the plan unchanged."""
     return plan
 
 
@@ -68,9 +68,9 @@ class SimMutant:
     """One broken build.
 
     Attributes:
-        what: what it does wrong.
+        what: what the build does wrong.
         sign: the check of `holdfast.chaos.sim.checks` that must notice it.
-        focus: makes of a drawn plan one in which it can show, where that is rare.
+        focus: turns a drawn plan into one in which the fault can show, if it rarely does.
     """
 
     what: str
@@ -80,7 +80,7 @@ class SimMutant:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the build is broken. What is replaced must be there."""
+        """Apply the changes for a ``with`` block. The replaced attributes must exist."""
         with ExitStack() as stack:
             for owner, attribute, new in self.changes:
                 whole = isinstance(owner, str)
@@ -90,11 +90,11 @@ class SimMutant:
             yield
 
 
-# ---------------------------------------------------------------------- plans in which it can show
+# ---------------------------------------------------------------------- plans in which a fault can show
 
 
 def _bits_flip(plan: SeedPlan) -> SeedPlan:
-    """A bit flips in what is stored, and then all trainers are killed."""
+    """A stored bit flips, and then all trainers are killed."""
     faults = (DrawnFault("flip-stored", awaits=1500), DrawnFault("kill-trainers", awaits=1600))
     return replace(plan, lives=(faults,), gaps=(Gap(0.0, True),), steps=3, flip_chance=0.0)
 
@@ -112,29 +112,29 @@ def _lost(plan: SeedPlan) -> SeedPlan:
 
 
 def _too_much_lost(plan: SeedPlan) -> SeedPlan:
-    """More than parity makes up for, and some of those who know what was protected are left."""
+    """More nodes are lost than parity tolerates, but some SMPs that know the protected snapshot survive."""
     return replace(plan, nodes=3, ranks=(0, 1, 2), lengths=(100, 120, 140), protect="2+1", final="lose too many")
 
 
 def _zombies(plan: SeedPlan) -> SeedPlan:
-    """Trainers hang, are taken for dead, and go on while the next life is at work."""
+    """Trainers hang, are taken for dead, and continue during the next life."""
     lives = tuple((DrawnFault("zombie-trainer", awaits=awaits),) for awaits in (700, 900))
     return replace(plan, lives=lives, gaps=(Gap(0.0, True),) * 2, steps=3)
 
 
 def _restless(plan: SeedPlan) -> SeedPlan:
-    """Tasks give way at every fifth await."""
+    """Tasks yield at about every fifth await."""
     return replace(plan, order="uniform", chance=0.2, steps=4, every=1)
 
 
 def _killed(plan: SeedPlan) -> SeedPlan:
-    """All trainers are killed while a second snapshot is sealed here and there, and not yet protected."""
+    """All trainers are killed when a second snapshot is sealed on some nodes but not yet protected."""
     faults = (DrawnFault("kill-trainers", point="seal.done", nth=3 + plan.seed % 3),)
     return replace(plan, every=1, steps=3, lives=(faults,), gaps=(Gap(0.0, True),))
 
 
 def _dies_as_it_encodes(plan: SeedPlan) -> SeedPlan:
-    """An SMP dies as it encodes: the job goes back to what is only sealed, and has no slot besides."""
+    """An SMP dies while encoding: the job restores a snapshot that is only sealed, and has no free slot."""
     fault = DrawnFault("kill-process", point="encode.before", nth=2 + plan.seed % 2)
     lives, gaps = ((fault,),), (Gap(0.0, True),)
     return replace(plan, state=None, slots=2, every=1, protect_every=1, steps=3, lives=lives, gaps=gaps, quiet=2)
@@ -151,7 +151,7 @@ def _with_state(
     sizes: tuple[int, ...] = (),
     loop: str = "counted",
 ) -> Callable[[SeedPlan], SeedPlan]:
-    """Of real modules, on two nodes that nothing happens to: the job ends, and goes on once more."""
+    """A plan with state of real modules on two nodes without faults: the job ends and is resumed."""
     state = DrawnState(kinds, "adamw", replicated, declared, 1, sizes, "steady", loop)
 
     def plan(drawn: SeedPlan) -> SeedPlan:
@@ -171,7 +171,7 @@ _KILLED: dict[str, Any] = {
 
 
 def _stored(plan: SeedPlan) -> SeedPlan:
-    """Something is persisted, and then all that memory has is lost."""
+    """A snapshot is persisted, and then all snapshots in memory are lost."""
     return replace(
         plan,
         persist_s=0.1,
@@ -188,13 +188,13 @@ def _two_slots(plan: SeedPlan) -> SeedPlan:
 
 
 def _one_of_many(plan: SeedPlan) -> SeedPlan:
-    """One snapshot is protected, and all trainers are killed when younger ones are sealed."""
+    """One snapshot is protected, and all trainers are killed when newer ones are sealed."""
     faults = (DrawnFault("kill-trainers", point="seal.done", nth=len(plan.ranks) * 3),)
     plan = replace(plan, every=1, steps=4, slots=4, generations=1, protect_every=9, break_chance=0.0, flip_chance=0.0)
     return replace(plan, state=None, lives=(faults,), gaps=(Gap(0.0, True),))
 
 
-# ---------------------------------------------------------------------- what is broken
+# ---------------------------------------------------------------------- broken functions
 
 _accumulate = ParityGathering.accumulate
 _after = Ledger.after
@@ -236,7 +236,7 @@ def _keep_what_is_protected(self: Ledger) -> tuple[SnapshotId, ...]:
 
 
 def _promised_only(inventories: Any, coords: Any, without: Any = frozenset(), choice: Any = None) -> Any:
-    """What is younger than what is known to be protected is passed over."""
+    """Ignore all snapshots that are newer than the one known to be protected."""
     protected = newest_protected(inventories)
     younger = {each for each in candidates(inventories, protected) if protected is not None and each > protected}
     return plan_restore(inventories, coords, {*without, *younger}, choice)
@@ -320,7 +320,7 @@ _load_extra = BaseAdapter.load
 
 
 def _tensors_of_one_change(self: TorchAdapter) -> Iterator[live.LiveTensor]:
-    """As if forward changed no buffer."""
+    """Describe all tensors as changed by steps only, as if forward changed no buffer."""
     return (replace(item, change=live.Change.STEP) for item in _tensors(self))
 
 
@@ -331,10 +331,10 @@ def _without_scalers(self: BaseAdapter, early: Any, late: Any, fixed: Any) -> No
 
 
 def _forward_of_any_mode(self: Boundary, module: Any, given: Any) -> None:
-    """An evaluation begins a step, too."""
+    """Treat every forward as the begin of a step, even in an evaluation."""
     self._forwards += 1
     self._running.append(self._forwards)
-    with torch.enable_grad():  # all tasks share one thread, and so one such mode
+    with torch.enable_grad():  # all tasks share one thread and its grad mode
         self._listener.on_forward(self._forwards, given)
 
 
@@ -353,7 +353,7 @@ def _nobody_is_carried(old: Any, new: Any, carried: Any) -> dict[str, dict[str, 
 
 
 BLIND: tuple[Change, ...] = ((Witness, "check", _never), (Witness, "changed", lambda self: []))
-"""Nobody looks whether state changed while it was copied."""
+"""Changes that disable the check for state that changed while it was copied."""
 
 PLAN = "holdfast.smp_daemon.shared.plan"
 RESTORE = "holdfast.snapshot.resume.restore"
@@ -472,7 +472,7 @@ MUTANTS: dict[str, SimMutant] = {
         ((Ledger, "after", _forget_the_restored),),
         _two_slots,
     ),
-    # ------------------------------------------------------------------ of what is captured of real modules
+    # ------------------------------------------------------------------ capture of real modules
     "torn-unseen": SimMutant(
         "what a step writes to before optim.step() is not noticed",
         "sealed",
@@ -591,11 +591,11 @@ MUTANTS: dict[str, SimMutant] = {
         lambda plan: replace(_with_state("numpy", declared=True)(plan), **_KILLED),
     ),
 }
-"""By name."""
+"""All mutants, by name."""
 
 
 def noticed(mutant: SimMutant, seeds: range) -> tuple[int | None, Counter[str]]:
-    """The first of the seeds that the mutant's own check speaks at; and how often others did before."""
+    """The first seed at which the mutant's own check reports a violation, and counts of other checks before that."""
     others: Counter[str] = Counter()
     with mutant.applied():
         for seed in seeds:
@@ -607,7 +607,7 @@ def noticed(mutant: SimMutant, seeds: range) -> tuple[int | None, Counter[str]]:
 
 
 def main() -> None:
-    """Search, print."""
+    """Search and print the results."""
     with installed():
         for name in sys.argv[1:] or MUTANTS:
             mutant, began = MUTANTS[name], time.perf_counter()

@@ -1,7 +1,7 @@
-"""Real SMPs for tests: child processes on loopback addresses, trainers without torch, and nothing left behind.
+"""Real SMPs for tests: child processes on loopback addresses, trainers without torch, and no leftovers.
 
-A `Ground` is one temporary directory on tmpfs and all that a test starts in it. Nothing here sleeps: an SMP is
-stopped at a named point of the protocol (`Points`), and every wait has a deadline.
+A `Ground` is a temporary directory on tmpfs with everything that a test starts in it. Nothing here sleeps: SMPs are
+stopped at failpoints of the protocol (`Points`), and every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ JOB = "testrun"
 RECORD_BYTES = 600
 PROTECTED = SnapshotOutcome.PROTECTED
 QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REGROUP_AFTER": "0", "HOLDFAST_REJOIN": "0"}
-"""What an SMP would do by itself, some time later, it does when a test says so."""
+"""Settings that disable what SMPs do by themselves after some time; tests start it explicitly."""
 
 Rules = Sequence[tuple[str, int | None]]
 
 
 class LeftBehind(AssertionError):
-    """A test ended and something that it started did not, or an SMP ran into a bug on the way."""
+    """Something that a test started has outlived the test, or an SMP ran into a bug."""
 
 
 def suspend(pid: int) -> None:
-    """Stop a process, as SIGSTOP does, and wait until none of its threads runs: the signal alone does not wait."""
+    """SIGSTOP a process and wait until all its threads have stopped, which sending the signal does not."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     limit = time.monotonic() + DEADLINE_S
@@ -64,12 +64,12 @@ def suspend(pid: int) -> None:
             raise DeadlineExceeded(f"process {pid} did not stop")
 
 
-# ---------------------------------------------------------------------- named points
+# ---------------------------------------------------------------------- failpoints
 
 
 @dataclass
 class Held:
-    """A process that waits at a point."""
+    """A process that waits at a failpoint."""
 
     who: str
     point: str
@@ -77,7 +77,7 @@ class Held:
     sock: socket.socket
 
     def go(self) -> None:
-        """Let it go on; harmless if it was killed."""
+        """Let the process continue; no-op if it was killed."""
         try:
             self.sock.sendall(b"g")
         except OSError:
@@ -85,7 +85,7 @@ class Held:
 
 
 class Points:
-    """Where the processes of a test stop. They stay until `Held.go`, or until they are killed."""
+    """Stops processes of a test at failpoints until `Held.go`, or until they are killed. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +96,7 @@ class Points:
         self._seen: list[Held] = []
 
     def environment(self, who: str, rules: Rules) -> dict[str, str]:
-        """What makes `who` stop where `rules` say."""
+        """Environment variables that make `who` stop where `rules` say."""
         text = json.dumps({"socket": str(self.path), "who": who, "rules": list(rules)})
         return {failpoints.ENV: text} if rules else {}
 
@@ -120,15 +120,15 @@ class Points:
         return found[0]
 
     def fileno(self) -> int:
-        """For a selector: readable when somebody comes to a point."""
+        """Descriptor for a selector; readable when a process has reached a point."""
         return self._listening.fileno()
 
     def take(self) -> None:
-        """Hear who came to a point; blocks until somebody has."""
+        """Receive one process that reached a point; blocks until there is one."""
         self._accept()
 
     def reached(self, who: str, point: str) -> list[Held]:
-        """Who of those that were heard waits there, in any step; forgotten by this."""
+        """Remove and return the received processes that wait as `who` at `point`, in any step."""
         found = [held for held in self._held if (held.who, held.point) == (who, point)]
         self._held = [held for held in self._held if held not in found]
         return found
@@ -158,7 +158,7 @@ class Points:
 
 
 class SmpProcess:
-    """One SMP, a child of this process, and its arena. It may be killed and launched again."""
+    """One SMP, a child of this process, and its arena. It can be killed and launched again."""
 
     def __init__(self, ground: Ground, name: str, host: str, job: str) -> None:
         self.name = name
@@ -173,7 +173,7 @@ class SmpProcess:
         self._process: subprocess.Popen[str] | Forked | None = None
 
     def launch(self, *more: str) -> SmpProcess:
-        """Start it; returns at once."""
+        """Start the SMP; returns at once."""
         command = smp_command(self.job, self.name, self.arena, self.host)
         command += ["--owner-pid", str(self.owner_pid)] if self.owner_pid else []
         with self._errors.open("a") as errors:
@@ -194,13 +194,13 @@ class SmpProcess:
         return self
 
     def wait_ready(self, deadline_s: float = DEADLINE_S) -> SmpProcess:
-        """Block until it serves. Raises what it could not do."""
+        """Block until the SMP serves. Raises the error with which it failed to start."""
         assert self.process.stdout is not None
         self.owner = parse_report(read_line(self.process.stdout, deadline_s), self._errors.read_text())
         return self
 
     def wait_settled(self) -> SmpProcess:
-        """Block until it has let go of its standard output, the last thing it does before it only serves."""
+        """Block until the SMP has closed its standard output, the last part of its start."""
         assert self.process.stdout is not None
         assert read_line(self.process.stdout) == ""
         return self
@@ -223,7 +223,7 @@ class SmpProcess:
         return self._ground.keep(SmpClient(self.arena, self.job))
 
     def kill(self) -> None:
-        """SIGKILL it; what it held in shared memory stays."""
+        """SIGKILL the SMP; its shared memory stays."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(DEADLINE_S)
@@ -231,21 +231,21 @@ class SmpProcess:
                 self._process.stdout.close()
 
     def lose(self) -> None:
-        """SIGKILL it and remove its arena, as if its node had lost power."""
+        """SIGKILL the SMP and remove its arena, as if its node had lost power."""
         self.kill()
         shutil.rmtree(self.arena)
 
     def restart(self) -> SmpProcess:
-        """SIGKILL it and start another in the same arena."""
+        """SIGKILL the SMP and start a successor in the same arena."""
         self.kill()
         return self.launch().wait_ready()
 
     def wait_end(self) -> int:
-        """Block until it has ended by itself; its exit status."""
+        """Block until the SMP has ended by itself; return its exit status."""
         return self.process.wait(DEADLINE_S)
 
     def bugs(self) -> str:
-        """What it said on standard error if that is a bug's trace; else nothing."""
+        """The SMP's standard error if it contains a traceback; otherwise empty."""
         text = self._errors.read_text() if self._errors.exists() else ""
         return f"{self.name}: {text}" if "Traceback" in text else ""
 
@@ -254,12 +254,12 @@ class Ground:
     """A temporary directory on tmpfs, the SMPs in it, and the connections to them."""
 
     def __init__(self, *, own_python: bool = False, grace_s: float = DEADLINE_S / 4) -> None:
-        """`own_python`: each SMP is a Python of its own, as in a job, and not forked from one that has imported all.
+        """`own_python`: start each SMP as a new Python, as in a job, instead of forking it from a zygote.
 
-        `grace_s`: what is ending already at the end of the test gets this long for it.
+        `grace_s`: how long processes may take to end at the end of the test.
         """
         self.zygote = None if own_python else shared_zygote()
-        """Forks SMPs, if there is one."""
+        """The process that SMPs are forked from; None if each is a new Python."""
         self._grace_s = grace_s
         self.base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
         self.points = Points(self.base / "points")
@@ -280,14 +280,14 @@ class Ground:
         return [smp.wait_ready() for smp in started]
 
     def prepare(self, name: str = "node0", *, job: str = JOB, rules: Rules = ()) -> SmpProcess:
-        """An SMP that is not started yet, on an address of its own."""
+        """An SMP with its own address that is not started yet."""
         smp = SmpProcess(self, name, self.host(), job)
         smp.rules = rules
         self._smps.append(smp)
         return smp
 
     def host(self) -> str:
-        """A loopback address that nobody uses, other tests on this machine included."""
+        """A loopback address that is not used by anything, including other tests on this machine."""
         self._hosts += 1
         return f"{self._network}.{self._hosts}"
 
@@ -297,7 +297,7 @@ class Ground:
         return client
 
     def meanwhile(self, client_call: Any, *arguments: Any) -> Future[Any]:
-        """Make a call that blocks while the test goes on."""
+        """Make a blocking call in another thread."""
         return self._threads.submit(client_call, *arguments)
 
     def close(self) -> None:
@@ -322,14 +322,14 @@ class Ground:
 
 @cache
 def shared_zygote() -> Zygote:
-    """One for all tests of this process."""
+    """A zygote for all tests of this process."""
     made = Zygote()
     atexit.register(made.close)
     return made
 
 
 def launch_by_fork(command: Sequence[str], deadline_s: float) -> Owner:
-    """`spawn.launch`, without the half second in which a new interpreter imports."""
+    """`spawn.launch` without the half second that imports take in a new interpreter."""
     assert list(command[1:3]) == ["-m", "holdfast.smp_daemon"]
     with tempfile.NamedTemporaryFile() as errors:
         smp = shared_zygote().start(command[3:], os.environ, Path(errors.name))
@@ -340,7 +340,7 @@ def launch_by_fork(command: Sequence[str], deadline_s: float) -> Owner:
 
 @contextmanager
 def playground(*, own_python: bool = False) -> Iterator[Ground]:
-    """A ground for one block; a failure of the block is not hidden by what it left behind."""
+    """A ground for a ``with`` block. Leftovers do not hide an exception of the block, but are added to it as a note."""
     ground = Ground(own_python=own_python)
     try:
         yield ground
@@ -354,7 +354,7 @@ def playground(*, own_python: bool = False) -> Iterator[Ground]:
 
 
 def processes_left(path: Path, grace_s: float) -> list[psutil.Process]:
-    """Every process that has `path` in its command line, and does not end by itself within `grace_s`."""
+    """All processes that have `path` in their command line and do not end by themselves within `grace_s`."""
     limit = time.monotonic() + grace_s
     return [p for p in psutil.process_iter() if mentions(p, path) and not ends(p, limit - time.monotonic())]
 
@@ -367,7 +367,7 @@ def mentions(process: psutil.Process, path: Path) -> bool:
 
 
 def ends(process: psutil.Process, deadline_s: float) -> bool:
-    """Whether a process that need not be our child ends in time, reaped or not."""
+    """Whether a process, which need not be our child, ends in time, whether reaped or not."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -379,7 +379,7 @@ def ends(process: psutil.Process, deadline_s: float) -> bool:
 
 
 def end(process: psutil.Process) -> str:
-    """SIGKILL a process that is not our child, and see it end; what it was."""
+    """SIGKILL a process that is not our child and wait for its end; return a description of the process."""
     text = str(process)
     try:
         process.kill()
@@ -391,21 +391,21 @@ def end(process: psutil.Process) -> str:
 
 
 def kill_smps(base: Path) -> None:
-    """SIGKILL every SMP whose arena lies below `base`."""
+    """SIGKILL every SMP whose arena is below `base`."""
     for owner in (read_owner(path.parent) for path in base.glob("**/smp.json")):
         if owner is not None and psutil.pid_exists(owner.pid):
             end(psutil.Process(owner.pid))
 
 
 def read_line(stream: IO[str], deadline_s: float = DEADLINE_S) -> str:
-    """The next line that a process says."""
+    """The next line that a process prints. Blocks; raises `DeadlineExceeded`."""
     if not select.select([stream], [], [], deadline_s)[0]:
         raise DeadlineExceeded(f"a process said nothing for {deadline_s:.0f} s")
     return stream.readline()
 
 
 def read_all(stream: IO[str], deadline_s: float) -> str:
-    """All that processes say until the last of them has closed `stream`."""
+    """All output until the last process has closed `stream`. Blocks; raises `DeadlineExceeded`."""
     said = b""
     while select.select([stream], [], [], deadline_s)[0]:
         more = os.read(stream.fileno(), 1 << 16)
@@ -432,10 +432,10 @@ def refusal(command: list[str]) -> HoldfastError:
 
 
 class Trainer:
-    """Writes snapshots of one shard as a training process would. Its bytes are random, and known in advance."""
+    """Writes snapshots of one shard as a training process would. The bytes are pseudorandom and reproducible."""
 
     def __init__(self, smp: SmpProcess, coord: str, elements: int = 3000) -> None:
-        """The shard has `elements` floats, and a few odd leaves."""
+        """The shard has a leaf of `elements` floats, and leaves of other types and odd sizes."""
         self.coord = coord
         self.client = smp.client()
         leaves = [
@@ -461,7 +461,7 @@ class Trainer:
     def write(
         self, snapshot: SnapshotId, keep: Collection[SnapshotId] = (), protected: SnapshotId | None = None
     ) -> memoryview:
-        """Begin a slot and fill it; not sealed yet."""
+        """Begin a slot and fill it, without sealing it."""
         slot = self.client.begin(snapshot, self.coord, keep, protected)
         slot[:] = self.image(snapshot)
         return slot
@@ -477,19 +477,19 @@ class Trainer:
         self.seal(snapshot)
 
     def outcome(self, snapshot: SnapshotId, deadline_s: float = DEADLINE_S / 2) -> SnapshotOutcome:
-        """What became of `snapshot`, waited for."""
+        """Wait for the outcome of `snapshot` on this trainer's node."""
         return self.client.await_outcome(snapshot, deadline_s)
 
     def recover(self, plan: RestorePlan) -> RecoveredShard:
         return self.client.recover(plan.sources, self.coord)
 
     def rank(self) -> RankInfo:
-        """What it says of itself to the other ranks."""
+        """This trainer's `RankInfo` for the other ranks."""
         return RankInfo.of(self.coord, self.client.inventory(), self.form.total_bytes)
 
 
 class Run:
-    """The trainers of one job, in step with each other, as the training hook would have them."""
+    """The trainers of one job, which move in lockstep as under the training hook."""
 
     def __init__(self, trainers: Sequence[Trainer], *, protect: str = "auto", slots: int = 3, job: str = JOB) -> None:
         self.trainers = {trainer.coord: trainer for trainer in trainers}
@@ -521,28 +521,28 @@ class Run:
 
     @property
     def kept(self) -> tuple[SnapshotId, ...]:
-        """What must not be freed."""
+        """Snapshots that must not be freed."""
         return (self.protected,) if self.protected else ()
 
     def write(self, step: int) -> SnapshotId:
-        """Every trainer fills a slot."""
+        """Make every trainer fill a slot."""
         for trainer in self:
             trainer.write(self.snapshot(step), self.kept, self.protected)
         return self.snapshot(step)
 
     def take(self, step: int) -> SnapshotId:
-        """Every trainer fills a slot and seals it."""
+        """Make every trainer fill a slot and seal it."""
         snapshot = self.write(step)
         for trainer in self:
             trainer.seal(snapshot)
         return snapshot
 
     def outcomes(self, snapshot: SnapshotId) -> set[SnapshotOutcome]:
-        """What became of a snapshot on every node."""
+        """The outcomes of a snapshot on all nodes."""
         return {trainer.outcome(snapshot) for trainer in self}
 
     def protect(self, step: int) -> SnapshotId:
-        """Take a snapshot and see it protected on every node."""
+        """Take a snapshot and assert that it becomes protected on every node."""
         snapshot = self.take(step)
         outcomes = {trainer.coord: trainer.outcome(snapshot) for trainer in self}
         assert set(outcomes.values()) == {PROTECTED}, outcomes
@@ -550,7 +550,7 @@ class Run:
         return snapshot
 
     def plan(self, *inventories: Inventory) -> RestorePlan:
-        """What a restart of this job would go back to."""
+        """The restore plan of a restart of this job."""
         plan = plan_restore(inventories, self.trainers)
         assert plan is not None
         return plan
@@ -563,21 +563,21 @@ def run_on(smps: Sequence[SmpProcess], sizes: Sequence[Sequence[int]], **options
     return Run(trainers, job=smps[0].job, **options).start()
 
 
-# ---------------------------------------------------------------------- what lies in an arena
+# ---------------------------------------------------------------------- contents of arenas
 
 
 def shard_file(smp: SmpProcess, snapshot: SnapshotId, coord: str) -> Path:
-    """The slot file that holds a sealed shard, by its commit record."""
+    """The slot file of a sealed shard, found by its commit record."""
     return _recorded(smp, snapshot, f"{coord}.*.safetensors.json")
 
 
 def parity_file(smp: SmpProcess, snapshot: SnapshotId, tag: str, position: int) -> Path:
-    """The slot file that holds a parity of the group with that tag, by its commit record."""
+    """The slot file of a parity of the group with that tag, found by its commit record."""
     return _recorded(smp, snapshot, f"{tag}-{position}.*.parity.json")
 
 
 def parity_units(smp: SmpProcess, snapshot: SnapshotId, tag: str, position: int) -> list[bytes]:
-    """The units of a parity as its commit record cuts them; what is between them in the file means nothing."""
+    """The units of a parity, located by its commit record; bytes between them in the file are undefined."""
     path = parity_file(smp, snapshot, tag, position)
     record, content = json.loads(record_of(path).read_text()), path.read_bytes()
     places = [(index * record["unit_bytes"], length) for index, length in enumerate(record["lengths"])]
@@ -597,7 +597,7 @@ def _recorded(smp: SmpProcess, snapshot: SnapshotId, pattern: str) -> Path:
 
 
 def flip_a_byte(path: Path, at: int = -1) -> None:
-    """Damage a file as a bad memory cell would; by default its last byte."""
+    """Flip a bit of a file, by default in its last byte, as a faulty memory cell would."""
     with path.open("r+b") as file:
         file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
         byte = file.read(1)[0]
@@ -606,15 +606,15 @@ def flip_a_byte(path: Path, at: int = -1) -> None:
 
 
 def memory_of(arena: Path) -> int:
-    """Bytes of memory that an arena takes; its log does not count."""
+    """Bytes of memory that an arena occupies, without its log."""
     return sum(p.stat().st_blocks * 512 for p in arena.iterdir() if p.is_file() and p.name != "smp.log")
 
 
 def parities_by_xor(run: Run, group: int, snapshot: SnapshotId) -> dict[int, list[bytes]]:
-    """The parity units of each position of a group with one parity a stripe, worked out from the trainers' bytes.
+    """The parity units of each position of a group with one parity per stripe, computed from the trainers' bytes.
 
-    The parity of stripe r stands at position r (mod n) and is of the next units of the k positions after it, as far
-    as they have any; it is as long as the longest of them.
+    The parity of stripe r is at position r (mod n). It covers the next unit of each of the k positions that follow, if
+    they have any left, and is as long as the longest of these units.
     """
     data, parity = run.layout.code(group)
     assert parity == 1
@@ -633,7 +633,7 @@ def parities_by_xor(run: Run, group: int, snapshot: SnapshotId) -> dict[int, lis
 
 
 def _xor(units: Sequence[bytes]) -> bytes:
-    """The sum of units that are padded with zeros to the longest of them."""
+    """The XOR of units, padded with zeros to the length of the longest."""
     length = max(map(len, units), default=0)
     total = 0
     for unit in units:

@@ -1,4 +1,4 @@
-"""What several test modules draw from: layouts, and JSON that is random or spoilt."""
+"""Hypothesis strategies shared by several test modules: layouts, records, and random or damaged JSON."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def through_json(data: Any) -> Any:
 
 
 def places(data: Any, *, only_keys: bool = False) -> list[tuple[Any, Any]]:
-    """(container, key) of everything inside `data`, at any depth."""
+    """(container, key) of every value inside `data`, at any depth; with `only_keys`, only of values in objects."""
     keys: list[Any] = list(data) if isinstance(data, dict) else list(range(len(data))) if isinstance(data, list) else []
     inner = [place for key in keys for place in places(data[key], only_keys=only_keys)]
     return [] + [(data, key) for key in keys if isinstance(data, dict) or not only_keys] + inner
@@ -89,7 +89,7 @@ def places(data: Any, *, only_keys: bool = False) -> list[tuple[Any, Any]]:
 
 @st.composite
 def spoilt(draw: st.DrawFn, good: st.SearchStrategy[Any]) -> Any:
-    """What `good` draws, with one thing at any depth taken out or replaced by something random."""
+    """A value of `good` with one inner value, at any depth, removed or replaced by random JSON."""
     data = through_json(draw(good))
     container, key = draw(st.sampled_from(places(data)))
     if draw(st.booleans()):
@@ -101,7 +101,7 @@ def spoilt(draw: st.DrawFn, good: st.SearchStrategy[Any]) -> Any:
 
 @st.composite
 def lacking_a_key(draw: st.DrawFn, good: st.SearchStrategy[Any], optional: Collection[str] = ()) -> Any:
-    """What `good` draws, with one key of an object at any depth taken out; not one that is `optional`."""
+    """A value of `good` with one key of an object, at any depth, removed; never an `optional` key."""
     data = through_json(draw(good))
     found = [(container, key) for container, key in places(data, only_keys=True) if key not in optional]
     container, key = draw(st.sampled_from(found))

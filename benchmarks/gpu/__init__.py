@@ -1,1 +1,1 @@
-"""What a machine with a GPU has to show: that state on it is captured and restored exactly, and at what cost."""
+"""Checks for a machine with a GPU: is state on the device captured and restored exactly, and at what cost?"""

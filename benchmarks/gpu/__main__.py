@@ -1,7 +1,7 @@
-"""``python -m benchmarks.gpu A``: the checks of a part, one after another, a line each; and a report.
+"""``python -m benchmarks.gpu A``: runs the checks of one part in sequence, prints a line for each, writes a report.
 
-With ``--dry`` on a machine without a GPU, against a device that is not there: it shows that the program runs, so that
-no minute of a device goes to typing errors.
+``--dry`` runs the same program against an emulated device on a machine without a GPU, so that programming errors waste
+no GPU time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.gpu.machine import Machine, run_check
 
 PARTS = {"A": right.CHECKS, "B": fast.CHECKS, "C": beside.CHECKS}
 DEADLINE_S = 110.0
-"""For one check; a part is to take less than ten minutes."""
+"""Timeout for one check; a whole part should take less than ten minutes."""
 
 
 def main() -> int:
-    """Status 0 only if every check passes."""
+    """Return exit status 0 only if every check passes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("part", choices=PARTS, nargs="?")
     parser.add_argument("--dry", action="store_true", help="without a device")

@@ -1,6 +1,6 @@
-"""C: what does it cost beside the checkpoints of others? One loop for all, with state on the device.
+"""Part C: the cost compared with other checkpointers, all in the same loop with state on the device.
 
-The loop is that of ``holdfast bench stall``. DCP comes with torch; torch_checkpointing is compared with where it is
+The loop is that of ``holdfast bench stall``. DCP comes with torch; torch_checkpointing is included only if it is
 installed.
 """
 
@@ -21,17 +21,17 @@ PEERS = {"C4": "dcp-thread", "C5": "dcp-process", "C6": "torch_checkpointing"}
 SYSTEMS = {"C1": "none", "C2": "copy", "C3": "holdfast", **PEERS}
 
 PACKAGES = {"torch_checkpointing": "torch_checkpointing==0.1.1"}
-"""What is not part of torch, and how pip knows it."""
+"""Checkpointers that are not part of torch, with their pip requirements."""
 
 SHOWN = ("stall_p50_ms", "lost_ratio", "inflation", "survives_kill_s", "restore_s")
 
 STALL = 0.1
 LOST = 0.25
-"""What of the best peer's stall, and of the time lost to it, a snapshot may come to."""
+"""Upper limits for a snapshot's stall (`STALL`) and lost time (`LOST`), as fractions of the best other system's."""
 
 
 def beside(key: str, machine: Machine) -> Figures:
-    """A snapshot every step and every 10, of 8 GB."""
+    """Measure one system on 8 GB of state, with a snapshot every step and every 10 steps."""
     if key in PACKAGES and importlib.util.find_spec(key) is None:
         return {"skipped": f"not installed: pip install {PACKAGES[key]}", "passes": True}
     small: dict[str, Any] = {"layers": 2, "every": (1,), "rounds": 1, "block": 4, "batch": 8}
@@ -51,7 +51,7 @@ CHECKS: dict[str, Callable[[Machine], Figures]] = {name: partial(beside, key) fo
 
 
 def compare(machine: Machine, results: Mapping[str, Figures]) -> Figures:
-    """Holdfast beside the best of the others, where a snapshot is taken every step."""
+    """Compare holdfast with the best other system, for a snapshot every step."""
     rows = {SYSTEMS[name]: result["every 1"] for name, result in results.items() if "every 1" in result}
     others = [rows[key] for key in PEERS.values() if key in rows]
     if "holdfast" not in rows or not others:

@@ -1,4 +1,4 @@
-"""B: is it fast? Ratios within one run, in turns: medians of the ratio of each turn."""
+"""Part B: speed. The works to compare take turns within one run; each ratio is the median over the turns."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ UNIT_BYTES = 4 << 20
 MOST_STEPS = 1_000_000
 
 LEAST = {"200 tensors": 0.97, "3,000 as of a sharded 70B": 0.95, "20,000 of 64 KiB": 0.85, "channels last": 0.6}
-"""What of one pinned copy's rate the copy engine must come to; through the ring, `RING`."""
+"""Lower limits for the copy engine's rate, as fractions of the rate of one pinned copy. The ring's limit is `RING`."""
 
 RING = 0.25
 
 
 @contextmanager
 def _on(machine: Machine) -> Iterator[tuple[SeamDevice, CopyEngine, CudaEngine]]:
-    """A device, all its engines, and the one that copies."""
+    """The device, its composite engine, and the CUDA engine that copies."""
     device = machine.device
     with device.installed():
         engines = device.engines()
@@ -58,7 +58,7 @@ def _on(machine: Machine) -> Iterator[tuple[SeamDevice, CopyEngine, CudaEngine]]
 
 
 def rates(machine: Machine) -> Figures:
-    """Pages of a slot are as fast as memory that CUDA has allocated."""
+    """Copies to a slot's registered pages are as fast as copies to memory that CUDA allocated."""
     count = _bytes(machine, 8 << 30)
     with _on(machine) as (device, engines, engine), _slot(count) as slot:
         source = torch.zeros(count, dtype=torch.uint8, device=device.name)
@@ -84,7 +84,7 @@ def rates(machine: Machine) -> Figures:
 
 
 def registration(machine: Machine) -> Figures:
-    """What registering costs, and what launches of another thread suffer meanwhile."""
+    """The time that registering takes, and how long it delays kernel launches of another thread."""
     count = _bytes(machine, 8 << 30)
     with _on(machine) as (device, engines, _), _slot(count) as slot:
         work = torch.ones(64, device=device.name)
@@ -113,7 +113,7 @@ def registration(machine: Machine) -> Figures:
 
 
 def copies(machine: Machine) -> Figures:
-    """The copy engine beside one pinned copy of as many bytes."""
+    """The copy engine compared with one pinned copy of the same number of bytes."""
     found: Figures = {"passes": True}
     for name, tensors, ring in _kinds(machine):
         with _on(machine) as (device, engines, engine):
@@ -134,7 +134,7 @@ def copies(machine: Machine) -> Figures:
 
 
 def queueing(machine: Machine) -> Figures:
-    """How long the copy thread keeps others from running while it queues 3,000 tensors."""
+    """How long the copy thread takes to queue 3,000 tensors, per tensor; it may block other threads meanwhile."""
     with _on(machine) as (device, engines, _):
         live = [torch.zeros(1000, device=device.name) for _ in range(60 if machine.dry else 3000)]
         pieces, total = _placed(live)
@@ -152,7 +152,7 @@ def queueing(machine: Machine) -> Figures:
 
 
 def latency(machine: Machine) -> Figures:
-    """How long the training thread waits for one number while a snapshot is under way, and what that costs the copy."""
+    """How long the training thread waits for `item` during a snapshot, and how much this slows the copy down."""
     count = _bytes(machine, 8 << 30)
     with _on(machine) as (device, engines, _), _slot(count) as slot:
         engines.prepare([slot], nullcontext)
@@ -164,7 +164,7 @@ def latency(machine: Machine) -> Figures:
         thread = MACHINE.Thread(target=_moved, args=(engines, pieces, slot))
         began = time.perf_counter()
         thread.start()
-        while thread.is_alive() and not (machine.dry and len(seen) > 50):  # what is late lets everybody go first
+        while thread.is_alive() and not (machine.dry and len(seen) > 50):  # a lazy emulated device copies last
             seen.append(_asked(small))
         thread.join()
         took = time.perf_counter() - began
@@ -178,7 +178,7 @@ def latency(machine: Machine) -> Figures:
 
 
 def _with_memory(snap: InMemorySnapshot, count: int) -> Iterator[int]:
-    """Steps until memory for snapshots is reserved, and so many more."""
+    """Yield steps until memory for snapshots is reserved, and `count` steps after that."""
     for step in snap.steps(MOST_STEPS):
         if step > 1 and not snap._session.protecting.is_reserving:
             count -= 1
@@ -188,7 +188,7 @@ def _with_memory(snap: InMemorySnapshot, count: int) -> Iterator[int]:
 
 
 def training(machine: Machine) -> Figures:
-    """Steps of a model with a snapshot each, beside the same steps without, in turns."""
+    """Steps with a snapshot each, compared in turns with the same steps without snapshots."""
     steps = 6 if machine.dry else 12
     device = machine.device
     with arena() as base, device.installed():
@@ -215,7 +215,7 @@ def training(machine: Machine) -> Figures:
 
 
 def crowded(machine: Machine) -> Figures:
-    """Steps that are shorter than the copy, at the hook's own options: snapshots get fewer, and steps stay as long."""
+    """With default options and steps shorter than the copy, snapshots get fewer, but steps do not get longer."""
     steps = 12 if machine.dry else 300
     device = machine.device
     with arena() as base, device.installed():
@@ -237,7 +237,7 @@ def crowded(machine: Machine) -> Figures:
 
 
 def restoring(machine: Machine) -> Figures:
-    """Filling the device from a checked slot, beside one transfer of as many bytes from pinned memory."""
+    """Loading a checked slot to the device, compared with one transfer of as many bytes from pinned memory."""
     count = _bytes(machine, 8 << 30)
     with _on(machine) as (device, engines, engine), _slot(count) as slot:
         live = list(torch.zeros(count, dtype=torch.uint8, device=device.name).split(max(1, count // 300)))
@@ -264,7 +264,7 @@ def restoring(machine: Machine) -> Figures:
 
 
 def sealing(machine: Machine) -> Figures:
-    """Digests, of one shard and of eight, and what they take from the copies of the next snapshot."""
+    """The rate of digests, for one shard and for eight, and how much they slow down the copies of the next snapshot."""
     count = _bytes(machine, 2 << 30)
     with _on(machine) as (device, engines, engine), _slot(count) as slot, _slot(count) as sealed:
         source = torch.zeros(count, dtype=torch.uint8, device=device.name)
@@ -292,7 +292,7 @@ def sealing(machine: Machine) -> Figures:
 
 
 def protecting(machine: Machine) -> Figures:
-    """Two nodes on loopback protect each other: what any network has to beat, and what it takes of the cores."""
+    """The rate at which two nodes protect each other over loopback, and the CPU time this takes."""
     length = _bytes(machine, 4 << 30)
     with arena() as base, ExitStack() as stack:
         job = Job(base, stack, [[length], [length]])
@@ -329,7 +329,7 @@ CHECKS = {
 def _job(
     machine: Machine, device: SeamDevice, rows: int
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """A model of 0.8 billion weights, 9.7 GB with its optimizer; and what it is given in each step."""
+    """A model of 0.8 billion weights, 9.7 GB with its optimizer, and the input of each step."""
     layers, width, rows = (1, 16, 2) if machine.dry else (24, 2048, rows)
     torch.manual_seed(1)
     parts = [torch.nn.Linear(*sizes) for _ in range(layers) for sizes in ((width, 4 * width), (4 * width, width))]
@@ -339,19 +339,19 @@ def _job(
 
 
 def _sealed(part: memoryview) -> float:
-    """When all of it has its digests."""
+    """Compute all digests of a part; return the time (`time.perf_counter`) at which they are complete."""
     digest_units(part, UNIT_BYTES)
     return time.perf_counter()
 
 
 def _cpu_times(job: Job) -> tuple[float, float]:
-    """Seconds that the SMPs have run for, in their own code and in the kernel."""
+    """User and system CPU time of all SMPs so far, in seconds."""
     times = [psutil.Process(node.pid).cpu_times() for node in job.nodes]
     return sum(each.user for each in times), sum(each.system for each in times)
 
 
 def _allocated(machine: Machine) -> int:
-    """The most that torch has had of the device's memory, in bytes."""
+    """The peak of device memory that torch has allocated, in bytes."""
     return 0 if machine.dry else torch.cuda.max_memory_allocated()
 
 
@@ -371,7 +371,7 @@ def _asked(small: torch.Tensor) -> float:
 def _steps(
     device: SeamDevice, model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor, turns: Any
 ) -> list[float]:
-    """Seconds of each step."""
+    """Train; return the seconds that each step took."""
     took = []
     for _ in turns:
         began = time.perf_counter()
@@ -384,7 +384,7 @@ def _steps(
 
 
 def _kinds(machine: Machine) -> Iterator[tuple[str, Callable[[], list[torch.Tensor]], bool]]:
-    """Kinds of state, by name; whether it goes through the ring."""
+    """Kinds of state: name, a function that makes the tensors, and whether they are copied through the ring."""
     small = machine.dry
     whole = _bytes(machine, 4 << 30) // 4
 
@@ -412,7 +412,7 @@ def _bytes(machine: Machine, count: int) -> int:
 
 
 def _placed(tensors: Sequence[torch.Tensor], aligned: int = 64) -> tuple[tuple[SlotTensor, ...], int]:
-    """The tensors one after another in a slot, and its length."""
+    """Place the tensors one after another in a slot; return them with the slot's length."""
     pieces, at = [], 0
     for tensor in tensors:
         pieces.append(SlotTensor(tensor, at, tensor.nbytes))
@@ -422,7 +422,7 @@ def _placed(tensors: Sequence[torch.Tensor], aligned: int = 64) -> tuple[tuple[S
 
 @contextmanager
 def _slot(count: int) -> Iterator[memoryview]:
-    """As an arena has it: a file of tmpfs, all of it there."""
+    """A slot as in an arena: a fully allocated and mapped tmpfs file."""
     path = Path(f"/dev/shm/holdfast-gpu-{os.getpid()}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -436,7 +436,7 @@ def _slot(count: int) -> Iterator[memoryview]:
 
 
 def _in_turns(device: SeamDevice, *works: Callable[[], object]) -> list[tuple[float, ...]]:
-    """Seconds of each, until the device has done it, in each round. The first round does not count."""
+    """Seconds that each work took until the device had finished it, per round, without the first round."""
     rounds = []
     for _ in range(ROUNDS + 1):
         took = []

@@ -1,4 +1,4 @@
-"""A training loop that kills itself at a point, so that its restart can be compared: see `benchmarks.gpu.right`."""
+"""A training loop that kills itself at a given point, to test its restart: see `benchmarks.gpu.right`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from holdfast.chaos.device.seam import SeamLoop, Training
 from holdfast.snapshot.step.copier import Copier
 
 POINTS = ("forward", "copy", "step", "seal")
-"""In a forward, while state is copied, in the middle of an optimizer's step, before a slot counts."""
+"""Points of death: in a forward pass, during the copy of the state, in the middle of the optimizer's step, and just
+before a slot is sealed."""
 
 STEPS = 12
 
 
 def main() -> None:
-    """Train; note the loss of each step, and at the end a digest of all state."""
+    """Train; write the loss of each step and a digest of the final state to the notes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--notes", type=Path, required=True)
@@ -63,7 +64,7 @@ def _train(training: Training, notes: Path, snap: InMemorySnapshot | None) -> No
 
 
 def _armed(training: Training, point: str, at: int) -> Any:
-    """Whoever comes to the point in step `at` kills this process."""
+    """Kill this process when it reaches the point in step `at`."""
 
     def die(*ignored: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +83,7 @@ def _armed(training: Training, point: str, at: int) -> Any:
             if training.step != at:
                 return step(*args, **kwargs)
             for parameter in training.model.parameters():
-                parameter.data.mul_(1.5)  # some weights are changed, and nobody will ever hear of it
+                parameter.data.mul_(1.5)  # dies with some weights changed and others not
                 die()
             return None
 

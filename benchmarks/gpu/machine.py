@@ -1,4 +1,4 @@
-"""The machine that is looked at: one with a CUDA device, or this one with a device that is not there."""
+"""The machine under test: one with a CUDA device, or any machine with an emulated device."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ ROOT = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`dry`: nothing is there, and everything is small: it is tried whether the program runs."""
+    """The machine under test. `dry`: the device is emulated and sizes are tiny, to test only that the program runs."""
 
     dry: bool
 
     @property
     def device(self) -> SeamDevice:
-        """Where training runs."""
+        """The device that training runs on."""
         return self.device_that_shows("")
 
     def device_that_shows(self, fault: str) -> SeamDevice:
-        """One on which that fault shows; see `FAULTS`."""
+        """A device on which a given fault of `FAULTS` becomes visible."""
         return Imagined(ImaginedCuda(SHOWN_BY.get(fault, LAZY))) if self.dry else Real()
 
     @property
     def beside(self) -> SeamDevice:
-        """Where the same training runs to the same bits, and waits for each boundary."""
+        """A device that runs the same training to the same bits, waiting at each boundary."""
         return Cpu() if self.dry else Real()
 
     def facts(self) -> dict[str, Any]:
-        """What the figures are of."""
+        """The hardware and software that the figures were measured on."""
         found: dict[str, Any] = {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -69,7 +69,7 @@ class Machine:
 
 @contextmanager
 def arena() -> Iterator[Path]:
-    """A folder of shared memory for one check, gone at the end of it."""
+    """A directory in shared memory for one check; removed at the end."""
     base = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir="/dev/shm"))
     try:
         yield base
@@ -80,7 +80,7 @@ def arena() -> Iterator[Path]:
 def run_check(
     name: str, machine: Machine, deadline_s: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What a check gives, in a process of its own; `environment`: beside this process's."""
+    """Run a check in its own process and return its result; `environment` extends this process's variables."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--check", name, *["--dry"] * machine.dry]
     variables = {**os.environ, **(environment or {})}
     try:
@@ -93,7 +93,7 @@ def run_check(
 
 
 def tests(*arguments: str, deadline_s: float = 100.0) -> tuple[bool, str]:
-    """Whether these tests pass, and the last line of what they print."""
+    """Run tests; return whether they pass, and the last line that they print."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s, check=False)
     lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]

@@ -1,4 +1,4 @@
-"""A: is it right? Each check is a process of its own, and gives figures and whether they are as they must be."""
+"""Part A: correctness. Each check runs in its own process and returns figures, and whether they pass."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Figures = dict[str, Any]
 SEED = 1234
 
 GROWTH = 1.01
-"""How much more memory may be held after many snapshots than after a few."""
+"""Upper limit for resources held after many snapshots, relative to those held after a few."""
 
 
 def facts(machine: Machine) -> Figures:
-    """What the figures are of."""
+    """The hardware and software that the figures were measured on."""
     return {**machine.facts(), "passes": machine.dry or torch.cuda.is_available()}
 
 
 def parts(machine: Machine) -> Figures:
-    """The copy engine's own tests, on the device and on one that is not there."""
+    """The copy engine's own tests pass on the device and on the emulated one."""
     on_device, said = tests("tests/test_cuda_gpu.py", "-m", "gpu")
     beside, said_beside = tests("tests/test_cuda.py", "-k", "order or capture" if machine.dry else "")
     return {"passes": on_device and beside, "on_device": said, "imagined": said_beside}
 
 
 def seam(machine: Machine) -> Figures:
-    """Every slot of 30 steps is what a twin has that synchronises."""
+    """Every slot written in 30 steps equals the state of a twin that synchronises."""
     steps = 9 if machine.dry else 30
     found: Figures = {"passes": True}
     for ring in (False, True):
@@ -62,12 +62,12 @@ def seam(machine: Machine) -> Figures:
 
 
 def seam_one_connection(machine: Machine) -> Figures:
-    """The same, where all streams share one queue to the device, as Megatron asks for."""
+    """The same as `seam`, with one queue to the device for all streams, as Megatron requires."""
     return run_check("A2", machine, 100.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
 def faults(machine: Machine) -> Figures:
-    """Holdfast broken on purpose: the comparison of A2 must notice."""
+    """With faults planted in holdfast, the comparison of A2 must fail."""
     found: Figures = {"passes": True}
     for name, (broken, loop) in FAULTS.items():
         with arena() as base, broken():
@@ -79,7 +79,7 @@ def faults(machine: Machine) -> Figures:
 
 
 def kills(machine: Machine) -> Figures:
-    """A process is killed at each point; its restart ends with the bits of one that was not."""
+    """A process killed at any of the points ends, after its restart, with the same bits as an undisturbed one."""
     with arena() as base:
         whole = _job(machine, base / "whole", None)
         found: Figures = {"passes": whole.get("digest") is not None}
@@ -94,7 +94,7 @@ def kills(machine: Machine) -> Figures:
 
 
 def graphs(machine: Machine) -> Figures:
-    """An optimizer that is replayed from a graph is followed, and no capture is ruined."""
+    """Snapshots are exact when the optimizer is replayed from a CUDA graph, and its graph capture does not fail."""
     found: Figures = {"passes": True}
     for turns in ("", "steps", "data"):
         loop = SeamLoop(steps=9 if machine.dry else 30, captured=5, turns=turns)
@@ -110,7 +110,7 @@ def graphs(machine: Machine) -> Figures:
 
 
 def moved(machine: Machine) -> Figures:
-    """State that goes to the device after the hook was entered is captured from there."""
+    """State that moves to the device after the hook was entered is captured from the device."""
     device = machine.device
     with arena() as base, device.installed():
         model = torch.nn.Linear(64, 64)
@@ -132,7 +132,7 @@ def moved(machine: Machine) -> Figures:
 
 
 def generators(machine: Machine) -> Figures:
-    """What is drawn after the generators are put back is what was drawn before."""
+    """After a restore, random generators produce the same numbers again."""
     device = machine.device
     with device.installed():
         state = rng.capture()
@@ -143,7 +143,7 @@ def generators(machine: Machine) -> Figures:
 
 
 def leaks(machine: Machine) -> Figures:
-    """After many snapshots no more is held than after a few."""
+    """Memory, threads and file descriptors do not grow with the number of snapshots."""
     count = 30 if machine.dry else 2000
     device = machine.device
     with arena() as base, device.installed():
@@ -168,7 +168,7 @@ def leaks(machine: Machine) -> Figures:
 
 
 def parallel(machine: Machine) -> Figures:
-    """torch's ways to train are killed and restarted: FSDP2, also with parameters on the host, and DDP on one GPU."""
+    """FSDP2, also with parameters on the host, and DDP on one GPU are killed and restarted."""
     return _cells(
         machine,
         matrix.Cell("FSDP2", "holdfast.examples.plain:Shards", 1, drain=True),
@@ -220,14 +220,14 @@ CHECKS = {
 
 
 def _cells(machine: Machine, *cells: matrix.Cell) -> Figures:
-    """Each cell of a matrix: whether it came out the same to the last bit."""
+    """Run cells of the matrix; return for each whether its result is the same to the last bit."""
     verdicts = matrix.run(cells, SEED, lambda verdict: None, "cpu" if machine.dry else "cuda")
     found: Figures = {verdict.cell.name: verdict.difference or "the same bits" for verdict in verdicts}
     return {**found, "passes": not any(verdict.difference for verdict in verdicts)}
 
 
 def _refusing() -> Any:
-    """CUDA registers nothing."""
+    """Keep slots from being registered with CUDA, so that copies go through the ring."""
     return patch.object(pages.Pages, "prepare", lambda known, runtime, slots, turn: None)
 
 
@@ -237,7 +237,7 @@ def _job(machine: Machine, notes: Path, home: Path | None) -> Figures:
 
 
 def _run(machine: Machine, notes: Path, home: Path | None, *options: str) -> int:
-    """The status of one run of the job."""
+    """Run the job once; return its exit status."""
     command = [sys.executable, "-m", "benchmarks.gpu.job", "--notes", str(notes), *["--dry"] * machine.dry]
     command += [f"--arena={home}"] if home is not None else []
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -247,7 +247,7 @@ def _run(machine: Machine, notes: Path, home: Path | None, *options: str) -> int
 
 
 def _read(notes: Path) -> Figures:
-    """The loss of each step, as it was computed last, and the digest of the end."""
+    """The last computed loss of each step, and the digest of the final state."""
     found: Figures = {}
     for line in notes.read_text().splitlines() if notes.exists() else []:
         said = json.loads(line)

@@ -1,4 +1,4 @@
-"""What the systems under comparison share: the state to save, waiting, memory, and folders of saves on tmpfs."""
+"""Code shared by the compared systems: the state to save, waiting, memory accounting, and folders of saves on tmpfs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 DEADLINE_S = 120.0
-"""No wait of a measurement is longer."""
+"""Timeout for every wait of a measurement."""
 
 State = dict[str, dict[str, torch.Tensor]]
 
 
 def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """All tensors of the training state, not copies: ``{"model": {name: tensor}, "optim": {name: tensor}}``."""
+    """All live tensors of the training state: ``{"model": {name: tensor}, "optim": {name: tensor}}``."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     moments = {
         f"{name}.{kind}": tensor
@@ -39,7 +39,7 @@ def copy_into(live: State, saved: State) -> None:
 
 
 def buffered(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor after its place in one buffer of host memory that is there already, pinned if it is on a GPU."""
+    """Pairs of a part of one already mapped host buffer and a tensor's bytes; pinned if tensors are on a GPU."""
     sources = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     lengths = [source.numel() for source in sources]
     buffer = torch.empty(sum(lengths), dtype=torch.uint8, pin_memory=any(source.is_cuda for source in sources))
@@ -47,7 +47,7 @@ def buffered(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 
 
 def settle(device: torch.device) -> None:
-    """Block until a GPU has done what was asked of it; a CPU has."""
+    """Block until a GPU has completed all queued work; no-op for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -56,7 +56,7 @@ def until(condition: Callable[[], bool], what: str, *, pause_s: float = 0.001) -
     """Poll a condition until it holds.
 
     Raises:
-        TimeoutError: it did not within `DEADLINE_S`.
+        TimeoutError: it did not hold within `DEADLINE_S`.
     """
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -66,18 +66,18 @@ def until(condition: Callable[[], bool], what: str, *, pause_s: float = 0.001) -
 
 
 def release_heap() -> None:
-    """Give the memory that was freed back to the kernel, so that none of it counts as in use."""
+    """Return freed memory to the kernel, so that it does not count as in use."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 class Memory:
-    """Memory in use beyond what this process had when the object was made.
+    """Memory in use beyond that at the time this object was made.
 
-    Counted are the proportional set sizes of this process, of `roots` and of all their descendants, and the blocks of
-    `files`, which lie on tmpfs. A mapping of one of `files` is not counted a second time.
+    Counts the proportional set sizes of this process, of `roots` and of all their descendants, and the blocks of
+    `files`, which are on tmpfs. Mappings of `files` are not counted a second time.
 
     Args:
-        others: files that another rank counts.
+        others: files that another rank counts; their mappings are left out too.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Memory:
 
 
 def files_below(root: Path) -> list[Path]:
-    """All files of a tree that may change meanwhile."""
+    """All files of a directory tree, which may change during the call."""
     return [Path(folder) / name for folder, _, names in os.walk(root) for name in names]
 
 
@@ -130,7 +130,7 @@ def _descendants(roots: set[int]) -> set[int]:
 
 
 def _pss(pid: int, without: Iterable[str]) -> int:
-    """Bytes of a process, shared pages divided by their users, less its mappings of the files `without`."""
+    """The proportional set size of a process in bytes, without its mappings of the files `without`."""
     try:
         lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -147,10 +147,10 @@ def _pss(pid: int, without: Iterable[str]) -> int:
 
 
 class Folders:
-    """One folder a save, below one on tmpfs, as users of file-based checkpoints keep them.
+    """One folder per save, below one on tmpfs, as users of file-based checkpoints keep them.
 
-    The newest finished save and the one in progress are kept. Rank 0 deletes the older in a thread, so that deleting
-    takes no more of the training than it must.
+    Keeps the newest finished save and the one in progress. Rank 0 deletes older saves in a thread, to disturb training
+    as little as possible.
     """
 
     def __init__(self, root: Path, rank: int) -> None:
@@ -169,22 +169,22 @@ class Folders:
         return self._newest
 
     def path(self, step: int) -> Path:
-        """Where the save of this step goes."""
+        """The folder for the save of a step."""
         return self._root / f"step-{step}"
 
     def begin(self, step: int) -> Path:
-        """The save of this step is now in progress."""
+        """Mark the save of a step as in progress; return its folder."""
         self._current = self.path(step)
         return self._current
 
     def finish(self) -> None:
-        """The save that was begun is complete on all ranks."""
+        """Mark the current save as complete on all ranks."""
         old, self._newest, self._current = self._newest, self._current, None
         if old is not None and self._rank == 0:
             self._deletions.append(self._deleter.submit(shutil.rmtree, old))
 
     def idle(self) -> bool:
-        """Nothing is being saved or deleted.
+        """Whether nothing is being saved or deleted.
 
         Raises:
             OSError: a save could not be deleted.
@@ -208,7 +208,7 @@ class Folders:
 
 
 class FolderSystem:
-    """What systems that save into a folder each time have in common; `poll` notes that a save is complete."""
+    """Base of systems that save each time into a new folder; `poll` notices that a save is complete."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         self._folders = Folders(folder, rank)

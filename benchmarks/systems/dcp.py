@@ -2,13 +2,13 @@
 
 The version is torch's. Each rank's tensors are the local parts of DTensors, sharded over all ranks as with FSDP2, so
 that DCP writes all of them; Adam's step counters, equal on all ranks, are plain tensors. The asynchronous classes use
-`async_save` with the best stager there is: staging in a thread, into buffers that are kept. Into such
-buffers the next save must not be staged before the last is written, or it overwrites it, so `save` waits for that;
-`before_step` waits for staging. `AsyncProcess` stages into shared memory, which DCP's daemon process writes from.
+`async_save` with the best available stager, which stages in a thread into reused buffers. Staging the next save before
+the last one is written would overwrite the last one, so `save` waits until it is written; `before_step` waits for
+staging. `AsyncProcess` stages into shared memory, from which DCP's daemon process writes.
 
-Pinned memory and non-blocking copies are on where the state is on a GPU, and shared memory then for both, as is DCP's
-own choice there. All else is left as it is: the planner (a plan is made
-for each save; caching it would halve that), one file and one writing thread a rank, and fsync, which tmpfs ignores.
+If the state is on a GPU, pinned memory and non-blocking copies are on, and both classes use shared memory, which is
+DCP's own choice there. Everything else is at its default: the planner (a plan is made for each save; caching it would
+halve that), one file and one writing thread per rank, and fsync, which tmpfs ignores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class Sync(FolderSystem):
-    """`dcp.save`: the training waits until all is written."""
+    """`dcp.save`: training waits until everything is written."""
 
     name = "DCP save"
     version = torch.__version__
@@ -108,7 +108,7 @@ class AsyncThread(_Async):
 
 
 class AsyncProcess(_Async):
-    """`dcp.async_save`, written by a process of its own."""
+    """`dcp.async_save`, written by a separate process."""
 
     name = "DCP async_save, process"
     _kind = AsyncCheckpointerType.PROCESS

@@ -1,13 +1,12 @@
-"""DLRover 0.6.1, Flash Checkpoint to memory: `DdpCheckpointer` with `StorageType.MEMORY`, one shard a rank.
+"""DLRover 0.6.1, Flash Checkpoint to memory: `DdpCheckpointer` with `StorageType.MEMORY`, one shard per rank.
 
-`save_checkpoint` copies the state into POSIX shared memory while the training waits; there is one buffer a rank, so a
-trainer that is killed during a save loses the older save too. Which tensor lies where is known to an agent process
-alone. As ``dlrover-run`` also needs a master and does not start on torch 2.13, rank 0 starts the agent's part in this:
-its saver, in a process of its own that outlives the trainers. The master and the rest of the agent are not there, and
-not counted as memory.
+`save_checkpoint` copies the state into POSIX shared memory while training waits. There is one buffer per rank, so a
+trainer that is killed during a save loses the previous save too. Only an agent process knows the layout of the tensors.
+As ``dlrover-run`` also needs a master and does not start on torch 2.13, rank 0 starts only the agent's saver, as a
+process that outlives the trainers. The master and the rest of the agent do not run, and are not counted as memory.
 
-Nothing goes to disk, and replicas on other nodes are off (`replica_count=0`), as by default. A load gives views of the
-shared memory; they are copied into the live tensors, as training on them would change the saved state.
+Nothing is written to disk, and replicas on other nodes are off (`replica_count=0`), as by default. Loading returns
+views of the shared memory; they are copied into the live tensors, since training on them would change the saved state.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Flash:
     version = version("dlrover")
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
-        os.environ |= {"TORCHELASTIC_RUN_ID": folder.name, "ROLE_NAME": "dlrover-trainer"}  # the agent has the saver
+        os.environ |= {"TORCHELASTIC_RUN_ID": folder.name, "ROLE_NAME": "dlrover-trainer"}  # uses the agent's saver
         segment = Path(f"/dev/shm/{folder.name}_ckpt_shm_{rank}")
         self._memory = Memory(lambda: [segment])
         self._state = live_state(model, optimizer)
@@ -48,7 +47,7 @@ class Flash:
     def save(self, step: int) -> None:
         self._checkpointer.save_checkpoint(step, dict(self._state), storage_type=StorageType.MEMORY)
         if self._checkpointer._engine._cached_step != step:
-            raise RuntimeError(f"the save of step {step} was skipped")  # DLRover itself only logs it
+            raise RuntimeError(f"the save of step {step} was skipped")  # DLRover only logs it
 
     def accepted(self) -> bool:
         return True

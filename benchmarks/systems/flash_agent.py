@@ -1,4 +1,4 @@
-"""The part of DLRover's agent that Flash Checkpoint needs, in a process of its own: started by `systems.flash`."""
+"""The part of DLRover's agent that Flash Checkpoint needs, as a separate process started by `systems.flash`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dlrover.python.common.multi_process import SOCKET_TMP_DIR
 from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver
 
 OUTLIVE_S = 30.0
-"""An agent whose trainer died stays for so long: that is what it is for, but nothing may be left behind for ever."""
+"""How long the agent stays after its trainer died, as it must outlive the trainer but not stay forever."""
 
 
 def main() -> None:
-    """Serve until the trainer that started this process says ``end``, or for a while after its death."""
+    """Serve until the trainer that started this process sends ``end``, or until `OUTLIVE_S` after its death."""
     AsyncCheckpointSaver.start_async_saving_ckpt()
     if sys.stdin.read() != "end":
         time.sleep(OUTLIVE_S)

@@ -1,7 +1,7 @@
 """holdfast: `Alone` survives the death of processes; with `Protected` each rank is a node, and any one may be lost.
 
-The hook is the one that users enter, with its options at their defaults but for the overhead budget, which is off: the
-loop says when a snapshot is due. An SMP of its own process serves each node, on loopback.
+The hook is the public one with default options, except that the overhead budget is off: the loop decides when a
+snapshot is due. Each node has its own SMP process, on loopback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.snapshot.step.copier import CopyJob
 
 @dataclass(frozen=True)
 class _Taken:
-    """A snapshot, and the copy that it is made by."""
+    """A snapshot, and the copy job that makes it."""
 
     snapshot: SnapshotId | None
     copy: CopyJob | None
@@ -44,7 +44,7 @@ class OnDemand(Governor):
 
 
 class Alone:
-    """Snapshots in the memory of the node. All ranks are on one."""
+    """Snapshots in the memory of one node, which holds all ranks."""
 
     name = "holdfast"
     version = __version__
@@ -76,8 +76,8 @@ class Alone:
         self._accepted = False
 
     def poll(self) -> None:
-        """A step is over, and the next begins with a forward, which the hook else finds by itself; a snapshot if one
-        is due."""
+        """Tell the hook that a step is over and the next forward begins, which it otherwise detects by itself; take a
+        snapshot if one is due."""
         taken = self._snap.statistics.taken
         self._snap.after_step()
         self._snap.begin()
@@ -90,8 +90,11 @@ class Alone:
         self._governor.due = False
 
     def accepted(self) -> bool:
-        """Not while no slot is free: the hook skips a step then, or gives the snapshot up, and never waits. Nor before
-        all memory is reserved: what is measured begins after that."""
+        """Whether the newest snapshot was begun.
+
+        The hook never waits for a free slot: it skips the step, or gives the snapshot up. Snapshots before all memory
+        is reserved do not count, as measurements begin after that.
+        """
         if self._snap._session.protecting.is_reserving:
             return False
         return self._accepted and self._newest.copy is not None and self._newest.copy.error is None
@@ -118,8 +121,8 @@ class Alone:
         until(self.done, "a snapshot")
 
     def restore(self) -> None:
-        """What a restarted trainer does when it enters the hook."""
-        object.__setattr__(self._snap._options, "keep", True)  # what users say before they enter
+        """Leave and enter the hook, which restores as in a restarted trainer."""
+        object.__setattr__(self._snap._options, "keep", True)  # users pass it before they enter
         self._snap.__exit__(None, None, None)
         self._enter()
 
@@ -147,7 +150,7 @@ class Alone:
 
 
 class Protected(Alone):
-    """Snapshots in the memory of several nodes, a rank on each; one parity."""
+    """Snapshots in the memory of several nodes with one rank each, and one parity."""
 
     name = "holdfast, protected"
     _options = "auto"

@@ -1,6 +1,6 @@
-"""No saves at all: what the loop itself shows where nothing is lost, which is the noise of the measurement.
+"""No saves at all: measures the noise of the loop itself.
 
-Nothing can be restored, so its rows say so.
+Nothing can be restored, and its rows say so.
 """
 
 from __future__ import annotations

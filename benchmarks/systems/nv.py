@@ -1,15 +1,15 @@
 """NVRx (nvidia-resiliency-ext) 0.4.1: its local checkpoint manager into tmpfs, asynchronously, without replication.
 
 `LocalCheckpointManager.save` makes a request that an `AsyncCallsQueue` runs in a forked process, which writes one file
-a rank with ``torch.save``; the fork is what keeps the saved state from changing with the live one, and every page that
-training changes meanwhile is copied. A forked process a save is the kind of queue that local checkpoints need
-(``persistent=False``). All ranks ask in each iteration whether a save is finished, with collectives; the manager then
-deletes the older one. `save` waits until the one before is finished, as Megatron does. A load is read from a new
-manager, as after a restart, and copied into the live tensors.
+per rank with ``torch.save``. The fork isolates the saved state from the live one: every page that training changes
+meanwhile is copied. Local checkpoints need a queue that forks a process for each save (``persistent=False``). In each
+iteration, all ranks check with collectives whether a save is finished; the manager then deletes the older one. `save`
+waits until the previous one is finished, as Megatron does. A restore loads with a new manager, as after a restart, and
+copies into the live tensors.
 
-NVRx is made for GPUs: it calls `torch.cuda` for a current device and to wait for copies, and its state dict takes CUDA
-tensors only. So the device is said to be the CPU, there is nothing to wait for, and a state dict for CPU tensors stands
-here, on which ``.to("cpu")`` is free. Replication to other ranks is off, as by default.
+NVRx is made for GPUs: it asks `torch.cuda` for a current device and waits for copies there, and its state dict takes
+CUDA tensors only. Here the current device is replaced by the CPU, synchronisation by a no-op, and the state dict by one
+for CPU tensors, on which ``.to("cpu")`` is free. Replication to other ranks is off, as by default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 
 
 class CpuState(TensorAwareStateDict):  # type: ignore[misc]
-    """A state of CPU tensors, as far as the manager uses it without replication: whole, and where it is."""
+    """A state dict of CPU tensors, with only the methods that the manager uses without replication."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -56,7 +56,7 @@ class CpuState(TensorAwareStateDict):  # type: ignore[misc]
 
 
 def use_cpu() -> None:
-    """Let NVRx, which asks `torch.cuda`, work on the CPU."""
+    """Replace the calls to `torch.cuda` that NVRx makes, so that it works on the CPU."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
 
@@ -102,7 +102,7 @@ class Local:
         until(self.done, "deleting the save before")
 
     def _finalized(self) -> bool:
-        """Equally often on all ranks, and with the same answer, as it is a collective."""
+        """Whether the newest save is finished. A collective: call it equally often on all ranks."""
         self.poll()
         return not self._queue.get_num_unfinalized_calls()
 

@@ -1,7 +1,7 @@
-"""The simplest save there is: the training waits while all is copied into one buffer of this process.
+"""The simplest save: training waits while the whole state is copied into one buffer of this process.
 
-From a GPU the buffer is pinned. It is the least that a save can stall a loop that waits for it; nothing survives the
-death of the process.
+For a GPU the buffer is pinned. This is the lower limit for the stall of a blocking save; nothing survives the death of
+the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Buffer(Nothing):
-    """A copy, for which the training waits: nothing is in progress afterwards."""
+    """A blocking copy: nothing is in progress afterwards."""
 
     name = "a copy that the loop waits for"
 

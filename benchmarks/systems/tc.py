@@ -1,12 +1,13 @@
-"""torch_checkpointing 0.1.1 into tmpfs, asynchronously: `CheckpointManager` with a checkpoint process a rank.
+"""torch_checkpointing 0.1.1 into tmpfs, asynchronously: `CheckpointManager` with one checkpoint process per rank.
 
-`CheckpointManager.save` stages in a thread into shared memory, from which a process of its own writes; it waits by
-itself until the last save is written. `before_step` is the wait that the manager's `lock` around the optimizer's step
-is. Each rank writes a file for the model and one for the optimizer; the ranks' processes meet in the store of the job,
-and rank 0 renames the folder.
+`CheckpointManager.save` stages in a thread into shared memory, from which a separate process writes; it first waits
+until the last save is written. `before_step` waits as the manager's `lock` around the optimizer's step would. Each rank
+writes a file for the model and one for the optimizer; the ranks' processes synchronise over the store of the job, and
+rank 0 renames the folder.
 
-Direct I/O, the default for writes, is off: it is made for disks and fails on some file systems. All else is left as it
-is: pinned memory and non-blocking copies are on where there is a GPU. No resharder is used, since ranks do not change.
+Direct I/O, the default for writes, is off: it is made for disks and fails on some file systems. Everything else is at
+its default: pinned memory and non-blocking copies are on if there is a GPU. No resharder is used, as ranks do not
+change.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Manager(FolderSystem):
 
     def save(self, step: int) -> None:
         written = self._manager.save(str(self._folders.path(step)), self._state)
-        self.poll()  # the last save is written, or this one would not have begun
+        self.poll()  # the manager has waited for the last save
         self._folders.begin(step)
         self._written = written
 

@@ -1,12 +1,12 @@
 """torchsnapshot 0.1.0, the last release, into tmpfs: `Snapshot.async_take`.
 
-`async_take` copies the state before it returns, so nothing has to be awaited before the next step; a thread writes the
-copies, and the ranks meet in a store before rank 0 writes the metadata that makes the snapshot whole. Every rank's
-tensors are saved as its own, in place of sharded ones.
+`async_take` copies the state before it returns, so the next step need not wait. A thread writes the copies, and the
+ranks synchronise over a store before rank 0 writes the metadata that completes the snapshot. Each rank saves its
+tensors as its own, not as shards.
 
-It would let several snapshots be written at the same time, with memory for each; as usual, `save` waits for the last
-one first. All knobs are left at their defaults: tensors below 128 MiB are batched into slabs, and the copies of all
-ranks may take 60 % of the memory that is free.
+torchsnapshot could write several snapshots at the same time, with memory for each; here, `save` waits for the last one
+first, as is usual. All options have their defaults: tensors below 128 MiB are batched into slabs, and the copies of all
+ranks may take 60 % of the free memory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What Prometheus was told while faults were done to real jobs, and the script that recorded it."""
+"""Recordings of Prometheus metrics while faults were injected into real jobs, and the script that made them."""

@@ -1,8 +1,8 @@
-"""``python -m tests.alerts.record [FAULT ...]``: do each fault to a real job on virtual nodes, and write down what
-Prometheus would have scraped meanwhile. Half an hour, whatever the number of faults: they are played side by side.
+"""``python -m tests.alerts.record [FAULT ...]``: inject each fault into a real job on virtual nodes, and record what
+Prometheus would have scraped. Takes half an hour for any number of faults, which run in parallel.
 
-Real SMPs and trainers, in real time, scraped every `EVERY_S` seconds. A recording has, for each series that
-``deploy/alerts.yml`` asks for, a value for each scrape, in the notation of ``promtool test rules``.
+Real SMPs and trainers run in real time and are scraped every `EVERY_S` seconds. A recording has one value per scrape
+for each series that ``deploy/alerts.yml`` uses, in the notation of ``promtool test rules``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent.parent
 RECORDINGS = Path(__file__).parent / "recordings"
 EVERY_S = 15
 FAULT_AT = 8
-"""Scrapes of a job in good health come first."""
+"""Number of scrapes of the healthy job before the fault."""
 
 STEP_S = 4.0
 SCRAPE_S = 10.0
@@ -42,7 +42,7 @@ ASKED = sorted(set(re.findall(r"\bholdfast_[a-z_]+[a-z]", (ROOT / "deploy/alerts
 
 
 def train(node: VirtualNode, rank: int, world: int, store: str, port: int, stop: Path) -> None:
-    """One rank of a job that trains until the file `stop` is there."""
+    """Run one rank of a job that trains until the file `stop` exists."""
     os.environ.update(node.environment(), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{store}:{port}", rank=rank, world_size=world)
@@ -61,7 +61,7 @@ def train(node: VirtualNode, rank: int, world: int, store: str, port: int, stop:
 
 
 class Scene:
-    """A job on virtual nodes, and what is done to it."""
+    """A job on virtual nodes that a fault is injected into, and the series recorded from it."""
 
     def __init__(self, fault: str, nodes: int, settings: Mapping[str, str]) -> None:
         self.fault = fault
@@ -73,7 +73,7 @@ class Scene:
         for node in self.nodes:
             node.launch(Wiring("", ()), {"HOLDFAST_SCRUB": "64MB/s", **settings}, self.base / "smps.log")
         self.ports = {node: node.wait_ready().http_port for node in self.nodes}
-        for node in self.nodes:  # where it is shown in the end, it says in its arena
+        for node in self.nodes:  # the port actually bound is in the arena
             owner = read_owner(node.arena)
             assert owner is not None
             self.ports[node] = owner.http_port
@@ -97,7 +97,7 @@ class Scene:
         self.scrapes = 0
 
     def scrape(self) -> None:
-        """Every node once, as Prometheus would."""
+        """Scrape every node once, as Prometheus would."""
         found: dict[str, str] = {}
         for node in self.nodes:
             instance = f'instance="{node.name}:9411",job="holdfast"'
@@ -167,7 +167,7 @@ def job_ended(scene: Scene) -> None:
 
 
 def bits_flip(scene: Scene) -> None:
-    """A byte of each slot of a node changes, in a job that waits: a snapshot that is replaced at once is not read."""
+    """A byte of each slot of a node changes while the job is stopped, so that the slots are read, not replaced."""
     scene.kill_trainers(by=signal.SIGSTOP)
     for path in [*scene.nodes[1].arena.glob("*.safetensors"), *scene.nodes[1].arena.glob("*.parity")]:
         with path.open("r+b") as file:
@@ -178,14 +178,14 @@ def bits_flip(scene: Scene) -> None:
 
 
 def storage_fails(scene: Scene) -> None:
-    """What was a directory for persisted snapshots is a file."""
+    """The directory for persisted snapshots is replaced by a file."""
     place = scene.base / "place"
     shutil.rmtree(place, ignore_errors=True)
     place.touch()
 
 
 TAKEN = socket.socket()
-"""A port that is taken on loopback before any SMP asks for it."""
+"""A socket that occupies a port on loopback before any SMP asks for that port."""
 
 SCENES: dict[str, tuple[Callable[[Scene], None], int, int, Callable[[Path], dict[str, str]]]] = {
     "healthy": (healthy, 2, 12, lambda base: {}),
@@ -203,11 +203,11 @@ SCENES: dict[str, tuple[Callable[[Scene], None], int, int, Callable[[Path], dict
     ),
     "port-taken": (healthy, 2, 8, lambda base: {"HOLDFAST_HTTP": str(TAKEN.getsockname()[1])}),
 }
-"""What is done, to how many nodes, for how many minutes it is recorded, and the settings of the SMPs."""
+"""By fault: the function that injects it, number of nodes, minutes to record, and settings of the SMPs."""
 
 
 def play(name: str) -> None:
-    """Do one fault, and write its recording."""
+    """Inject one fault, and write its recording."""
     act, nodes, minutes, settings = SCENES[name]
     scene = Scene(name, nodes, settings(Path("/dev/shm") / f"holdfast-alerts-{os.getpid()}"))
     try:
@@ -228,7 +228,7 @@ def play(name: str) -> None:
 
 
 def _trains(scene: Scene) -> bool:
-    """Whether a snapshot is safe, as every SMP sees it."""
+    """Whether every SMP reports a safe snapshot."""
     safe = set()
     for node in scene.nodes:
         with urllib.request.urlopen(f"http://127.0.0.1:{scene.ports[node]}/metrics", timeout=60) as answer:
@@ -239,7 +239,7 @@ def _trains(scene: Scene) -> bool:
 
 
 def write(name: str, what: str, scene: Scene) -> None:
-    """A recording: comments, then a series a line."""
+    """Write a recording: comments, then one series per line."""
     RECORDINGS.mkdir(exist_ok=True)
     lines = [f"# {what.strip()}", f"# every {EVERY_S} s, from scrape {FAULT_AT} on, of {scene.scrapes}"]
     lines += [f"{series}: {shorten(values)}" for series, values in sorted(scene.series.items())]
@@ -247,7 +247,7 @@ def write(name: str, what: str, scene: Scene) -> None:
 
 
 def shorten(values: list[str]) -> str:
-    """Values in promtool's notation, in which what repeats n more times is ``value x n``. Pure."""
+    """Values in promtool's notation, where ``value x n`` is a value with n repetitions. Pure."""
     words: list[str] = []
     i = 0
     while i < len(values):
@@ -266,7 +266,7 @@ def shorten(values: list[str]) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Play faults side by side; the exit status says whether all could be recorded."""
+    """Record faults in parallel; return 0 if all could be recorded."""
     TAKEN.bind(("127.0.0.1", 0))
     TAKEN.listen(1)
     playing: dict[int, str] = {}

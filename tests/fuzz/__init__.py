@@ -1,4 +1,4 @@
-"""Everything that reads bytes of others, told nonsense: `targets` are the parsers, `mutation` makes the nonsense,
-`campaign` counts what came of it. ``python -m tests.fuzz`` runs millions; ``tests/test_fuzz.py`` thousands, and all of
-``corpus``, where every input is kept that once found something.
+"""Fuzzing of every parser of foreign bytes: `targets` are the parsers, `mutation` makes invalid inputs, `campaign` runs
+them and counts the results. ``python -m tests.fuzz`` runs millions of inputs; ``tests/test_fuzz.py`` thousands, and all
+of ``corpus``, which keeps every input that once found a bug.
 """

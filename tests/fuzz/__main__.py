@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --inputs 2000000``: on all cores, with a seed that is printed and a report in JSON."""
+"""``python -m tests.fuzz --inputs 2000000``: fuzzes on all cores, prints the seed, and writes a report in JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""So many inputs to every target, each under a limit of time and memory; what went wrong, and the worst of the rest."""
+"""Runs inputs against all targets under limits of time and memory; records failures, and the worst time and memory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tests.fuzz.targets import Target, targets, try_one
 
 CORPUS = Path(__file__).parent / "corpus"
 HANG_S = 1.0
-"""Of processor time: a parser waits for nothing, and other processes may keep it from the processor."""
+"""CPU time limit for one input. Not wall time, as parsers never wait and other processes may be using the CPU."""
 ROOM_BYTES = 512 << 20
-"""Of address space that all inputs together may take beyond what the process has."""
+"""Limit for the address space that all inputs together may add to that of the process."""
 
 BUDGET_BYTES = 1 << 20
 BUDGET_PER_BYTE = 256
-"""What one input may have allocated at a time: so much, and so much for each of its bytes."""
+"""Limit for the memory that one input may have allocated at a time: `BUDGET_BYTES`, and this per byte of input."""
 
 SAMPLE = 64
-"""One input in so many is measured for it."""
+"""Memory is measured for one input in this many."""
 
 
 class Hang(BaseException):
-    """An input takes too long; no parser catches it."""
+    """An input takes too long. A `BaseException`, so that no parser catches it."""
 
 
 @dataclass
 class Found:
-    """What came of a campaign, or of a shard of it."""
+    """Results of a campaign, or of one of its shards."""
 
     inputs: int = 0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class Found:
     by_target: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Found) -> None:
-        """Another shard's."""
+        """Add the results of another shard."""
         if other.slowest_s > self.slowest_s:
             self.slowest_s, self.slowest = other.slowest_s, other.slowest
         if other.peak_bytes > self.peak_bytes:
@@ -65,12 +65,12 @@ class Found:
 
 
 def kept(name: str) -> list[Path]:
-    """The corpus of a target."""
+    """The corpus files of a target."""
     return sorted((CORPUS / name).glob("*")) if (CORPUS / name).is_dir() else []
 
 
 def run(inputs: int, seed: str, names: list[str] | None = None) -> Found:
-    """Tell every target its share of `inputs`. The main thread only: it uses a signal."""
+    """Run `inputs`, divided equally among all targets. Main thread only, as it uses a signal."""
     found, random = Found(), Random(seed)
     chosen = {name: targets()[name] for name in names or targets()}
     seeds = {name: [*target.seeds, *(path.read_bytes() for path in kept(name))] for name, target in chosen.items()}
@@ -86,7 +86,7 @@ def run(inputs: int, seed: str, names: list[str] | None = None) -> Found:
 
 
 def one(found: Found, name: str, target: Target, data: bytes, *, measured: bool) -> None:
-    """One input, and what came of it."""
+    """Run one input, and record the result."""
     found.inputs += 1
     found.by_target[name] = found.by_target.get(name, 0) + 1
     if measured:
@@ -114,7 +114,7 @@ def one(found: Found, name: str, target: Target, data: bytes, *, measured: bool)
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """No more address space than `ROOM_BYTES` beyond what there is; an alarm ends what hangs."""
+    """Limit the address space to `ROOM_BYTES` more than now, and end inputs that hang by a signal."""
 
     def alarm(number: int, frame: FrameType | None) -> None:
         raise Hang(f"more than {HANG_S} s")

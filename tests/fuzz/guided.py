@@ -1,8 +1,8 @@
-"""Fuzzing by coverage, with atheris: ``python -m tests.fuzz.guided slot new/ tests/fuzz/corpus/slot``.
+"""Coverage-guided fuzzing with atheris: ``python -m tests.fuzz.guided slot new/ tests/fuzz/corpus/slot``.
 
 Needs ``pip install holdfast-train[fuzz]``. The first argument is a target; the others are libFuzzer's: a directory for
-what is found, those to start from, and options such as ``-max_total_time=60``. What it finds is made small with
-``-merge=1`` and kept in ``corpus``.
+new inputs, directories of seeds, and options such as ``-max_total_time=60``. Minimize the new inputs with ``-merge=1``
+and keep them in ``corpus``.
 """
 
 from __future__ import annotations

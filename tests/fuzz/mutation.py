@@ -1,4 +1,4 @@
-"""Nonsense that is almost right, from a seeded generator: the same seed gives the same inputs."""
+"""Makes almost valid inputs from a seeded generator: the same seed gives the same inputs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ODD: tuple[Any, ...] = (
 
 
 def mutate(random: Random, seeds: Sequence[bytes], text: bool) -> bytes:
-    """An input: one of `seeds`, changed in a few places; as JSON, if it is `text`, every other time."""
+    """An input: one of `seeds`, changed in a few places. If `text`, 60 % of inputs are changed as JSON."""
     data = random.choice(seeds)
     if text and random.random() < 0.6:
         try:
             return _json(random, data)
         except (ValueError, RecursionError):
-            pass  # what was found before need not be JSON
+            pass  # inputs in the corpus need not be JSON
     changed = bytearray(data)
     for _ in range(1 + min(int(random.expovariate(0.5)), 8)):
         _bytes(random, changed, seeds)

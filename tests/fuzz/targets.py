@@ -1,4 +1,4 @@
-"""The parsers. A target takes any bytes, and may raise `HoldfastError` or what else it says; nothing else, and soon."""
+"""The parsers. A target takes any bytes, returns quickly, and raises only `HoldfastError` and what it declares."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Target:
     """One parser.
 
     Attributes:
-        read: takes the bytes.
-        seeds: bytes that it accepts.
-        text: whether these are JSON.
-        may_raise: besides `HoldfastError`.
+        read: the parser.
+        seeds: inputs that it accepts.
+        text: whether inputs are JSON.
+        may_raise: errors that it may raise besides `HoldfastError`.
     """
 
     read: Callable[[bytes], object]
@@ -85,7 +85,7 @@ class Target:
 
 
 class Heard:
-    """A socket that only says what is given, in pieces of any length."""
+    """A socket that delivers given data in pieces of any length."""
 
     def __init__(self, data: bytes) -> None:
         self._rest = memoryview(data)
@@ -98,10 +98,10 @@ class Heard:
         return count
 
     def settimeout(self, seconds: float | None) -> None:
-        """Nothing is waited for."""
+        """Do nothing, as nothing blocks."""
 
     def sendall(self, data: bytes) -> None:
-        """Nobody listens."""
+        """Discard the data."""
 
 
 def read_slot(data: bytes) -> None:
@@ -132,7 +132,7 @@ def read_frames(data: bytes) -> None:
 
 
 def _json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
-    """A parser of what a frame's JSON has become."""
+    """A parser of bytes that decodes them as JSON, as for a frame, and passes the value to `read`."""
 
     def parse(data: bytes) -> object:
         try:
@@ -246,7 +246,7 @@ def _peer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
 
 @cache
 def targets() -> dict[str, Target]:
-    """All of them, by name."""
+    """All targets, by name."""
     layout, inventory = _layout(), _inventory()
     sources = Sources(SNAPSHOT, layout, {"pp0-dp0": ("127.0.0.1", 5000)}, {0: {2: ("127.0.0.2", 5001)}})
     status = Status(
@@ -295,7 +295,7 @@ def targets() -> dict[str, Target]:
 
 
 def try_one(target: Target, data: bytes) -> bool:
-    """Have a target read `data`; whether it took it. Whatever it raises that it must not goes through."""
+    """Have a target read `data`; return whether it accepted them. Forbidden errors propagate."""
     allowed: tuple[type[Exception], ...] = (HoldfastError, *target.may_raise)
     try:
         target.read(data)

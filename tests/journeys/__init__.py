@@ -1,5 +1,5 @@
-"""Three newcomers' first hours, from ``pip install`` in an empty environment on: ``make journeys``.
+"""Three newcomers' first hours, starting with ``pip install`` in an empty environment: ``make journeys``.
 
-What they type is what the pages in docs/ say, read out of these pages; only names and sizes are their own. A step that
-is not in the docs is not taken, so a page that has gone stale, or lacks one, ends the journey. Start at `engineer`.
+They type the commands that are extracted from the pages in docs/; only names and sizes are their own. They take no step
+that is not in the docs, so a page that is stale or lacks a step fails the journey. Start reading at `engineer`.
 """

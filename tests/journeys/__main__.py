@@ -1,4 +1,4 @@
-"""``python -m tests.journeys``: status 0 only if every newcomer came to the end of the way."""
+"""``python -m tests.journeys``: ends with status 0 only if every newcomer completed the journey."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEED_HOSTS = {"operator", "student"}
 
 
 def main() -> int:
-    """Walk those that are asked for."""
+    """Run the requested journeys."""
     parser = argparse.ArgumentParser(prog="python -m tests.journeys", description=__doc__)
     parser.add_argument("who", nargs="*", metavar="NEWCOMER", help=f"of {', '.join(JOURNEYS)} (default: all)")
     parser.add_argument("--python", default="python3.11", help="such as python3.12")

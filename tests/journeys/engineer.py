@@ -1,4 +1,4 @@
-"""A pretraining engineer on one machine: Megatron, killed and started again."""
+"""A pretraining engineer on one machine: Megatron, killed and restarted."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ KILLED_AT = "step 12 "
 
 
 def walk(python: Path, folder: Path) -> None:
-    """Blocks for minutes. Raises `Failed`, or `Stale`."""
+    """Run the journey. Blocks for minutes; raises `Failed` or `Stale`."""
     docs = checkout(folder / "checkout")
     with tempfile.TemporaryDirectory(prefix="holdfast-journey-", dir="/dev/shm") as arena:
         try:
             at_work(docs, Shell(docs.root, python, HOLDFAST_ARENA=arena))
         finally:
-            for leftover in find_leftovers(Path(arena)):  # SMPs live on where a journey ends early
+            for leftover in find_leftovers(Path(arena)):  # SMPs survive a journey that ends early
                 remove(leftover)
 
 
 def at_work(docs: Docs, shell: Shell) -> None:
-    """From the installation on."""
+    """Install, check the machine and the launcher's options, and run the example."""
     shell.run(docs.command(START, "Install", "pip install '.[", {"lightning": "megatron"}))
     doctor = shell.run(docs.command(START, "Install", "holdfast doctor"))
     if "✗" in doctor:
@@ -42,7 +42,7 @@ def at_work(docs: Docs, shell: Shell) -> None:
 
 
 def megatron(docs: Docs, shell: Shell) -> None:
-    """The example of the page: undisturbed, then with a trainer killed, then again."""
+    """Run the page's example undisturbed, with a trainer killed, and once more to resume; compare the losses."""
     example = docs.command(MEGATRON, "With megatron-core alone", "torchrun --nproc-per-node 4")
     undisturbed = shell.start(example)
     if undisturbed.wait() != 0:

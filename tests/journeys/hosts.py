@@ -1,6 +1,6 @@
-"""Machines for newcomers: hosts with a network, processes, a name and shared memory of their own, and a shell there.
+"""Machines for newcomers: hosts with their own network, processes, name and shared memory, and shells on them.
 
-A host is a process in namespaces of its own. Its end is a power cut: all that ran there and all of its memory are gone.
+A host is a process in its own namespaces. It ends like a power cut: all its processes and memory are lost.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from holdfast import DeadlineExceeded
 from holdfast.chaos.network.namespaces import unavailable
 
 COMMAND_S = 1200.0
-"""An installation, on a busy machine, takes longest."""
+"""Timeout for a command; the longest is an installation on a busy machine."""
 NETWORK = "10.77.0"
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 OWNED = ("setpriv", "--pdeathsig", "KILL")
-"""It ends with us, however we end."""
+"""Command prefix that kills the command when this process ends, however it ends."""
 
 
 class Failed(Exception):
@@ -36,7 +36,7 @@ class Host:
     """One machine on a `network`."""
 
     def __init__(self, name: str, number: int, hub: int, folder: Path) -> None:
-        """`hub`: a process in the namespace of the switch. Raises `Failed`."""
+        """`hub`: pid of a process in the network namespace of the switch. Raises `Failed`."""
         self.name = name
         self.address = f"{NETWORK}.{number}"
         self.home = folder / f"home-{name}-{number}-{time.monotonic_ns()}"
@@ -76,11 +76,11 @@ class Host:
 
     @property
     def entrance(self) -> list[str]:
-        """What a command begins with that shall run there."""
+        """Command prefix that runs a command on this host."""
         return ["nsenter", "-t", str(self.pid), "-a"]
 
     def cut_power(self) -> None:
-        """At once; nothing there has time for anything."""
+        """Kill everything on the host at once."""
         if self._process.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         self._process.wait(COMMAND_S)
@@ -88,7 +88,7 @@ class Host:
 
 @contextmanager
 def network(folder: Path) -> Iterator[Network]:
-    """A switch for hosts; they end with it."""
+    """A switch for hosts for a ``with`` block; the hosts end with it."""
     with ExitStack() as at_end:
         boot = "ip link add switch type bridge && ip link set switch up && echo up && exec sleep infinity"
         command = [*OWNED, "unshare", "--net", "bash", "-ec", boot]
@@ -101,25 +101,25 @@ def network(folder: Path) -> Iterator[Network]:
 
 
 class Network:
-    """Where `Host`s are plugged in."""
+    """A switch that `Host`s are connected to."""
 
     def __init__(self, folder: Path, hub: int, at_end: ExitStack) -> None:
         self._folder, self._hub, self._at_end = folder, hub, at_end
 
     def host(self, name: str, number: int) -> Host:
-        """One more machine, up; its address ends with `number`."""
+        """Start another host, whose address ends with `number`."""
         made = Host(name, number, self._hub, self._folder)
         self._at_end.callback(made.cut_power)
         return made
 
 
 def why_no_hosts() -> str:
-    """Why this machine cannot have any; empty if it can."""
+    """The reason why this machine cannot run hosts; empty if it can."""
     return unavailable()
 
 
 class Running:
-    """A command that has not ended, and what it says."""
+    """A running command and its output, which a thread reads."""
 
     def __init__(self, process: subprocess.Popen[str], command: str) -> None:
         self.process, self.command = process, command
@@ -136,7 +136,12 @@ class Running:
         self._lines.put(None)
 
     def wait_for(self, words: str, deadline_s: float = COMMAND_S) -> str:
-        """Block until it says a line with these words. Raises `Failed` if it ends first, or `DeadlineExceeded`."""
+        """Block until the command prints a line with these words; return the line.
+
+        Raises:
+            Failed: the command ended first.
+            DeadlineExceeded: it did not within `deadline_s`.
+        """
         limit = time.monotonic() + deadline_s
         while True:
             try:
@@ -149,15 +154,15 @@ class Running:
                 return line
 
     def wait(self, deadline_s: float = COMMAND_S) -> int:
-        """Its exit status. Raises `DeadlineExceeded`."""
-        self._reader.join(deadline_s)  # until nobody has its output open any more
+        """Wait for the end; return the exit status. Raises `DeadlineExceeded`."""
+        self._reader.join(deadline_s)  # ends when no process has the output open
         try:
             return self.process.wait(1.0)
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded(f"{self.command} does not end; its last words:\n{self.last()}") from None
 
     def interrupt(self) -> None:
-        """Ctrl-C: the whole foreground of a terminal hears it."""
+        """Press Ctrl-C: send SIGINT to the whole process group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def last(self) -> str:
@@ -165,10 +170,10 @@ class Running:
 
 
 class Shell:
-    """A terminal of a newcomer: what is exported stays. On a `host`, or on this machine."""
+    """A newcomer's terminal on a `host` or on this machine; exported variables persist between commands."""
 
     def __init__(self, folder: Path, python: Path, host: Host | None = None, **variables: str) -> None:
-        """`folder`: where one is. `python`: of the environment that is activated."""
+        """`folder`: the working directory. `python`: the interpreter of the activated environment."""
         home = host.home if host else folder
         self.folder, self._host = folder, host
         self._variables = {
@@ -182,10 +187,10 @@ class Shell:
         self._kept = home / f".kept-{id(self)}"
 
     def run(self, command: str, *, status: int = 0) -> str:
-        """What a command says, on either stream. Blocks until it has ended.
+        """Run a command; return its output, of both streams. Blocks until it has ended.
 
         Raises:
-            Failed: with another status than it should.
+            Failed: the exit status is not `status`.
         """
         print(f"  {self.name}$ {command}", flush=True)
         script = f"{command}\nstatus=$?; env -0 > {self._kept}; exit $status"
@@ -207,7 +212,7 @@ class Shell:
         return done.stdout
 
     def start(self, command: str) -> Running:
-        """A command that goes on."""
+        """Start a command in the background."""
         print(f"  {self.name}$ {command} &", flush=True)
         process = subprocess.Popen(
             self._command(f"exec {command}" if not _assigns(command) else command),
@@ -230,10 +235,10 @@ class Shell:
         return self._host.name if self._host else "here"
 
     def set(self, variables: Mapping[str, str]) -> None:
-        """What stands for an answer of the reader's, such as which host is the head."""
+        """Set variables that stand for the reader's own choices, such as which host is the head."""
         self._variables |= variables
 
 
 def _assigns(command: str) -> bool:
-    """Whether it begins with a variable for this command alone."""
+    """Whether the command begins with an assignment of a variable."""
     return "=" in command.split()[0]

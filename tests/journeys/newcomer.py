@@ -1,4 +1,4 @@
-"""What each of the three starts with: a checkout, an environment that has torch alone, and a loop of their own."""
+"""What all three newcomers start with: a checkout, an environment that has only torch, and their own training loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.wheels import environment
 
 
 def checkout(target: Path) -> Docs:
-    """The project as it is here, without what git ignores."""
+    """Copy the project's working tree, without files that git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -31,13 +31,13 @@ def checkout(target: Path) -> Docs:
 
 
 def activated(python: str, name: str, torch: str) -> Path:
-    """The interpreter of a fresh environment. `torch`: what to install there, or a folder of packages that has it."""
+    """The interpreter of a new environment. `torch`: a requirement to install, or a folder of packages with torch."""
     if not Path(torch).is_dir():
         return environment(python, f"journey-{name}", torch)
     own = environment(python, f"journey-{name}")
     [site] = (own.parent.parent / "lib").glob("python*/site-packages")
     (site / "zz-torch.pth").write_text(torch + "\n")
-    torchrun = own.parent / "torchrun"  # which an installed torch has brought along
+    torchrun = own.parent / "torchrun"  # an installed torch would provide it
     torchrun.write_text(f"#!{own}\nfrom torch.distributed.run import main\nmain()\n")
     torchrun.chmod(0o755)
     return own
@@ -84,22 +84,22 @@ STEPS = 200
 
 
 class Hold:
-    """Where the script stays until something was done to it, however slow this machine is."""
+    """Holds the script at a step, so that faults can be injected there however slow this machine is."""
 
     def __init__(self, docs: Docs) -> None:
         self._file = docs.root / "hold"
 
     def at(self, step: int) -> None:
-        """From now on there, and no more where it stayed before."""
+        """Hold the script at `step` and no longer at the previous one."""
         self._file.write_text(str(step))
 
     def go(self) -> None:
-        """Nowhere."""
+        """Hold the script nowhere."""
         self._file.unlink()
 
 
 def training(docs: Docs) -> str:
-    """A script of the reader's own around the loop of the first page, as it stands there."""
+    """The reader's own script around the unchanged loop of the first page. Raises `Failed`."""
     loop = docs.program("docs/start.md", "Wrap the loop")
     if "InMemorySnapshot" not in loop:
         raise Failed("the loop of docs/start.md does not protect anything")
@@ -107,13 +107,13 @@ def training(docs: Docs) -> str:
 
 
 def told(lines: list[str]) -> dict[int, str]:
-    """What a run of `training` said of each step: the last time, if it took one again."""
+    """The last loss that a run of `training` printed for each step."""
     steps = [line.partition("step ")[2].split() for line in lines if "step " in line and " loss " in line]
     return {int(words[0]): words[2] for words in steps if len(words) == 3 and words[1] == "loss"}
 
 
 def weights(lines: list[str]) -> str:
-    """What a run of `training` ended with. Raises `Failed` if it has not."""
+    """The final weights that a run of `training` printed. Raises `Failed` if it did not reach its end."""
     found = [line.partition("weights ")[2] for line in lines if "weights " in line]
     if len(found) != 1:
         raise Failed("it has not come to its end:\n" + "\n".join(lines[-30:]))
@@ -121,7 +121,7 @@ def weights(lines: list[str]) -> str:
 
 
 def check_same(undisturbed: list[str], killed: list[str]) -> None:
-    """Raises `Failed` unless every loss and the weights are the same to the last bit."""
+    """Raise `Failed` unless all losses and the weights are the same to the last bit."""
     expected, found = told(undisturbed), told(killed)
     if len(expected) != STEPS or found != expected or weights(undisturbed) != weights(killed):
         wrong = [step for step in expected if found.get(step) != expected[step]]

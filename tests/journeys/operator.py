@@ -1,4 +1,4 @@
-"""A platform engineer with three hosts: the service, its status and metrics, a lost node, and one that is drained."""
+"""A platform engineer with three hosts: the service, its status and metrics, a lost node, and a drained one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.journeys.student import START, finish, prepared, run_over
 RUNNING, WATCHING = "docs/running.md", "docs/watching.md"
 NAMES = ("alpha", "beta", "gamma")
 MEMORY = {"64GB": "64MB"}
-"""What these hosts can spare."""
+"""Replaces the page's memory limit by one that these hosts can spare."""
 JOB = "my-run"
-"""As the pages have it."""
+"""The name of the job in the pages."""
 
 
 def walk(python: Path, folder: Path) -> None:
-    """Blocks for minutes. Raises `Failed`, or `Stale`."""
+    """Run the journey. Blocks for minutes; raises `Failed` or `Stale`."""
     docs = checkout(folder / "checkout")
     (docs.root / "train.py").write_text(training(docs))
     Shell(docs.root, python).run(docs.command(START, "Install", "pip install .", {}))
@@ -53,7 +53,7 @@ def walk(python: Path, folder: Path) -> None:
 
 
 def served(docs: Docs, python: Path, host: Host, head: Host) -> Shell:
-    """A host with an SMP that was started by hand, and a terminal there."""
+    """Start an SMP by hand on a host; return a terminal there."""
     shell = prepared(docs, python, host, head)
     shell.run(docs.command(START, "Start the job", "export HOLDFAST_JOB="))
     shell.run(docs.command(RUNNING, "By hand", "--detach", MEMORY))
@@ -62,7 +62,7 @@ def served(docs: Docs, python: Path, host: Host, head: Host) -> Shell:
 
 
 def look(docs: Docs, shell: Shell) -> None:
-    """What there is to see of a job that trains. Raises `Failed`."""
+    """Check the status and metrics of a training job. Raises `Failed`."""
     said = shell.run(docs.command(WATCHING, "Status and metrics", "holdfast status", {}))
     if not re.search(r"is safe against the loss of any 1 node", " ".join(said.split())):
         raise Failed(said)
@@ -79,7 +79,7 @@ FETCH = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], t
 
 
 def drain(docs: Docs, shells: list[Shell]) -> None:
-    """A job is stopped by Ctrl-C, a node is taken away, and what is left is removed. Raises `Failed`."""
+    """Stop a job with Ctrl-C, drain a node, and remove the rest. Raises `Failed`."""
     running = run_over(docs, shells, "stopped")
     running[0].wait_for("step 30 ")
     for each in running:

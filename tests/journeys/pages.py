@@ -1,4 +1,4 @@
-"""What the documentation tells its readers to do: the commands and programs of its pages."""
+"""The commands and programs that the documentation tells its readers to run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Stale(Exception):
-    """A page does not say what a newcomer needs."""
+    """A page does not contain what a newcomer needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class Docs:
     root: Path
 
     def section(self, page: str, heading: str) -> str:
-        """What stands below a heading, up to the next one. Raises `Stale`."""
+        """The text below a heading, up to the next heading. Raises `Stale`."""
         text = (self.root / page).read_text()
-        code = re.compile(r"^```.*?^```", re.M | re.S)  # comments in it look like headings
+        code = re.compile(r"^```.*?^```", re.M | re.S)  # comments in code look like headings
         blank = code.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
         begin = re.search(rf"^(#+) {re.escape(heading)}$", blank, re.M)
         if begin is None:
@@ -30,10 +30,13 @@ class Docs:
         return text[begin.end() : end.start() if end else None]
 
     def command(self, page: str, heading: str, words: str, own: Mapping[str, str] | None = None) -> str:
-        """The one command of a section that is, or has, these words, with what is the reader's `own` for the page's.
+        """The only command of a section that contains these words; a command that equals them takes precedence.
+
+        Args:
+            own: replacements of the page's values by the reader's own.
 
         Raises:
-            Stale: there is none, or more than one, or it lacks what was to be replaced.
+            Stale: there is no such command, there are several, or the command lacks a value to be replaced.
         """
         found = {each for each in _commands(self.section(page, heading)) if words in each}
         found = {words} if words in found else found
@@ -47,7 +50,7 @@ class Docs:
         return command
 
     def program(self, page: str, heading: str) -> str:
-        """The first block of Python of a section. Raises `Stale`."""
+        """The first Python block of a section. Raises `Stale`."""
         found = re.search(r"^```python\n(.*?)^```", self.section(page, heading), re.M | re.S)
         if found is None:
             raise Stale(f"{page}, {heading!r}, has no program")
@@ -55,7 +58,7 @@ class Docs:
 
 
 def _commands(text: str) -> list[str]:
-    """Those in blocks of a console, and in the running text."""
+    """The commands in console blocks and in the running text."""
     found = re.findall(r"(?<!`)`([a-zA-Z][^`\n]* [^`\n]*)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
     for block in re.findall(r"^```console\n(.*?)^```", text, re.M | re.S):
         joined = re.sub(r"\\\n\s*", "", block)

@@ -1,4 +1,4 @@
-"""A student with two machines: torchrun over both, a worker that dies, and one machine that loses power."""
+"""A student with two machines: torchrun on both, a worker that dies, and a machine that loses power."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOSTS = "Several hosts"
 
 
 def walk(python: Path, folder: Path) -> None:
-    """Blocks for minutes. Raises `Failed`, or `Stale`."""
+    """Run the journey. Blocks for minutes; raises `Failed` or `Stale`."""
     docs = checkout(folder / "checkout")
     (docs.root / "train.py").write_text(training(docs))
     Shell(docs.root, python).run(docs.command(START, "Install", "pip install .", {}))
@@ -42,12 +42,12 @@ def walk(python: Path, folder: Path) -> None:
 
 
 def prepared(docs: Docs, python: Path, host: Host, head: Host) -> Shell:
-    """A terminal on a host where address and token are said, as the page has it."""
+    """A terminal on a host with address and token set as on the page."""
     shell = Shell(docs.root, python, host, HEAD=head.name)
     token = head.home / ".holdfast-token"
     if host is head:
         shell.run(docs.command(START, HOSTS, "> ~/.holdfast-token"))
-    else:  # copied, by whatever means
+    else:  # stands for copying it between hosts
         (host.home / token.name).write_bytes(token.read_bytes())
         (host.home / token.name).chmod(0o600)
     shell.run(docs.command(START, HOSTS, "export HOLDFAST_TOKEN_FILE="))
@@ -57,7 +57,7 @@ def prepared(docs: Docs, python: Path, host: Host, head: Host) -> Shell:
 
 
 def run_over(docs: Docs, shells: list[Shell], run: str) -> list[Running]:
-    """The command of the page, on every host."""
+    """Start the page's command on every host."""
     for shell in shells:
         shell.set({"RUN": run})
     own = {"--nnodes=4": f"--nnodes={len(shells)}", "--nproc-per-node=8": "--nproc-per-node=1"}
@@ -66,7 +66,7 @@ def run_over(docs: Docs, shells: list[Shell], run: str) -> list[Running]:
 
 
 def lose(docs: Docs, python: Path, wires: Network, hosts: list[Host], running: list[Running]) -> Running:
-    """The second machine loses power, and is switched on again: empty, and whoever started the agent does so again."""
+    """Cut the power of the second machine, replace it by an empty one, and start the agent there again."""
     hosts[1].cut_power()
     running[1].process.wait(60)
     hosts[1] = wires.host(hosts[1].name, 2)
@@ -76,7 +76,7 @@ def lose(docs: Docs, python: Path, wires: Network, hosts: list[Host], running: l
 
 
 def finish(running: list[Running]) -> None:
-    """Raises `Failed` unless all end well."""
+    """Wait until all have ended. Raises `Failed` unless all end with status 0."""
     for each in running:
         if each.wait() != 0:
             raise Failed(each.last())

@@ -1,6 +1,6 @@
-"""Builds of holdfast that are broken on purpose, each in one place: chaos must notice every one of them.
+"""Builds of holdfast that are broken on purpose, each in one place. Chaos scenarios must notice every one of them.
 
-`apply` breaks this process; trainers import `tests.mutants.trainer`, and SMPs are run as ``python -m tests.mutants``.
+`apply` breaks this process; trainers import `tests.mutants.trainer`, and SMPs run as ``python -m tests.mutants``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Mutant:
     """One broken build.
 
     Attributes:
-        what: what it does wrong.
-        scenario: the name of the one that shows it.
-        sign: which of `holdfast.chaos.verdict.CHECKS` must notice it.
-        says: a pattern of what it then says.
-        hook: options of the hook, beside the scenario's.
-        break_it: does the damage; imports what it changes.
-        in_smp: whether SMPs are broken. Others need not import torch for it, which takes them seconds.
-        in_trainer: whether trainers are.
+        what: what the build does wrong.
+        scenario: name of the scenario that shows it.
+        sign: the check of `holdfast.chaos.verdict.CHECKS` that must notice it.
+        says: a pattern that the message of this check must match.
+        hook: options of the hook, in addition to the scenario's.
+        break_it: makes the change; imports the modules that it changes.
+        in_smp: whether SMPs are broken. Other SMPs need not import torch, which takes seconds.
+        in_trainer: whether trainers are broken.
     """
 
     what: str
@@ -40,37 +40,37 @@ class Mutant:
     hook: Mapping[str, object] = field(default_factory=dict)
 
     def shown_by(self) -> Scenario:
-        """The scenario."""
+        """The scenario with this mutant's options of the hook."""
         (found,) = choose(self.scenario)
         return replace(found, hook={**found.hook, **self.hook})
 
 
 def apply(name: str) -> None:
-    """Break this process as the mutant called `name` does."""
+    """Turn this process into the mutant called `name`."""
     MUTANTS[name].break_it()
 
 
 def applied() -> str:
-    """The mutant that this process is to be, or an empty text."""
+    """Name of the mutant that this process should be; empty if none."""
     return os.environ.get(ENV, "")
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    """Put something else in the place of a function or method."""
+    """Replace a function or method."""
     assert hasattr(owner, name), f"{owner} has no {name}: the mutant breaks nothing"
     setattr(owner, name, value)
 
 
-# ---------------------------------------------------------------------- of the simulation, too
+# ---------------------------------------------------------------------- also used by the simulation
 
 
 def forgetting_what_was_promised(plan_restore: Callable[..., Any]) -> Callable[..., Any]:
-    """It plans as if no SMP knew of a protected snapshot."""
+    """A `plan_restore` that plans as if no SMP knew of a protected snapshot."""
     return lambda inventories, *rest: plan_restore([replace(each, protected=None) for each in inventories], *rest)
 
 
 def one_node_behind(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """One node hears nothing of the newest snapshot, if there is an older one."""
+    """An `exchange` that hides the newest snapshot from one node, if there is an older one."""
 
     def behind(client: Any, agreement: Any, coord: str, options: Any) -> Any:
         inventories, coords, everyones = exchange(client, agreement, coord, options)
@@ -94,7 +94,7 @@ def _no_fence() -> None:
     from holdfast.snapshot.step.copier import CopyJob
 
     _replace(CopyJob, "fence", lambda self, patience_s, deadline_s: True)
-    _replace(Witness, "check", lambda self, slot: None)  # it would see that the copy is of two steps
+    _replace(Witness, "check", lambda self, slot: None)  # it would notice that the copy mixes two steps
 
 
 def _sealed_before_it_is_copied() -> None:
@@ -105,7 +105,7 @@ def _sealed_before_it_is_copied() -> None:
     def early(self: Copier, job: Any, slot: memoryview) -> None:
         fill(self, job, slot)
         middle = slot.nbytes // 2
-        slot[middle : middle + 64] = bytes(64)  # as if the copy had not come that far
+        slot[middle : middle + 64] = bytes(64)  # as if the copy had not got that far
 
     _replace(Copier, "_fill", early)
 

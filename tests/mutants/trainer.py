@@ -1,4 +1,4 @@
-"""Breaks the process that imports it, as a trainer of a broken build."""
+"""Turns the process that imports it into a trainer of a broken build."""
 
 from tests.mutants import MUTANTS, applied, apply
 

@@ -1,5 +1,5 @@
-"""``make real``: training scripts that nobody here wrote, undisturbed and killed, compared to the last bit.
+"""``make real``: third-party training scripts, undisturbed and killed, compared to the last bit.
 
-`registry` says what is run, `probe` writes down what happens inside of it, `driver` kills it, `comparison` decides.
-Nothing is fetched but packages from the package index: data sets are made here, and checkouts lie where ``REAL`` says.
+`registry` lists the scripts, `probe` records what they compute, `driver` kills them, and `comparison` decides. Only
+packages from the package index are downloaded: data sets are generated, and ``REAL`` names the folder of checkouts.
 """

@@ -15,7 +15,7 @@ from tests.real.running import Result, execute
 
 
 def main() -> int:
-    """Status 0 only if every run that is not skipped is exact."""
+    """Run the chosen scripts; return 0 only if every run that is not skipped is exact."""
     parser = argparse.ArgumentParser(prog="python -m tests.real", description=__doc__)
     parser.add_argument("--real", type=Path, metavar="FOLDER", help="where checkouts of frameworks lie")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these, and those whose name begins like it")
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def tell(result: Result) -> None:
-    """One line."""
+    """Print one line about a result."""
     said = f": {result.said}" if result.said else f", went on after {', '.join(map(str, result.resumed))} steps"
     print(f"{result.name}: {result.outcome}{said} ({result.seconds:.0f} s)", flush=True)
 

@@ -1,8 +1,8 @@
-"""Whether a run that was killed is the run that was not: pure, but for `read`.
+"""Whether a killed run equals the undisturbed run. Pure, except `read`.
 
-The notes of a rank are those of one process after the other. Those of a process that was killed and of its successor
-overlap, as steps are done again; each must be found word for word in the notes of the undisturbed run, without a gap.
-What a process has is found by what it says, so nobody has to be asked at which step it began.
+A rank's notes consist of the notes of its successive processes. The notes of a killed process and its successor overlap
+when steps are repeated; each must be a contiguous part of the undisturbed run's notes, without gaps between them. The
+step at which a process began is found from its notes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 Note = tuple[str, Any]
 Notes = Mapping[int, Sequence[Sequence[Note]]]
-"""By rank: what each process of it noted, in order."""
+"""The notes of each process of a rank, in order, by rank."""
 
 FINAL = "final"
 LOSS = "loss"
@@ -23,13 +23,13 @@ NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class Verdict(NamedTuple):
-    """What came of a comparison.
+    """The result of a comparison.
 
     Attributes:
-        difference: the first that was found, in words; empty: the runs are the same.
-        resumed: the steps of rank 0 that every process after the first had behind it.
-        again: how many steps rank 0 did more than once.
-        compared: how many losses and how many names of final state were compared, of all ranks.
+        difference: description of the first difference; empty if the runs are the same.
+        resumed: number of completed steps at which each process of rank 0 after the first began.
+        again: number of steps that rank 0 repeated.
+        losses, final: number of losses, and of names of final state, that were compared, of all ranks.
     """
 
     difference: str
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 def read(folder: Path) -> dict[int, list[list[Note]]]:
-    """The notes that the processes of a run left."""
+    """Read the notes of all processes of a run."""
     found: dict[int, dict[int, list[Note]]] = {}
     for path in folder.glob("rank*-*.jsonl"):
         rank, number = map(int, path.stem.removeprefix("rank").split("-"))
@@ -50,7 +50,7 @@ def read(folder: Path) -> dict[int, list[list[Note]]]:
 
 
 def compare(plain: Notes, killed: Notes, kills: int) -> Verdict:
-    """`plain` was not disturbed, `killed` was, so many times."""
+    """Compare an undisturbed run, `plain`, with a run that was killed `kills` times."""
     losses = sum(kind == LOSS for processes in plain.values() for notes in processes for kind, _ in notes)
     final = sum(len(_final(processes) or ()) for processes in plain.values())
     starts: dict[int, list[int]] = {}
@@ -94,7 +94,7 @@ def _shape(plain: Notes, killed: Notes, kills: int) -> str:
 
 
 def _along(rank: int, whole: Sequence[Note], processes: Sequence[Sequence[Note]]) -> tuple[str, list[int]]:
-    """The first difference, and where in the whole each process begins."""
+    """The first difference, and the index in `whole` at which each process begins."""
     reached, starts = 0, list[int]()
     for number, process in enumerate(processes):
         notes = _without_final(process)
@@ -111,7 +111,7 @@ def _along(rank: int, whole: Sequence[Note], processes: Sequence[Sequence[Note]]
 
 
 def _where(whole: Sequence[Note], notes: Sequence[Note], reached: int, number: int) -> str:
-    """Where notes that are not in the whole leave it, taken to begin where most of them are."""
+    """Describe where notes depart from `whole`, aligned at the place where most of them agree."""
     places = range(reached + 1) if number else range(1)
 
     def agree(at: int) -> int:
@@ -136,7 +136,7 @@ def _said(note: Note) -> str:
 
 
 def _names(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What they do not have alike."""
+    """Names whose values differ."""
     return ", ".join(name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name))
 
 
@@ -145,7 +145,7 @@ def _ends(rank: int, plain: Any, killed: Any) -> str:
 
 
 def _steps_before(notes: Sequence[Note]) -> list[int]:
-    """How many steps are done before each note, and at last how many there are."""
+    """The number of steps before each note, and finally the number of all steps."""
     counts = [0]
     for kind, _ in notes:
         counts.append(counts[-1] + (kind == STEP))

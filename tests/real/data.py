@@ -1,7 +1,7 @@
-"""Small data sets, tokenizers and models of random weights, in the forms that scripts of others read. From fixed seeds.
+"""Small data sets, tokenizers and models with random weights, from fixed seeds, in the formats that the scripts read.
 
-What a script would fetch from a hub by name lies in its working folder under that name. Each function is given that
-folder, and the interpreter that the script is run by.
+Things that a script would download from a hub by name are in its working folder under that name. Each function gets
+that folder, and the interpreter that runs the script.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "God", "O", "was", "a
 
 
 def text(words: int, seed: int = 1) -> str:
-    """Lines of words, drawn so that a word says something of the next."""
+    """Lines of words, drawn so that each word helps to predict the next."""
     drawn = random.Random(seed)
     at, said = 0, []
     for number in range(words):
@@ -31,7 +31,7 @@ def text(words: int, seed: int = 1) -> str:
 
 
 def words(folder: Path, python: Path) -> None:
-    """``text.txt`` and ``held.txt``, a tokenizer in ``tok`` and a metric ``accuracy``."""
+    """Write ``text.txt`` and ``held.txt``, a tokenizer in ``tok`` and a metric ``accuracy``."""
     (folder / "text.txt").write_text(text(6000))
     (folder / "held.txt").write_text(text(700, seed=2))
     _tokenizer(folder / "tok", "PreTrainedTokenizerFast", special="<|endoftext|>")
@@ -39,12 +39,12 @@ def words(folder: Path, python: Path) -> None:
 
 
 def characters(folder: Path, python: Path) -> None:
-    """``input.txt``, which minGPT reads."""
+    """Write ``input.txt``, which minGPT reads."""
     (folder / "input.txt").write_text(text(4000))
 
 
 def binaries(folder: Path, python: Path) -> None:
-    """``data/words``, which nanoGPT reads."""
+    """Write ``data/words``, which nanoGPT reads."""
     home = folder / "data" / "words"
     home.mkdir(parents=True)
     for name, seed in (("train", 1), ("val", 2)):
@@ -54,13 +54,13 @@ def binaries(folder: Path, python: Path) -> None:
 
 
 def wikitext(folder: Path, python: Path) -> None:
-    """``data/wikitext-2.txt``, which Lightning's demos read."""
+    """Write ``data/wikitext-2.txt``, which Lightning's demos read."""
     (folder / "data").mkdir()
     (folder / "data" / "wikitext-2.txt").write_text(text(20_000))
 
 
 def pairs(folder: Path, python: Path) -> None:
-    """Pairs of sentences, a tiny BERT and a metric: where accelerate's examples look for MRPC, BERT and GLUE."""
+    """Write pairs of sentences, a tiny BERT and a metric where accelerate's examples look for MRPC, BERT and GLUE."""
     home = folder / "tests" / "test_samples" / "MRPC"
     home.mkdir(parents=True)
     drawn = random.Random(3)
@@ -80,7 +80,7 @@ def pairs(folder: Path, python: Path) -> None:
 
 
 def _tokenizer(home: Path, kind: str, special: str, most: int = 128) -> None:
-    """One token for each word."""
+    """Write a tokenizer with one token per word."""
     home.mkdir()
     tokens = [special, "[UNK]", "[CLS]", "[SEP]", "[MASK]", "!", ",", *WORDS]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -119,6 +119,6 @@ class Metric(evaluate.Metric):
 
 
 def _metric(home: Path, name: str, value: str) -> None:
-    """What ``evaluate.load(name)`` finds in its working folder."""
+    """Write a metric that ``evaluate.load(name)`` finds in the working folder."""
     home.mkdir()
     (home / f"{name}.py").write_text(_METRIC.format(name=name, value=value))

@@ -1,7 +1,7 @@
-"""Runs a command to its end and kills processes of it, one after the other, at instants that a seed chose.
+"""Runs a command to its end and kills its processes, one after another, at instants drawn from a seed.
 
-The trainers tell through a named pipe when they start and step; see `tests.real.probe`. A kill is due so many steps of
-its victim after the start before, and a drawn part of a step later.
+The trainers report through a named pipe when they start and complete a step; see `tests.real.probe`. A kill is due a
+number of steps after the last start of its victim, plus a drawn fraction of a step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PIPE = "REAL_PIPE"
 """The environment variable that names the pipe."""
 
 LOOK_S = 0.5
-"""How often it is seen whether the command has ended, if nothing is told."""
+"""How often to check whether the command has ended while no reports arrive, in seconds."""
 
 
 class Kill(NamedTuple):
-    """`rank` is killed after it told `after` so many times since it started, and a part of a step later."""
+    """Kills `rank` after it has reported `after` `times` times since its start, plus the fraction `later` of a step."""
 
     rank: int
     after: str
@@ -35,7 +35,7 @@ class Kill(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`killed`: what was done, in words. `hung`: the deadline ended it. `status`: None if it hung."""
+    """The end of a run. `status`: None if it hung. `killed`: a description of each kill. `hung`: it timed out."""
 
     status: int | None
     killed: list[str]
@@ -44,10 +44,10 @@ class Outcome(NamedTuple):
 
 
 def plan(seed: int | str, kills: int, ranks: int, steps: int, evaluations: int) -> list[Kill]:
-    """Kills spread over a run of so many steps; where there are evaluations, the last is right after one.
+    """Plan kills that are spread over a run. If the run has evaluations, the last kill is right after an evaluation.
 
     Raises:
-        ValueError: the run is too short for so many kills.
+        ValueError: the run has too few steps for this number of kills.
     """
     if steps < 3 * (kills + 1):
         raise ValueError(f"{steps} steps are too few for {kills} kills: give it {3 * (kills + 1)}")
@@ -67,11 +67,11 @@ def drive(
     command: Sequence[str], environment: dict[str, str], folder: Path, kills: Sequence[Kill],
     *, again: bool, deadline_s: float,
 ) -> Outcome:  # fmt: skip
-    """Run it. Blocks until it has ended, at most `deadline_s`; no trainer is left then.
+    """Run a command. Blocks until it has ended or `deadline_s` has passed; leaves no trainer behind.
 
     Args:
-        folder: it runs in ``work`` there and prints into ``log``; its trainers tell through ``told``.
-        again: start the command again after each kill, as it does not do so itself.
+        folder: the command runs in its ``work`` and prints into its ``log``; trainers report through its ``told``.
+        again: start the command again after each kill, as it does not restart by itself.
     """
     began = time.monotonic()
     log, pipe, work = folder / "log", folder / "told", folder / "work"
@@ -97,7 +97,7 @@ def drive(
 
 
 class _Watch:
-    """What the trainers told."""
+    """Reads the trainers' reports and kills trainers."""
 
     def __init__(self, process: Popen[bytes], told: int, deadline: float) -> None:
         self.process = process
@@ -111,8 +111,8 @@ class _Watch:
         self._step_s: dict[int, float] = {}
 
     def until(self, kill: Kill) -> bool:
-        """Blocks until it is due. False if the command ended before, or the deadline came."""
-        before = self._pids.get(kill.rank) if self.killed else None  # it is to start again first
+        """Block until a kill is due. Returns False if the command ended or the deadline passed first."""
+        before = self._pids.get(kill.rank) if self.killed else None  # the victim must have restarted
         while self._pids.get(kill.rank) == before or self._counts.get((kill.rank, kill.after), 0) < kill.times:
             if not self._read(LOOK_S) and self._over():
                 return False
@@ -122,24 +122,24 @@ class _Watch:
         return True
 
     def kill(self, kill: Kill) -> None:
-        """Now, without warning."""
+        """SIGKILL the victim now."""
         try:
             os.kill(self._pids[kill.rank], signal.SIGKILL)
         except ProcessLookupError:
-            return  # it ended by itself just now
+            return  # it has just ended by itself
         count = self._counts.get((kill.rank, "step"), 0)
         self.killed.append(f"rank {kill.rank}, {count} steps after its start, {kill.later:.2f} of a step later")
         if kill.after != "step":
             self.killed[-1] = f"rank {kill.rank}, {count} steps after its start, right after an evaluation"
 
     def ended(self) -> bool:
-        """Blocks until the command has ended. False if the deadline came first."""
+        """Block until the command has ended. Returns False if the deadline passed first."""
         while not self._over():
             self._read(LOOK_S)
         return self.process.poll() is not None
 
     def end_trainers(self, pipe: Path) -> None:
-        """End those that lead sessions of their own, as under torchrun, and have lost it."""
+        """Kill the remaining trainers, which under torchrun have their own sessions and outlive the launcher."""
         for pid in self._pids.values():
             try:
                 if f"{PIPE}={pipe}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -151,7 +151,7 @@ class _Watch:
         return self.process.poll() is not None or time.monotonic() > self._deadline
 
     def _read(self, wait_s: float) -> bool:
-        """Take in what is told within this time. Whether anything was."""
+        """Read the reports that arrive within this time; return whether any did."""
         if not select.select([self._told], [], [], wait_s)[0]:
             return False
         *lines, self._rest = (self._rest + os.read(self._told, 65536)).split(b"\n")

@@ -1,4 +1,4 @@
-"""Lines put into a copy of somebody else's script. Pure."""
+"""Edits of a copy of a third-party script. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 
 class Edit(NamedTuple):
-    """In `file`, what is `old` becomes `new`; or, if `until` is given, all lines from `old` up to and with `until` are
-    indented under `new`.
+    """Replaces `old` by `new` in `file`; with `until`, indents all lines from `old` through `until` under `new`.
 
-    `old` stands in the file once. The indentation that its lines have in common does not count.
+    `old` must occur exactly once in the file. The common indentation of its lines is ignored.
     """
 
     file: str
@@ -25,7 +24,7 @@ def apply(text: str, edit: Edit) -> str:
     """The text with the edit made.
 
     Raises:
-        ValueError: what is to be changed does not stand there once: the script is another than the edit was made for.
+        ValueError: `old` does not occur exactly once, or `until` not after it: this is another version of the script.
     """
     lines = text.splitlines()
     places = _find(lines, edit.old)
@@ -43,7 +42,7 @@ def apply(text: str, edit: Edit) -> str:
 
 
 def _find(lines: Sequence[str], wanted: str) -> list[tuple[int, int]]:
-    """Where these lines stand, however deep they are: the first of them, and the one after."""
+    """Indices of the first line and after the last line of each occurrence of these lines, at any indentation."""
     block = textwrap.dedent(wanted).strip("\n")
     many = block.count("\n") + 1
     spans = ((at, at + many) for at in range(len(lines) - many + 1))
@@ -51,7 +50,7 @@ def _find(lines: Sequence[str], wanted: str) -> list[tuple[int, int]]:
 
 
 def difference(before: str, after: str, name: str) -> str:
-    """As ``diff -u`` shows it, with one line of context."""
+    """The difference as of ``diff -u``, with one line of context."""
     made: Sequence[str] = list(
         difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, n=1, lineterm="")
     )

@@ -1,4 +1,4 @@
-"""Where the frameworks are: environments that are made from the package index, and checkouts below one folder."""
+"""Locates the frameworks: environments with packages from the package index, and checkouts below one folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INSTALL_S = 1800.0
 
 
 class Absent(Exception):
-    """Something that a run needs is not here; the message names it."""
+    """Something that a run needs is missing; the message names it."""
 
 
 def checkout(real: Path | None, name: str) -> Path:
-    """The folder of a framework's own code. Raises `Absent`."""
+    """The folder of a framework's checkout. Raises `Absent`."""
     if real is None:
         raise Absent(f"{name} is taken from a checkout: give the folder that it lies in as REAL=...")
     if not (real / name).is_dir():
@@ -31,9 +31,10 @@ def checkout(real: Path | None, name: str) -> Path:
 
 
 def interpreter(name: str, given: Mapping[str, Path]) -> Path:
-    """The Python of an environment: one that was given, or one in build/, which is made if it is not there or was made
-    of other pins. ``requirements/NAME.txt`` says what is in it, ``NAME.alone.txt`` what is put in without all that it
-    asks for; the name ends with the version of Python.
+    """The Python of an environment: one that was given, or one in build/, which is made if it is missing or outdated.
+
+    ``requirements/NAME.txt`` lists its packages, and ``NAME.alone.txt`` packages to install without their dependencies.
+    The name ends with the version of Python.
 
     Raises:
         Absent: there is no such Python, or the packages cannot be installed.
@@ -55,7 +56,7 @@ def interpreter(name: str, given: Mapping[str, Path]) -> Path:
     subprocess.run([python, "-m", "venv", home], check=True, timeout=INSTALL_S)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
-    wanted = [[torch], ["-e", str(ROOT), "-r", str(requirements)]]  # torch first: then its CPU build is found
+    wanted = [[torch], ["-e", str(ROOT), "-r", str(requirements)]]  # torch first, so that its CPU build is found
     for packages in [*wanted, ["--no-deps", "-r", str(alone)]] if alone.is_file() else wanted:
         done = subprocess.run(
             [*pip, *packages], cwd=ROOT, capture_output=True, text=True, timeout=INSTALL_S, check=False
@@ -67,7 +68,7 @@ def interpreter(name: str, given: Mapping[str, Path]) -> Path:
 
 
 def versions(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
-    """Of an interpreter and packages that it has. Raises `Absent`, naming what it has not."""
+    """Versions of an interpreter and of its packages. Raises `Absent`, which names a missing package."""
     code = (
         "import importlib.metadata as m, json, platform, sys\n"
         "found = {'Python': platform.python_version()}\n"

@@ -1,11 +1,11 @@
 """Megatron-Bridge's own ``pretrain`` of a small GPT on CPUs.
 
 ``python tests/real/megatron_bridge_run.py --out DIR [--ranks N] [--kills K --seed S] [--bare]``: megatron-core's own
-layers with dropout, bf16, the distributed optimizer, shuffled validation data every 4 steps, mock data.
+layers with dropout, bf16, the distributed optimizer, validation on shuffled data every 4 steps, mock data.
 
-`on_cpus` is what lets it run where there is no GPU: `holdfast.integrations.adapters.megatron_cpu` for megatron-core;
-what Megatron-Bridge imports, and does not use here, is empty: Transformer Engine's LoRA layers, ModelOpt and Energon.
-Its package modules, which import every model there is, are not run.
+`on_cpus` makes it run without a GPU. It uses `holdfast.integrations.adapters.megatron_cpu` for megatron-core. Modules
+that Megatron-Bridge imports but does not use here are replaced by empty ones: Transformer Engine's LoRA layers,
+ModelOpt and Energon. Megatron-Bridge's package modules, which import all its models, are not executed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ASKED = options(__doc__.splitlines()[0])
 EMPTY = ("modelopt", "megatron.energon", "megatron.bridge.peft.lora_layers")
 PROVIDERS = {"GPTModelProvider": "gpt_provider", "T5ModelProvider": "t5_provider"}
 NVRX_FOR_MEGATRON_CORE = "0.6.0"
-"""megatron-core refuses an older one by its version, and does without one that lacks what it looks for."""
+"""A version that megatron-core accepts: it rejects older ones, but works without features that it does not find."""
 
 
 class Nothing(type):
-    """A class that has whatever is asked for."""
+    """A class that has every attribute."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -49,7 +49,7 @@ class EmptyModule(ModuleType):
 
 
 class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes modules of `EMPTY`, and those in them."""
+    """Makes the modules in `EMPTY`, and all their submodules."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if any(name == root or name.startswith(f"{root}.") for root in EMPTY):
@@ -64,7 +64,7 @@ class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def on_cpus() -> None:
-    """Before Megatron-Bridge is imported."""
+    """Make Megatron-Bridge run on CPUs. Call this before Megatron-Bridge is imported."""
     import nvidia_resiliency_ext
 
     from holdfast.integrations.adapters import megatron_cpu
@@ -90,7 +90,7 @@ def on_cpus() -> None:
     distill.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
     importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
     datasets: Any = importlib.import_module("megatron.core.datasets.utils")
-    datasets.compile_helpers = lambda: None  # an installed megatron-core brings them
+    datasets.compile_helpers = lambda: None  # an installed megatron-core contains them
     setup: Any = importlib.import_module("megatron.bridge.training.setup")
     setup.initialize_megatron = partial(setup.initialize_megatron, allow_no_cuda=True)
     setup.set_jit_fusion_options = lambda *args: None  # compiles for a GPU
@@ -178,7 +178,7 @@ def work(asked: Any) -> None:
     notes = Notes(asked.out)
 
     class Listening(Callback):  # type: ignore[misc, unused-ignore]
-        """Note what is computed, and the state at the end; whatever holdfast does."""
+        """Notes the results and the final state, independently of holdfast."""
 
         def on_train_step_end(self, context: Any) -> None:
             step = context.state.train_state.step + 1
@@ -187,7 +187,7 @@ def work(asked: Any) -> None:
             notes.note("gradients", step, context.grad_norm)
             notes.step(step)
 
-        is_over = False  # what is evaluated after training is of the last step once more
+        is_over = False  # the evaluation after training repeats the last step's
 
         def on_eval_end(self, context: Any) -> None:
             if self.is_over:

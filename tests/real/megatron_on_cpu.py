@@ -1,7 +1,7 @@
-"""``--first``: what Megatron-LM's scripts want of a GPU, besides what `megatron_cpu` stands in for; and what is noted.
+"""A module for ``--first``: runs Megatron-LM's scripts on CPUs, beyond `megatron_cpu`, and notes their results.
 
-Each iteration's mean losses, gradient norm and learning rate, each evaluation, and in the end the main parameters,
-moments, schedule and counters of a rank are noted, from Megatron's own functions.
+From Megatron's own functions, it notes each iteration's mean losses, gradient norm and learning rate, each evaluation,
+and at the end the weights, main parameters, moments, schedule and counters of a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FACTORIES = (
 
 
 class Event:
-    """What a CUDA event says when nothing is ever pending."""
+    """A CUDA event with nothing ever pending."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
@@ -41,7 +41,7 @@ class Event:
 
 
 def install() -> None:
-    """Stand in for CUDA where a training script of Megatron-LM asks for it."""
+    """Replace the functions of CUDA that Megatron-LM's training scripts call."""
     megatron_cpu.install()
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def watch(probe: Probe) -> None:
-    """Stand in for CUDA, and have Megatron's own numbers noted."""
+    """Replace functions of CUDA, and have Megatron's own results noted."""
     install()
     training: Any = importlib.import_module("megatron.training.training")
     try:

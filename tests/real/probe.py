@@ -1,14 +1,14 @@
-"""``python -m tests.real.probe [--first MODULE]... [-m MODULE | SCRIPT] ...``: runs it and writes down what it does.
+"""``python -m tests.real.probe [--first MODULE]... [-m MODULE | SCRIPT] ...``: runs a script and records what it does.
 
-Knows nothing of holdfast. Notes of one process of one rank are one file; a line is a kind and a value:
+Independent of holdfast. The notes of each process of a rank are one file; a line is a kind and a value:
 
-    loss   what is differentiated, as `float.hex`, on every call of ``backward``
+    loss   the differentiated value as `float.hex`, on every call of ``backward``
     step   digests of parameters, optimizer state and options, and of generators, after every step of an optimizer
     said   a line on standard output that matches ``REAL_SAID``
-    final  once, if the script ends well: what is left, by name
+    final  once, if the script ends well: digests of the final state, by name
 
-``--first`` names modules whose ``watch`` is given the probe before. Every ``start``, ``step``, ``eval`` and ``end`` is
-told to the driver through a named pipe.
+``--first`` names modules whose ``watch`` is called with the probe before the script. Every ``start``, ``step``,
+``eval`` and ``end`` is reported to the driver through a named pipe.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.real.driver import PIPE
 
 NOTES, SAID = "REAL_NOTES", "REAL_SAID"
-"""Environment variables: the folder of notes, and a regular expression."""
+"""Names of environment variables: the folder of notes, and the regular expression of lines to note."""
 
 
 class Probe:
@@ -52,25 +52,25 @@ class Probe:
         self._kept: dict[str, Callable[[], Any]] = {}
 
     def note(self, kind: str, value: Any) -> None:
-        """One line; in one call, so that a kill leaves whole lines."""
+        """Write one line, in a single call, so that a kill leaves only complete lines."""
         os.write(self._file, (json.dumps([kind, value]) + "\n").encode())
 
     def tell(self, kind: str) -> None:
-        """Let the driver know."""
+        """Report to the driver."""
         if self._pipe is not None:
             os.write(self._pipe, f"{kind} {self._rank} {os.getpid()}\n".encode())
 
     def keep(self, name: str, value: Callable[[], Any]) -> None:
-        """Have the digest of what this gives at the end among the final state."""
+        """Add the digest of what `value()` returns at the end to the final state."""
         self._kept[name] = value
 
     def backward(self, tensors: Any) -> None:
-        """`torch.autograd.backward` was called."""
+        """Note the losses of a call of `torch.autograd.backward`."""
         for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
             self.note("loss", float(tensor.detach()).hex() if tensor.numel() == 1 else digest(tensor))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of torch's has made a step."""
+        """Note the state after a step of a torch optimizer, and report it."""
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
             self._hold()
@@ -79,7 +79,7 @@ class Probe:
         self.tell("step")
 
     def end(self) -> None:
-        """The script has ended well."""
+        """Note the final state after the script has ended well, and report it."""
         self._hold()
         final = {name: digest(value()) for name, value in self._kept.items()} | {
             f"generator {name}": digest(state) for name, state in generators().items()
@@ -91,7 +91,7 @@ class Probe:
         self.tell("end")
 
     def _hold(self) -> None:
-        """Modules and schedules that there are now: whoever made them may be gone when the script ends."""
+        """Keep references to all current modules and schedules, which may be freed before the script ends."""
         found: list[Any] = [thing for thing in gc.get_objects() if _is(thing, torch.nn.Module, LRScheduler)]
         inner = {id(part) for each in found if isinstance(each, torch.nn.Module) for part in each.children()}
         known = {id(each) for each in self._held}
@@ -99,7 +99,7 @@ class Probe:
 
 
 def _is(thing: Any, *kinds: type) -> bool:
-    """By its real type: asking what stands in for something else may have effects."""
+    """`isinstance` by the real type, as asking a proxy for its class may have side effects."""
     return issubclass(type(thing), kinds)
 
 
@@ -108,7 +108,7 @@ def _has_state(thing: Any) -> bool:
 
 
 def state_of(thing: Any) -> Any:
-    """Of a module, an optimizer or a schedule, in containers."""
+    """The state of a module, an optimizer or a schedule, as nested containers."""
     match thing:
         case torch.nn.Module():
             return [list(thing.named_parameters()), list(thing.named_buffers())]
@@ -131,7 +131,7 @@ def generators() -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """Of all that is in containers and tensors, to the last bit."""
+    """A digest of everything in nested containers and tensors, exact to the last bit."""
     made = hashlib.blake2b(digest_size=16)
     _put(value, made.update)
     return made.hexdigest()
@@ -159,11 +159,11 @@ def _put(value: Any, put: Callable[[bytes], Any]) -> None:
         case None | bool() | int() | str() | bytes():
             put(repr(value).encode())
         case _:
-            put(type(value).__qualname__.encode())  # objects may say where in memory they are
+            put(type(value).__qualname__.encode())  # a repr may contain an address
 
 
 def watch(probe: Probe, said: str | None) -> None:
-    """Have all that the script does noted."""
+    """Install the hooks that note what the script does."""
     backward = torch.autograd.backward
 
     def noting(tensors: Any, *arguments: Any, **named: Any) -> None:
@@ -185,11 +185,11 @@ def watch(probe: Probe, said: str | None) -> None:
 
 
 def main() -> None:
-    """Run what the command line names, as Python would."""
+    """Run the script or module of the command line, as Python would."""
     rank = int(os.environ.get("RANK", "0"))
     probe = Probe(Path(os.environ[NOTES]), os.environ.get(PIPE), rank)
     probe.tell("start")
-    random.seed(rank)  # unseeded they would begin with something else in every process; torch's does not
+    random.seed(rank)  # unseeded, these two differ in every process; torch's does not
     np.random.seed(rank)
     watch(probe, os.environ.get(SAID))
     rest = sys.argv[1:]

@@ -1,9 +1,9 @@
-"""Programs of ``tests/real`` that start a framework and kill it by themselves, and what they leave in their folder.
+"""The output of programs of ``tests/real`` that start a framework and kill it themselves.
 
-``PROGRAM --out DIR --ranks N [--bare] [--kills K --seed S]``, ``--bare`` meaning without holdfast. Rank r leaves
-``losses.r``, lines of a name, a step and a number in hex, in which a step that was done again stands twice;
-``state.r``, lines of a name and a digest, the state at the end; and ``progress.r``, ``start`` and then the steps that
-it did. Each kill is a line of ``kills``.
+``PROGRAM --out DIR --ranks N [--bare] [--kills K --seed S]``; ``--bare`` means without holdfast. Rank r writes
+``losses.r``: lines of a name, a step and a number in hex, repeated for repeated steps; ``state.r``: lines of a name and
+a digest of the final state; and ``progress.r``: ``start`` and then the completed steps, for each process. Each kill is
+a line of ``kills``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ SHOWN = 3
 
 
 def kills(folder: Path) -> list[str]:
-    """What was killed, in words."""
+    """Descriptions of the kills."""
     path = folder / "kills"
     return path.read_text().splitlines() if path.exists() else []
 
 
 def steps(folder: Path) -> int:
-    """How many steps rank 0 did."""
+    """The number of distinct steps that rank 0 completed."""
     return len(set((folder / "progress.0").read_text().split()) - {"start"})
 
 
 def compare(plain: Path, killed: Path) -> Verdict:
-    """What the ranks of a run that was killed left, against those of one that was not."""
+    """Compare the output of a killed run with that of an undisturbed run."""
     found: list[str] = []
     counts = {"losses": 0, "state": 0}
     names = sorted(path.name for pattern in ("losses.*", "state.*") for path in plain.glob(pattern))
@@ -50,7 +50,7 @@ def compare(plain: Path, killed: Path) -> Verdict:
 
 
 def _values(path: Path, found: list[str]) -> dict[str, str]:
-    """By name and step; what is said twice, and then differently, is found."""
+    """Values by name and step. Values that are repeated with another result are added to `found`."""
     values: dict[str, str] = {}
     for line in path.read_text().splitlines():
         key, _, value = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""What is run: scripts of others, how each is started, and the lines of ours that its documentation page names."""
+"""The third-party scripts to run: how each is started, and the holdfast lines that its documentation page names."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ class Run(NamedTuple):
     """One script.
 
     Attributes:
-        name: on the command line.
-        framework: as the support table calls it.
-        what: is trained, in a few words.
-        script: relative to the working folder, or ``-m module``.
-        arguments: of the script; ``{source}`` is the checkout, ``{work}`` the working folder.
-        program: one of ``tests/real`` that runs and kills a framework by itself, see `tests.real.programs`; then there
-            is no script.
-        lines: ours, put in where it is to be protected. The page that says so is `page`.
-        package: the framework on the package index; empty: it lies in `checkout` alone.
-        checkout: a folder below ``REAL`` from which `files` are copied into the working folder; if there are none, the
-            script is run where it lies.
-        ranks: 0: one process, without torchrun.
-        fits: lines that make the script small, or let it run on a CPU: in both runs.
-        launcher: stands before the script where it is to be protected.
-        first: modules that are run before the script.
-        needs: other packages.
-        said: what the script prints and what is compared; a regular expression.
+        name: name on the command line.
+        framework: name in the support table.
+        what: a short description of the training.
+        page: the documentation page that names `lines`.
+        script: path relative to the working folder, or ``-m module``.
+        arguments: arguments of the script; ``{source}`` is the checkout, ``{work}`` the working folder.
+        program: instead of a script, a program in ``tests/real`` that runs and kills a framework itself, see
+            `tests.real.programs`.
+        lines: holdfast's lines, inserted in the protected run.
+        package: the framework's name on the package index; empty if it is only in `checkout`.
+        checkout: a folder below ``REAL`` from which `files` are copied into the working folder; without `files`, the
+            script runs in the checkout.
+        ranks: number of ranks; 0 means one process without torchrun.
+        fits: edits that make the script small or let it run on a CPU, applied in both runs.
+        launcher: prefix of the script in the protected run.
+        first: modules for the probe's ``--first``.
+        needs: other required packages.
+        make: makes the data in the working folder; see `tests.real.data`.
+        python: the environment to run in.
+        variables: environment variables.
+        said: regular expression of printed lines to compare.
     """
 
     name: str
@@ -70,7 +74,7 @@ MEGATRON = (
 
 
 def megatron(version: str, name: str, what: str, options: str, python: str = "frameworks-3.11") -> Run:
-    """Megatron-LM's ``pretrain_gpt.py``, where it lies."""
+    """Megatron-LM's ``pretrain_gpt.py``, run in its checkout."""
     return Run(
         name=f"{name}-{version}",
         framework="Megatron-LM",
@@ -177,7 +181,7 @@ FSDP2 = Run(
             "torch.distributed.init_process_group(backend=backend, device_id=device)",
             "torch.distributed.init_process_group(backend=backend)",
         ),
-        Edit(  # else its layers begin with whatever is in memory
+        Edit(  # otherwise layers start with uninitialized memory
             "example.py",
             "model.reset_parameters()",
             "model.reset_parameters()\nfor layer in model.layers:\n    layer.reset_parameters()",
@@ -287,7 +291,7 @@ NO_TRAINER = Run(
             "config = CONFIG_MAPPING[args.model_type]()",
             "config = CONFIG_MAPPING[args.model_type](n_embd=32, n_layer=2, n_head=2, n_positions=64)",
         ),
-        Edit(  # accelerate has no such type any more
+        Edit(  # accelerate no longer has this type
             "run_clm_no_trainer.py",
             "if accelerator.distributed_type == DistributedType.TPU:",
             "if accelerator.distributed_type == DistributedType.XLA:",

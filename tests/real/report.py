@@ -1,4 +1,4 @@
-"""What came of all runs, as plain values and as a page. Pure."""
+"""The results of all runs, as plain values and as a page. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.real.running import KILLS, Result
 
 
 def report(results: Sequence[Result], when: str, seed: int, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON of it; docs/support.md is made of these. Of an earlier report what has not been run again stays."""
+    """The report as plain values; docs/support.md is made of these. Keeps results of `earlier` that were not rerun."""
     names = {result.name for result in results}
     kept = [run for run in (earlier or {}).get("runs", ()) if run["name"] not in names]
     return {
@@ -23,7 +23,7 @@ def report(results: Sequence[Result], when: str, seed: int, earlier: dict[str, A
 
 
 def markdown(said: dict[str, Any]) -> str:
-    """The same, to read."""
+    """The report in Markdown."""
     done = [run for run in said["runs"] if run["outcome"] != "skipped"]
     skipped = [run for run in said["runs"] if run["outcome"] == "skipped"]
     exact = sum(run["outcome"] == "exact" for run in done)

@@ -1,4 +1,4 @@
-"""One run: set up in folders of its own, trained undisturbed, trained and killed, compared."""
+"""Executes one run: set up in its own folders, trained undisturbed, trained under kills, and compared."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ KILLS = 3
 ERROR = re.compile(
     r"^(?:\[rank\d+\]: )?((?:[a-z_.]+\.)?[A-Z]\w+(?:Error|Mismatch|Exceeded|Exception|Unrecoverable): .*)$", re.M
 )
-"""The last line of a traceback."""
+"""Matches the last line of a traceback."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         outcome: ``exact``, ``differs``, or ``skipped``.
         said: why it was skipped, or what differs.
-        kills: where each process was killed, in words; `resumed`: with how many steps done its successor began.
-        again: steps that were done more than once.
-        losses, final: how many of each were compared.
-        lines: ours that were put into the script, and `fits`: those that made it small, as differences.
+        kills: descriptions of the kills.
+        resumed: number of completed steps at which each successor began.
+        again: number of repeated steps.
+        losses, final: number of losses and of final values that were compared.
+        lines: holdfast's lines in the script, as a diff.
+        fits: edits that made the script small, as a diff.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Result:
 
 
 def execute(run: Run, real: Path | None, pythons: Mapping[str, Path], seed: int) -> Result:
-    """Do all of it. Blocks; everything that it started is gone when it returns."""
+    """Execute a run. Blocks; leaves no processes behind."""
     began = time.monotonic()
     result = Result(run.name, run.framework, run.what, run.page, "skipped", ranks=max(1, run.ranks))
     try:
@@ -90,7 +92,7 @@ def execute(run: Run, real: Path | None, pythons: Mapping[str, Path], seed: int)
 
 
 def _both(run: Run, source: Path, python: Path, home: Path, arena: Path, seed: int, result: Result) -> str:
-    """What differs, in words; empty if nothing does."""
+    """Train undisturbed and under kills; return a description of the difference, empty if there is none."""
     try:
         plain = _set_up(run, source, python, home / "plain", run.fits, result)
         killed = _set_up(run, source, python, home / "killed", (*run.fits, *run.lines), result)
@@ -119,7 +121,7 @@ def _both(run: Run, source: Path, python: Path, home: Path, arena: Path, seed: i
 
 
 def _by_program(run: Run, source: Path, python: Path, home: Path, arena: Path, seed: int, result: Result) -> str:
-    """The same, of a program that kills by itself; see `tests.real.programs`."""
+    """The same for a program that kills by itself; see `tests.real.programs`."""
     program = f"tests/real/{run.program}"
     for name, asked in (("plain", ["--bare"]), ("killed", [f"--kills={KILLS}", f"--seed={seed}"])):
         folder = home / name
@@ -144,7 +146,7 @@ def _by_program(run: Run, source: Path, python: Path, home: Path, arena: Path, s
 
 
 def _set_up(run: Run, source: Path, python: Path, folder: Path, edits: Sequence[Edit], result: Result) -> Path:
-    """A working folder with the script, its data and the edits; what they changed goes into the result."""
+    """Make a folder with the script, its data and the edits; store the edits' diffs in `result`."""
     folder.mkdir(parents=True)
     (folder / "notes").mkdir()
     work = folder / "work"
@@ -182,7 +184,7 @@ def _train(
 
 def _environment(run: Run, python: Path, arena: Path, more: Mapping[str, str]) -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-    config = arena / "bin" / "python3-config"  # virtual environments have none, and what Megatron-LM compiles asks it
+    config = arena / "bin" / "python3-config"  # Megatron-LM's build needs it, and virtual environments lack it
     config.parent.mkdir(exist_ok=True)
     config.write_text(f"#!{python}\nimport sysconfig\nprint(sysconfig.get_config_var('EXT_SUFFIX'))\n")
     config.chmod(0o755)
@@ -190,7 +192,7 @@ def _environment(run: Run, python: Path, arena: Path, more: Mapping[str, str]) -
         "PATH": f"{config.parent}:{python.parent}:{mine['PATH']}",
         "HOLDFAST_JOB": run.name,
         "HOLDFAST_ARENA": str(arena / "arena"),
-        "HOLDFAST_OVERHEAD_BUDGET": "0",  # steps take milliseconds: else snapshots would be rare
+        "HOLDFAST_OVERHEAD_BUDGET": "0",  # with steps of milliseconds, snapshots would be rare
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",

@@ -1,11 +1,11 @@
 """torchtitan's debug model on CPUs, with its own ``torchtitan.train``: 0.2 or 0.3, whichever this Python has.
 
 ``python tests/real/torchtitan_run.py --out DIR [--ranks N] [--kills K --seed S] [--variant backward|workers] [--bare]``
-validates every 3 steps, collects garbage every 2, writes checkpoints every 5; FSDP2 with several ranks. ``backward``:
-the optimizers are in the backward pass (0.2 only); ``workers``: two processes read data.
+validates every 3 steps, collects garbage every 2, writes checkpoints every 5, and uses FSDP2 with several ranks.
+``backward``: optimizers run in the backward pass (0.2 only); ``workers``: two processes read data.
 
-torchtitan asks for a device: `on_cpus` lets the CPU be it. 0.3 has no attention for it but one that its model does not
-offer any more (FlexAttention has no backward there); it is put in. torch 2.13 lacks a function that 0.3 uses.
+torchtitan needs a device; `on_cpus` makes that the CPU. In 0.3, FlexAttention has no backward on CPUs, so `debug` puts
+back an attention that its model no longer offers. `on_cpus` adds a function that 0.3 uses and torch 2.13 lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ASKED = options(__doc__.splitlines()[0])
 
 
 def on_cpus() -> None:
-    """Before torchtitan is imported."""
+    """Make torchtitan run on CPUs. Call this before torchtitan is imported."""
     import torch
     import torch._utils
     import torch.distributed
@@ -49,18 +49,18 @@ def on_cpus() -> None:
     cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = lambda timeout, group=None: dist.distributed_c10d._set_pg_timeout(timeout, group)
-    os.environ["LOCAL_RANK"] = "0"  # there is one CPU
+    os.environ["LOCAL_RANK"] = "0"  # all ranks use the only device, the CPU
     divide = FSDPModule.set_gradient_divide_factor
 
     def summing(self: Any, factor: float) -> None:
-        self.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
+        self.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
         divide(self, factor)
 
     FSDPModule.set_gradient_divide_factor = summing  # type: ignore[method-assign]
 
 
 def seed_everything() -> None:
-    """torchtitan seeds torch's generator only; two runs could not be compared by the others."""
+    """Seed the generators that torchtitan leaves unseeded, all except torch's, so that runs can be compared."""
     import numpy
 
     random.seed(1)
@@ -68,7 +68,7 @@ def seed_everything() -> None:
 
 
 def write_data(out: Path) -> None:
-    """A tokenizer of words, and texts of them."""
+    """Write a word tokenizer, and texts of these words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     draw = random.Random(1)
@@ -95,7 +95,7 @@ def use_data(out: Path) -> None:
 
 
 def listen(notes: Notes, steps: int) -> None:
-    """Note what the trainer computes, and its state at the end; by functions of torchtitan, whatever holdfast does."""
+    """Note the trainer's results and final state by wrapping torchtitan's functions, independently of holdfast."""
     if NEW:
         from torchtitan.components.checkpointer import CheckpointManager
     else:
@@ -170,7 +170,7 @@ def listen(notes: Notes, steps: int) -> None:
 def state_of(trainer: Any) -> dict[str, Any]:
     optimizers = trainer.optimizers.optimizers
     return {
-        "generators": generators(),  # first: what follows may make an iterator
+        "generators": generators(),  # first, as the rest may make an iterator
         "model": [dict(part.state_dict()) for part in trainer.model_parts],
         "moments": [[dict(o.state[p]) for g in o.param_groups for p in g["params"]] for o in optimizers],
         "options": [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
@@ -187,7 +187,7 @@ def unpacked(value: Any) -> Any:
 
 
 def debug() -> Any:
-    """0.3's configuration, by ``--module torchtitan_run --config debug``."""
+    """The configuration of 0.3, chosen by ``--module torchtitan_run --config debug``."""
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -196,7 +196,7 @@ def debug() -> Any:
         setattr(parent, name, ScaledDotProductAttention.Config())
     config.validator.dataloader.dataset = "c4_test"
     config.optimizer.implementation = "foreach"
-    config.parallelism.spmd_backend = "partial_dtensor"  # the default asks for a newer torch
+    config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer torch
     return config
 
 
@@ -248,7 +248,7 @@ def arguments(asked: Any) -> list[str]:
 
 def work(asked: Any) -> None:
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1", TORCHDYNAMO_DISABLE="1")
-    sys.argv = ["torchtitan.train", *arguments(asked)]  # 0.2 reads them when it is imported
+    sys.argv = ["torchtitan.train", *arguments(asked)]  # 0.2 reads them on import
     on_cpus()
     seed_everything()
     use_data(asked.out)

@@ -1,4 +1,4 @@
-"""``--first``: has the evaluations and the logs of ``transformers.Trainer`` noted."""
+"""A module for ``--first``: notes the evaluations and logs of ``transformers.Trainer``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformers import Trainer
 from tests.real.probe import Probe, digest
 
 MEASURED = ("_runtime", "_per_second", "memory", "total_flos")
-"""Ends or parts of names of what a run takes; it is never the same twice."""
+"""Parts of names of values that measure the run itself and so differ between runs."""
 
 
 def watch(probe: Probe) -> None:
-    """Note what the trainer finds, and have what it logged among the final state."""
+    """Note the trainer's evaluations, and add its log to the final state."""
     evaluate, train = Trainer.evaluate, Trainer.train
 
     def evaluating(self: Any, *arguments: Any, **named: Any) -> Any:

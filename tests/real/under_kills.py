@@ -1,7 +1,7 @@
-"""A torchrun job of a script, whose workers are killed at drawn moments, and what its ranks note.
+"""Runs a script as a torchrun job whose workers are killed at drawn moments, and notes the results of its ranks.
 
-In the folder of a run rank r writes ``losses.r``, lines of a name, a step and a number in hex, in which a step that was
-done again stands twice, and ``state.r``, lines of a name and a digest: the state at the end.
+In the folder of a run, rank r writes ``losses.r``: lines of a name, a step and a number in hex, repeated for repeated
+steps; and ``state.r``: lines of a name and a digest of the final state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 PORT_OF_ANY = "127.0.0.1:0"
 DEADLINE_S = 600.0
 LONGEST = 200
-"""Letters of a plain value that is written as it is."""
+"""Length in characters from which a plain value is written as a digest."""
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """What each of these scripts takes."""
+    """The command-line options that all these scripts share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="the folder of this run")
     parser.add_argument("--ranks", type=int, default=1)
@@ -40,7 +40,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def launch(script: Path, asked: argparse.Namespace) -> None:
-    """Run the script as workers under torchrun, and kill them. Raises if the job does not end well."""
+    """Run the script as workers under torchrun, and kill some. Raises `SystemExit` if the job does not end well."""
     asked.out.mkdir(parents=True, exist_ok=True)
     steps = sorted(random.Random(asked.seed).sample(range(2, asked.steps), asked.kills))
     arguments = [*sys.argv[1:], "--worker"]
@@ -65,7 +65,7 @@ def _environment(out: Path) -> dict[str, str]:
 
 
 def _kill_after(job: subprocess.Popen[bytes], out: Path, step: int, number: int, draw: random.Random) -> None:
-    """Kill a rank somewhere in the step after `step`, once the kill before has been recovered from."""
+    """Kill a rank at some time in the step after `step`, after the job has restarted from the previous kill."""
     until = time.monotonic() + DEADLINE_S
     while _newest(out, number + 1) < step:
         if job.poll() is not None or time.monotonic() > until:
@@ -80,7 +80,7 @@ def _kill_after(job: subprocess.Popen[bytes], out: Path, step: int, number: int,
 
 
 def _newest(out: Path, start: int) -> int:
-    """The newest step that rank 0 has noted since its `start`-th start, or -1."""
+    """The newest step that rank 0 has noted since its `start`-th start; -1 if none."""
     try:
         lines = (out / "progress.0").read_text().splitlines()
     except FileNotFoundError:
@@ -95,12 +95,12 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(job.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # nothing is left
+        pass  # no process is left
     job.wait()
 
 
 class Notes:
-    """What a worker notes."""
+    """The notes of one worker."""
 
     def __init__(self, out: Path) -> None:
         rank = os.environ["RANK"]
@@ -116,7 +116,7 @@ class Notes:
         print(name, step, float(value).hex(), file=self._losses)
 
     def step(self, step: int) -> None:
-        """It is done."""
+        """Note that a step is completed."""
         now = time.monotonic()
         self._took.write_text(f"{now - self._last}")
         self._last = now
@@ -130,7 +130,7 @@ class Notes:
 
 
 def digests(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """A line for each tensor and each plain value in nested dicts, lists and tuples."""
+    """Yield path and digest of each tensor and each plain value in nested dicts, lists and tuples."""
     import torch
 
     if isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def digests(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def generators() -> dict[str, Any]:
-    """Of this process."""
+    """States of the global random generators of this process."""
     import numpy
     import torch
 
@@ -158,7 +158,7 @@ def generators() -> dict[str, Any]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What is not the same in two folders, and what a run says of one step and then says differently."""
+    """Differences between the notes in two folders, and contradictions in the notes of repeated steps."""
     found = []
     mine, theirs = (
         {path.name for kind in ("losses", "state") for path in out.glob(f"{kind}.*")} for out in (one, other)
