@@ -269,10 +269,6 @@ class Fleet:
         self.nodes[index].wait_ready()
         self.clients[index] = SmpClient(self.nodes[index].arena, JOB)
 
-    def close(self, index: int) -> None:
-        """End a node that `replace` started."""
-        self.nodes[index].close()
-
     def plan(self) -> RestorePlan:
         """The restore plan of a restart. Also makes every node join a new epoch."""
         plan = plan_restore([client.inventory() for client in self.clients], self.layout.coords)

@@ -34,7 +34,7 @@ class Relay:
         self.once = False
         self._flips = flips
         self._cut_after = cut_after
-        self._lock = threading.Lock()  # guards `_flips`, `_cut_after` and `spoilt`
+        self._lock = threading.Lock()  # guards `_flips`, `_cut_after`, `cuts` and `spoilt`
         self._listening = bind_tcp(target[0], 0)
         self.address = (target[0], int(self._listening.getsockname()[1]))
         self._ends = [self._listening]
@@ -78,7 +78,8 @@ class Relay:
                 body = self._spoil(bytearray(source.recv(length, socket.MSG_WAITALL)) if length else bytearray())
                 if limit is not None and passed + len(body) > limit:
                     target.sendall(body[: limit - passed])
-                    self.cuts += 1
+                    with self._lock:
+                        self.cuts += 1
                     break
                 passed += len(body)
                 target.sendall(body)

@@ -155,28 +155,3 @@ def generators() -> dict[str, Any]:
 
     numbers = numpy.random.get_state(legacy=False)
     return {"torch": torch.get_rng_state(), "python": repr(random.getstate()), "numpy": repr(numbers)}
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """Differences between the notes in two folders, and contradictions in the notes of repeated steps."""
-    found = []
-    mine, theirs = (
-        {path.name for kind in ("losses", "state") for path in out.glob(f"{kind}.*")} for out in (one, other)
-    )
-    if mine != theirs or "state.0" not in mine:
-        found.append(f"files: {sorted(mine)} and {sorted(theirs)}")
-    for name in sorted(mine & theirs):
-        a, b = _read(one / name, found), _read(other / name, found)
-        found += [
-            f"{name}: {key}: {a.get(key)} and {b.get(key)}" for key in a.keys() | b.keys() if a.get(key) != b.get(key)
-        ]
-    return found
-
-
-def _read(path: Path, found: list[str]) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for line in path.read_text().splitlines():
-        key, _, value = line.rpartition(" ")
-        if values.setdefault(key, value) != value:
-            found.append(f"{path}: {key}: {values[key]} and again {value}")
-    return values
