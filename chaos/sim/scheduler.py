@@ -217,9 +217,7 @@ class Scheduler:
     def blocked_tasks(self) -> list[str]:
         """The tasks that have not ended, with the places where they wait."""
         return [
-            f"{task!r} at {task.where or 'its start'}"
-            for task in self._tasks
-            if not task.done and task.process.alive
+            f"{task!r} at {task.where or 'its start'}" for task in self._tasks if not task.done and task.process.alive
         ]
 
     def unwind(self) -> None:
