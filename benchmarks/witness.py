@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
-from holdfast.snapshot.copy.witness import Subjects, Witness
+from holdfast.snapshot.copy.witness import WatchedPieces, Witness
 
 ROUNDS = 31
 
@@ -35,7 +35,7 @@ def measure(count: int, size: int) -> dict[str, float]:
     tensors = [torch.nn.Parameter(torch.zeros(size // 4)) for _ in range(count)]
     slot = memoryview(bytearray(count * size))
     pieces = tuple(SlotTensor(tensor.detach(), i * size, size, str(i)) for i, tensor in enumerate(tensors))
-    subjects, engine = Subjects(pieces, tensors), CpuEngine()
+    subjects, engine = WatchedPieces(pieces, tensors), CpuEngine()
     source, target = np.ones(count * size, np.uint8), np.ones(count * size, np.uint8)  # zeros may have no pages yet
     held: dict[str, list[float]] = {"begin_ms": [], "end_ms": [], "memcpy_ms": []}
 

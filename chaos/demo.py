@@ -49,7 +49,7 @@ class Kill:
 
 def kind_of(fault: str) -> str:
     """The `Kill.kind` that a fault of this kind is: ``trainer`` or ``node``."""
-    return "node" if CATALOGUE[fault].loses else "trainer"
+    return "node" if CATALOGUE[fault].wipes_memory else "trainer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Kind:
         of: the kind of its targets: ``rank``, ``node`` or empty.
         where: the backends that can inject it. Of the following, only `ends_job` applies beyond virtual clusters.
         ends_job: whether trainers die of it, so that the job starts again.
-        loses: whether a node's memory is lost.
+        wipes_memory: whether a node's memory is lost.
         rooted: whether it needs root.
         wired: whether it needs a `chaos.network.wire` between the nodes.
         clocked: whether it needs clocks that can be set (`chaos.network.clocks`).
@@ -46,7 +46,7 @@ class Kind:
     of: str = ""
     where: Where = Where.CLUSTER
     ends_job: bool = False
-    loses: bool = False
+    wipes_memory: bool = False
     rooted: bool = False
     wired: bool = False
     clocked: bool = False
@@ -163,8 +163,8 @@ CATALOGUE: dict[str, Kind] = {
         Kind("kill-gcs", "SIGKILL to the GCS of Ray's head, which is started again", "", _R),
         Kind("lose-head", "Ray's head and all of Ray with it; memory stays", "", _R, ends_job=True),
         # nodes
-        Kind("lose-node", "power cut: memory gone", "node", _C | _U | _R | _S, ends_job=True, loses=True),
-        Kind("lose-nodes", "power cut of two or three at once", "", _S, ends_job=True, loses=True),
+        Kind("lose-node", "power cut: memory gone", "node", _C | _U | _R | _S, ends_job=True, wipes_memory=True),
+        Kind("lose-nodes", "power cut of two or three at once", "", _S, ends_job=True, wipes_memory=True),
         Kind("freeze-node", "its raylet, and what that started, stop", "node", _R, ends_job=True),
         Kind("thaw-node", "what was frozen there goes on, although it was replaced", "node", _R),
         Kind("slow-node", "all its processes run more slowly for a while", "node", _S),

@@ -169,10 +169,10 @@ class _Fit:
         trainer.should_stop = held["stop"]
         epochs = trainer.fit_loop.epoch_progress.current
         if epochs.ready == epochs.processed:  # kept at the end of an earlier fit: the next epoch begins
-            self._went_on()
+            self._clear_restart_marks()
             self._snap.settle()  # restores the generators before its data is read
 
-    def _went_on(self) -> None:
+    def _clear_restart_marks(self) -> None:
         """Clear the loops' marks of being restored, with which they would skip or repeat what is due."""
         self._held = None
         for loop in _loops(self._trainer.fit_loop):
@@ -221,7 +221,7 @@ class _Fit:
             fetcher.fetched -= seen  # Lightning adds them itself
         self._trainer.fit_loop._last_train_dl_reload_epoch = held["reloaded"]
         start(fetcher)
-        self._went_on()
+        self._clear_restart_marks()
 
     def _before_fetch(self, profile: Callable[[], None]) -> Callable[[], None]:
         def before_fetch() -> None:

@@ -31,7 +31,7 @@ TRIED = ("0.2", "0.3")
 NEEDED = ("train", "train_step", "batch_generator", "state_dict", "load_state_dict", "step", "metrics_processor")
 """Attributes that a trainer must have."""
 
-PACKS = "ParallelAwareDataloader"
+PICKLING_LOADER = "ParallelAwareDataloader"
 """A class whose ``state_dict`` is its base class's, pickled. Nothing here unpickles what was in shared memory."""
 
 VALIDATION = ("_sample_idx", "_token_buffer")
@@ -333,7 +333,7 @@ def _plain(loader: Any) -> Any:
     """The loader, or a view of it as the base class whose ``state_dict`` has plain values."""
     for kind in type(loader).__mro__:
         if "state_dict" in vars(kind):
-            return super(kind, loader) if kind.__name__ == PACKS else loader
+            return super(kind, loader) if kind.__name__ == PICKLING_LOADER else loader
     return loader
 
 

@@ -230,7 +230,7 @@ class TrainerConversation:
 
     def _recover(self, request: Recover) -> Recovered:
         sources, coord = request.sources, request.coord
-        self._store.is_restored(sources.snapshot)
+        self._store.note_restored(sources.snapshot)
         if sources.persisted:
             recovered = self._smp.persister.recover(sources.snapshot, coord, request.check)
         else:
@@ -261,7 +261,7 @@ class TrainerConversation:
             raise ConfigError(f"{sources.snapshot} is persisted: units are lent from memory only")
         if self._lender is not None:
             self._lender.close()
-        self._store.is_restored(sources.snapshot)
+        self._store.note_restored(sources.snapshot)
         # This node may hold no part of the snapshot. If the next start has ranks on this node only, this layout tells
         # them where the other nodes are.
         self._store.keep_layout(sources.layout)
@@ -288,7 +288,7 @@ class TrainerConversation:
         return Repaired(state=int(self._smp.repairs.ask(sources, group, position)))
 
     def _verify(self, request: Verify) -> Accepted:
-        claim = self._store.holdings.verifying
+        claim = self._store.holdings.verify_lock
         if not claim.acquire(blocking=False):
             return Accepted(accepted=False)
 

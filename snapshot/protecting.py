@@ -583,7 +583,7 @@ class Protecting:
 
     # ------------------------------------------------------------------ ends
 
-    def drained(self, limit_s: float, is_doubtful: Callable[[CopyJob], bool]) -> bool:
+    def drain(self, limit_s: float, is_doubtful: Callable[[CopyJob], bool]) -> bool:
         """Block until this node has sealed every snapshot that was copied here, and protected those that are to be
         protected; returns whether it has, by `limit_s` of `time.monotonic`. `is_doubtful`: tells whether a copy's step
         may not have begun."""

@@ -188,7 +188,7 @@ class Session:
         self._stepping = False  # the first optimizer of the step is about to step, and none has stepped yet
         self._forward_before: int | None = None  # newest forward as an optimizer was about to step before any forward
         self._marked = False  # data was read, or a step declared, at least once
-        self._unheard: CopyJob | None = None  # a copy whose first forward's inputs are not known yet
+        self._awaiting_inputs: CopyJob | None = None  # a copy whose first forward's inputs are not known yet
         self._smp_is_slow = False
 
     def expect_resumption(self, adapter: Adapter) -> None:
@@ -268,7 +268,7 @@ class Session:
 
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""
-        done = self.protecting.drained(self.rank.system.monotonic() + deadline_s, self._is_doubtful)
+        done = self.protecting.drain(self.rank.system.monotonic() + deadline_s, self._is_doubtful)
         return done and (self.protecting.due is None or self._beginning.seen)
 
     def heartbeat(self) -> None:
@@ -301,8 +301,8 @@ class Session:
             if self._first.must_forward:
                 refuse_unseen(self.progress.step)
         self._forward_before, self._first.must_forward = None, False
-        if self._unheard is not None:
-            self._be_sure(self._unheard)
+        if self._awaiting_inputs is not None:
+            self._be_sure(self._awaiting_inputs)
         if not self.position.declared:
             self._end_step()
             self.capture.mark(blind=self._beginning.blind)
@@ -317,11 +317,11 @@ class Session:
             self._first.unknown_inputs = False
             if not self.position.sources:  # sources compare their next batch themselves
                 warn_of_unknown_inputs(self.progress.step)
-        if self._unheard is not None or self._first.inputs is not None:
+        if self._awaiting_inputs is not None or self._first.inputs is not None:
             self._batch.forward(number, given)
             if self.position.declared or self._stepping:
                 self._batch.settle(number)
-                self._hear()
+                self._inputs_certain()
 
     def on_backward(self, number: int) -> None:
         """Gradients are computed for a forward that `on_forward` reported, or (0) for one that was not seen."""
@@ -429,7 +429,7 @@ class Session:
             due, declared=declared or ended, begins=declared or begins, marked=marked, instead=instead, ended=ended
         )
         if copy is not None:
-            self._unheard = copy
+            self._awaiting_inputs = copy
 
     def _fence(self, copy: CopyJob) -> None:
         """Wait until the tensors that are being copied may change, but at most `PATIENCE_S` for a slot from the SMP."""
@@ -473,14 +473,14 @@ class Session:
 
     def _be_sure(self, copy: CopyJob) -> None:
         """Mark `copy` as made where the step began, and note its first forward's inputs if they are known."""
-        if copy is self._unheard:
-            copy.inputs, self._unheard = self._batch.inputs, None
+        if copy is self._awaiting_inputs:
+            copy.inputs, self._awaiting_inputs = self._batch.inputs, None
         copy.sure.set()
 
-    def _hear(self) -> None:
+    def _inputs_certain(self) -> None:
         """The step's inputs are certain now."""
-        if self._unheard is not None and self._unheard.begins:
-            self._be_sure(self._unheard)
+        if self._awaiting_inputs is not None and self._awaiting_inputs.begins:
+            self._be_sure(self._awaiting_inputs)
         if self._stepping:
             self._check_inputs()
 
@@ -526,7 +526,7 @@ class Session:
             log.error("the SMP of this node was left running (`holdfast gc` removes it): %s", failure)
         finally:
             self.rank.close()
-            self._unheard = None
+            self._awaiting_inputs = None
             protecting.let_go()
 
     def _end_last_step(self) -> None:

@@ -38,7 +38,7 @@ from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume import restore
-from holdfast.snapshot.resume.choice import Course
+from holdfast.snapshot.resume.choice import RestoreAttempts
 from holdfast.snapshot.state import live, rng, streams, tracked
 from holdfast.snapshot.state.flags import Flags
 from holdfast.snapshot.state.manifest import Manifest
@@ -463,7 +463,7 @@ MUTANTS: dict[str, SimMutant] = {
     "storage-forgotten": SimMutant(
         "nobody looks at what is persisted",
         "persisted",
-        ((Course, "choose_persisted", lambda self, answers: None),),
+        ((RestoreAttempts, "choose_persisted", lambda self, answers: None),),
         _stored,
     ),
     "two-slots": SimMutant(

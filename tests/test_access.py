@@ -29,7 +29,15 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Protoc
 from holdfast.smp_daemon.shared.handshake import MAGIC, check_client, prove_to_server
 from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
 from holdfast.smp_daemon.shared.plain import encode_json
-from holdfast.smp_daemon.shared.signatures import MAX_CALLERS, NAME_BYTES, SIGN_BYTES, WINDOW, Once, Signer, Verifier
+from holdfast.smp_daemon.shared.signatures import (
+    MAX_CALLERS,
+    NAME_BYTES,
+    SIGN_BYTES,
+    WINDOW,
+    Signer,
+    UsedNumbers,
+    Verifier,
+)
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.shared.transport import call, connect
@@ -233,7 +241,7 @@ class TestSignedCalls:
             self.verifier.verify("Ping", sign)
 
     def test_numbers_below_the_window_count_as_used(self) -> None:
-        once = Once()
+        once = UsedNumbers()
         assert once.use(0) and once.use(WINDOW)
         assert not once.use(0) and once.use(1) and not once.use(1)
         assert once.use(1 << 63) and not once.use(WINDOW + 1)

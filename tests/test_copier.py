@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
-from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
+from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from holdfast.snapshot.state.record import place_tensors
 from holdfast.snapshot.step.copier import Copier, CopyJob, Retaken
 from tests.deadlines import DEADLINE_S
@@ -36,7 +36,7 @@ def record(inputs: str | None) -> bytes:
 
 def job(tensor: torch.Tensor | None = None, step: int = 1, engine: CpuEngine | None = None) -> CopyJob:
     moving = place_tensors(FORM, [("w", torch.zeros(4096) if tensor is None else tensor)])
-    witness = Witness(engine or CpuEngine(), Subjects(moving), step)
+    witness = Witness(engine or CpuEngine(), WatchedPieces(moving), step)
     return CopyJob(
         SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), record, engine or CpuEngine(), witness=witness
     )

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from holdfast.chaos.device import standin
 from holdfast.chaos.device.queues import EAGER, LAZY
-from holdfast.chaos.device.standin import ImaginedCuda, ImaginedRuntime
+from holdfast.chaos.device.standin import EmulatedCuda, EmulatedRuntime
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, StaleEpoch
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import cuda, cuda_runtime, pages, runs
@@ -29,7 +29,7 @@ from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import flat
-from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
+from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from tests.deadlines import DEADLINE_S
 
 quick = settings(deadline=None, derandomize=True, max_examples=120)
@@ -49,22 +49,22 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["registered", "ring"])
-def gpu(request: pytest.FixtureRequest) -> Iterator[ImaginedCuda]:
+def gpu(request: pytest.FixtureRequest) -> Iterator[EmulatedCuda]:
     """A device that may write to slots, and one that may not."""
-    made = ImaginedCuda()
+    made = EmulatedCuda()
     made.refused = lambda nth: request.param == "ring"
     with made.installed():
         yield made
 
 
 @pytest.fixture
-def one() -> Iterator[ImaginedCuda]:
-    with ImaginedCuda().installed() as made:
+def one() -> Iterator[EmulatedCuda]:
+    with EmulatedCuda().installed() as made:
         yield made
 
 
-def engine_on(gpu: ImaginedCuda) -> CudaEngine:
-    return CudaEngine(ImaginedRuntime(gpu), Pages())
+def engine_on(gpu: EmulatedCuda) -> CudaEngine:
+    return CudaEngine(EmulatedRuntime(gpu), Pages())
 
 
 def turn() -> AbstractContextManager[None]:
@@ -121,13 +121,13 @@ def on_host() -> list[torch.Tensor]:
     ]
 
 
-def state(gpu: ImaginedCuda) -> list[torch.Tensor]:
+def state(gpu: EmulatedCuda) -> list[torch.Tensor]:
     """The same tensors on the device, some of them through other views."""
     plain, turned, thinned, conjugated, *rest = [gpu.tensor(tensor) for tensor in on_host()]
     return [plain, turned.t(), thinned[:, ::2], conjugated.conj(), *rest]
 
 
-def copied(engine: CudaEngine, gpu: ImaginedCuda, slot: memoryview) -> None:
+def copied(engine: CudaEngine, gpu: EmulatedCuda, slot: memoryview) -> None:
     transfer = engine.mark()
     transfer.copy(place(gpu.tensor(torch.ones(3))), slot, no_pause)
     transfer.finish()
@@ -140,7 +140,7 @@ def copied(engine: CudaEngine, gpu: ImaginedCuda, slot: memoryview) -> None:
 @pytest.mark.parametrize("refused", [False, True], ids=["registered", "ring"])
 @pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
 def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: bool, own: bool) -> None:
-    gpu = ImaginedCuda(order)
+    gpu = EmulatedCuda(order)
     gpu.refused = lambda nth: refused
     stream = gpu.queues.stream(0) if own else gpu.defaults[0]
     with gpu.installed(), gpu.stream(stream):
@@ -167,7 +167,7 @@ def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: bool,
         assert gpu.registered.keys().isdisjoint(address for kind, address in gpu.log if kind == "register")
 
 
-def test_a_slot_that_nobody_needs_any_more_is_left_with_nothing_registered(one: ImaginedCuda) -> None:
+def test_a_slot_that_nobody_needs_any_more_is_left_with_nothing_registered(one: EmulatedCuda) -> None:
     engine, turns = engine_on(one), itertools.count()
 
     @contextmanager
@@ -186,7 +186,7 @@ def test_a_slot_that_nobody_needs_any_more_is_left_with_nothing_registered(one: 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("refused", [False, True], ids=["registered", "ring"])
 def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refused: bool) -> None:
-    gpu = ImaginedCuda(order)
+    gpu = EmulatedCuda(order)
     gpu.refused = lambda nth: refused
     with gpu.installed():
         engine = engine_on(gpu)
@@ -201,7 +201,7 @@ def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refus
         assert [bits(tensor) for tensor in live] == content(slot, pieces)
 
 
-def test_several_threads_fill_a_device_from_memory_that_it_does_not_know(one: ImaginedCuda) -> None:
+def test_several_threads_fill_a_device_from_memory_that_it_does_not_know(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     live = one.tensor(torch.zeros(40 * CHUNK, dtype=torch.uint8))
     source = np.frombuffer(random.Random(3).randbytes(live.nbytes), np.uint8).copy()
@@ -220,7 +220,7 @@ def test_several_threads_fill_a_device_from_memory_that_it_does_not_know(one: Im
     assert len(one.registered) <= cuda.RING_BUFFERS
 
 
-def test_nothing_outside_the_pieces_is_written(gpu: ImaginedCuda) -> None:
+def test_nothing_outside_the_pieces_is_written(gpu: EmulatedCuda) -> None:
     engine = engine_on(gpu)
     slot = prepared(engine)
     transfer = engine.mark()
@@ -229,7 +229,7 @@ def test_nothing_outside_the_pieces_is_written(gpu: ImaginedCuda) -> None:
     assert bytes(slot) == bytes(100) + b"\x07" * 3000 + bytes(slot.nbytes - 3100)
 
 
-def test_the_training_thread_neither_blocks_nor_waits_for_the_device(one: ImaginedCuda) -> None:
+def test_the_training_thread_neither_blocks_nor_waits_for_the_device(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     live = state(one)
     transfer = engine.mark()
@@ -246,7 +246,7 @@ def test_the_training_thread_neither_blocks_nor_waits_for_the_device(one: Imagin
     assert given()[0].tobytes() == bits(live[0])
 
 
-def test_copies_that_follow_each_other_are_one_run(one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_follow_each_other_are_one_run(one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 4 * CHUNK)
     engine = engine_on(one)
     whole = one.tensor(torch.arange(3 * CHUNK // 4, dtype=torch.int32))
@@ -260,7 +260,7 @@ def test_copies_that_follow_each_other_are_one_run(one: ImaginedCuda, monkeypatc
     assert b"".join(content(slot, pieces)) == bits(whole)
 
 
-def test_what_comes_late_belongs_to_the_boundary_of_its_job(one: ImaginedCuda) -> None:
+def test_what_comes_late_belongs_to_the_boundary_of_its_job(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     live, late = one.tensor(torch.ones(30)), one.tensor(torch.full((30,), 2.0))
     slot = prepared(engine)
@@ -279,7 +279,7 @@ def test_what_comes_late_belongs_to_the_boundary_of_its_job(one: ImaginedCuda) -
     second.finish()
 
 
-def test_where_all_is_copied_as_the_step_begins_the_fence_has_nothing_to_wait_for(one: ImaginedCuda) -> None:
+def test_where_all_is_copied_as_the_step_begins_the_fence_has_nothing_to_wait_for(one: EmulatedCuda) -> None:
     engines = one.engines({torch.device("cuda", 0)})
     staged = one.tensor(torch.ones(30))
     pieces, slot = place(staged), new_slot()
@@ -293,7 +293,7 @@ def test_where_all_is_copied_as_the_step_begins_the_fence_has_nothing_to_wait_fo
     engines.close()
 
 
-def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails(one: ImaginedCuda) -> None:
+def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     slot = prepared(engine)
     transfer = engine.mark()
@@ -314,7 +314,7 @@ def fence_from_training(transfer: Transfer) -> None:
     assert not training.is_alive()
 
 
-def test_others_get_their_turn_after_each_chunk(one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_get_their_turn_after_each_chunk(one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(one)
     queued: list[str] = []
     runtime = engine.runtime
@@ -335,7 +335,7 @@ def test_others_get_their_turn_after_each_chunk(one: ImaginedCuda, monkeypatch: 
     transfer.finish()
 
 
-def test_a_pause_that_raises_ends_the_copy_and_once_settled_leaves_the_slot_alone(gpu: ImaginedCuda) -> None:
+def test_a_pause_that_raises_ends_the_copy_and_once_settled_leaves_the_slot_alone(gpu: EmulatedCuda) -> None:
     engine = engine_on(gpu)
     slot = prepared(engine)
     live = gpu.tensor(torch.full((RANGE,), 7, dtype=torch.uint8))
@@ -357,7 +357,7 @@ def test_a_pause_that_raises_ends_the_copy_and_once_settled_leaves_the_slot_alon
     assert bytes(slot) == bytes(slot.nbytes)
 
 
-def test_what_is_copied_is_held_until_it_is_copied(gpu: ImaginedCuda) -> None:
+def test_what_is_copied_is_held_until_it_is_copied(gpu: EmulatedCuda) -> None:
     engine = engine_on(gpu)
     slot = prepared(engine)
     live = [gpu.tensor(torch.arange(900.0)), gpu.tensor(torch.arange(1200.0).reshape(40, 30)).t()]
@@ -377,7 +377,7 @@ def test_what_is_copied_is_held_until_it_is_copied(gpu: ImaginedCuda) -> None:
     assert gpu.memory.of(gpu.tensor(torch.full((900,), 5.0))) in blocks
 
 
-def test_tensors_elsewhere_are_refused_before_anything_is_queued(one: ImaginedCuda) -> None:
+def test_tensors_elsewhere_are_refused_before_anything_is_queued(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     transfer = engine.mark()
     with pytest.raises(ConfigError, match="meta"):
@@ -388,12 +388,12 @@ def test_tensors_elsewhere_are_refused_before_anything_is_queued(one: ImaginedCu
 # ---------------------------------------------------------------------- the witness
 
 
-def test_bytes_may_be_under_way_when_a_copy_returns(one: ImaginedCuda) -> None:
+def test_bytes_may_be_under_way_when_a_copy_returns(one: EmulatedCuda) -> None:
     assert engine_on(one).queues
 
 
 @pytest.mark.parametrize("turn", range(12))
-def test_a_sample_is_the_same_bytes_as_of_host_memory(one: ImaginedCuda, turn: int) -> None:
+def test_a_sample_is_the_same_bytes_as_of_host_memory(one: EmulatedCuda, turn: int) -> None:
     plain, turned, thinned, conjugated, *rest = on_host()
     here = place(plain, turned.t(), thinned[:, ::2], conjugated.conj(), *rest)
     on_device, of_host = engine_on(one).sample(place(*state(one)), turn), CpuEngine().sample(here, turn)
@@ -405,7 +405,7 @@ def test_a_sample_is_the_same_bytes_as_of_host_memory(one: ImaginedCuda, turn: i
 
 @pytest.mark.parametrize("interval", [1, 2, 4, 8])
 def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(
-    one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch, interval: int
+    one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> None:
     monkeypatch.setattr(cuda, "SAMPLED", 3)
     engine = engine_on(one)
@@ -421,14 +421,14 @@ def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(
     assert seen == set(range(8))
 
 
-def test_a_sample_of_nothing_asks_the_device_nothing(one: ImaginedCuda) -> None:
+def test_a_sample_of_nothing_asks_the_device_nothing(one: EmulatedCuda) -> None:
     for tensors in ((), (one.empty((0, 3), None, torch.float32),)):
         sample = engine_on(one).sample(place(*tensors), 4)
         assert (len(sample.index), len(sample.read())) == (0, 0)
     assert not one.defaults[0].work
 
 
-def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot(one: ImaginedCuda) -> None:
+def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     live = state(one)
     sample = engine.sample(place(*live), 1)
@@ -443,13 +443,13 @@ def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot(one: Imagi
         engine.sample(place(*live), 1).read()
 
 
-def test_what_changes_while_it_is_copied_is_named(gpu: ImaginedCuda) -> None:
+def test_what_changes_while_it_is_copied_is_named(gpu: EmulatedCuda) -> None:
     engine = engine_on(gpu)
     live = [gpu.tensor(torch.full((n,), 1.0)) for n in (3, 500, 40)]
     pieces = place(*live)
     slot = prepared(engine)
     for changing in (None, 1):
-        witness = Witness(engine, Subjects(pieces), 3)
+        witness = Witness(engine, WatchedPieces(pieces), 3)
         transfer = engine.mark()
         transfer.copy(pieces, slot, no_pause)
         if changing is not None:
@@ -465,12 +465,12 @@ def test_what_changes_while_it_is_copied_is_named(gpu: ImaginedCuda) -> None:
                 witness.check(slot)
 
 
-def test_a_torn_copy_of_what_was_changed_back_is_named(one: ImaginedCuda) -> None:
+def test_a_torn_copy_of_what_was_changed_back_is_named(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     live = [one.tensor(torch.full((500,), 1.0)), one.tensor(torch.full((20, 30), 1.0)).t()]
     pieces = place(*live)
     slot = prepared(engine)
-    witness = Witness(engine, Subjects(pieces), 3)
+    witness = Witness(engine, WatchedPieces(pieces), 3)
     for tensor in live:
         tensor.data.fill_(2)
     transfer = engine.mark()
@@ -487,7 +487,7 @@ def test_a_torn_copy_of_what_was_changed_back_is_named(one: ImaginedCuda) -> Non
 # ---------------------------------------------------------------------- registration
 
 
-def test_a_slot_is_registered_once_in_pieces_and_in_turns(one: ImaginedCuda) -> None:
+def test_a_slot_is_registered_once_in_pieces_and_in_turns(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     slot = new_slot(5 * PAGE - 100)
     inside: list[bool] = []
@@ -510,7 +510,7 @@ def test_a_slot_is_registered_once_in_pieces_and_in_turns(one: ImaginedCuda) -> 
     assert inside == [True] * 3
 
 
-def test_what_nobody_prepared_goes_through_the_ring_and_is_not_registered_beside_a_step(one: ImaginedCuda) -> None:
+def test_what_nobody_prepared_goes_through_the_ring_and_is_not_registered_beside_a_step(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     slot = new_slot()
     copied(engine, one, slot)
@@ -519,9 +519,9 @@ def test_what_nobody_prepared_goes_through_the_ring_and_is_not_registered_beside
 
 
 def test_several_devices_register_a_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, known = ImaginedCuda(devices=2), Pages()
+    gpu, known = EmulatedCuda(devices=2), Pages()
     with gpu.installed():
-        engines = [CudaEngine(ImaginedRuntime(gpu, number), known) for number in range(2)]
+        engines = [CudaEngine(EmulatedRuntime(gpu, number), known) for number in range(2)]
         slot = new_slot()
         for engine in engines:
             engine.prepare([slot], turn)
@@ -537,7 +537,7 @@ def test_several_devices_register_a_slot_once(monkeypatch: pytest.MonkeyPatch) -
             engines[0].mark().copy(pieces[1], slot, no_pause)
 
 
-def test_pages_that_somebody_else_has_registered_are_left_to_him(one: ImaginedCuda) -> None:
+def test_pages_that_somebody_else_has_registered_are_left_to_him(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     slot = new_slot()
     base = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
@@ -550,7 +550,7 @@ def test_pages_that_somebody_else_has_registered_are_left_to_him(one: ImaginedCu
 
 
 def test_a_refused_registration_is_undone_logged_once_and_not_tried_again(
-    one: ImaginedCuda, caplog: pytest.LogCaptureFixture
+    one: EmulatedCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     one.refused = lambda nth: nth >= 2
     engine = engine_on(one)
@@ -574,7 +574,7 @@ def test_a_refused_registration_is_undone_logged_once_and_not_tried_again(
 
 
 def test_a_slot_that_nobody_holds_is_unregistered_before_its_mapping_goes(
-    one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch
+    one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_on(one)
     mapping = mmap.mmap(-1, PAGE)
@@ -599,7 +599,7 @@ def test_a_slot_that_nobody_holds_is_unregistered_before_its_mapping_goes(
     assert [kind for kind, _ in one.log] == ["register", "register", "unregister"]
 
 
-def test_a_slot_is_not_unregistered_while_something_is_under_way_to_it(one: ImaginedCuda) -> None:
+def test_a_slot_is_not_unregistered_while_something_is_under_way_to_it(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     old = prepared(engine)
     transfer = engine.mark()
@@ -612,7 +612,7 @@ def test_a_slot_is_not_unregistered_while_something_is_under_way_to_it(one: Imag
     assert [kind for kind, _ in one.log].count("unregister") == 6
 
 
-def test_close_waits_unregisters_everything_and_may_be_called_again(one: ImaginedCuda) -> None:
+def test_close_waits_unregisters_everything_and_may_be_called_again(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     mapping = mmap.mmap(-1, 5 * PAGE)
     mapped = weakref.ref(mapping)
@@ -632,7 +632,7 @@ def test_close_waits_unregisters_everything_and_may_be_called_again(one: Imagine
 # ---------------------------------------------------------------------- captures of graphs
 
 
-def test_threads_of_ours_break_no_capture(one: ImaginedCuda) -> None:
+def test_threads_of_ours_break_no_capture(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     live = one.tensor(torch.ones(500))
     slot = prepared(engine)
@@ -667,7 +667,7 @@ def test_threads_of_ours_break_no_capture(one: ImaginedCuda) -> None:
 # ---------------------------------------------------------------------- errors
 
 
-def test_an_error_of_the_device_surfaces_in_finish(gpu: ImaginedCuda) -> None:
+def test_an_error_of_the_device_surfaces_in_finish(gpu: EmulatedCuda) -> None:
     engine = engine_on(gpu)
     slot = prepared(engine)
     live = gpu.tensor(torch.zeros(2 * CHUNK, dtype=torch.uint8))
@@ -684,7 +684,7 @@ def test_an_error_of_the_device_surfaces_in_finish(gpu: ImaginedCuda) -> None:
         transfer.copy(place(live), slot, no_pause)
 
 
-def test_a_fence_that_fails_makes_the_copy_fail(one: ImaginedCuda) -> None:
+def test_a_fence_that_fails_makes_the_copy_fail(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     transfer = engine.mark()
     transfer.copy(place(*state(one)), prepared(engine), no_pause)
@@ -696,7 +696,7 @@ def test_a_fence_that_fails_makes_the_copy_fail(one: ImaginedCuda) -> None:
         transfer.finish()
 
 
-def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay(one: ImaginedCuda) -> None:
+def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     slot = prepared(engine)
     transfer = engine.mark()

@@ -112,7 +112,7 @@ def test_a_ticket_of_an_earlier_loss_comes_too_late() -> None:
     copies.lose([0], 2.0)
     second = copies.degraded[0]
     assert first != second
-    copies.made_up(0, first)
+    copies.repaired(0, first)
     assert copies.degraded == {0: second}
     assert copies.beyond == 0
     copies.lose([1], 3.0)

@@ -1,4 +1,4 @@
-"""From a training loop on a device to its slots: hook, capture, copier and copy engine, over a device that is late."""
+"""The way from a training loop to its slots: hook, capture, copier and copy engine, over a device that lags behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from holdfast.chaos.device.queues import EAGER, LAZY
-from holdfast.chaos.device.seam import FAULTS, SHOWN_BY, Cpu, Imagined, SeamLoop, SeamOutcome, observe, twin
-from holdfast.chaos.device.standin import ImaginedCuda
+from holdfast.chaos.device.seam import FAULTS, SHOWN_BY, Cpu, Emulated, SeamLoop, SeamOutcome, observe, twin
+from holdfast.chaos.device.standin import EmulatedCuda
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.step.copier import CopyJob
 from tests.deadlines import DEADLINE_S
@@ -30,9 +30,9 @@ def arena() -> Iterator[Path]:
 
 
 def seen(loop: SeamLoop, arena: Path, order: str | int = LAZY, *, ring: bool = False) -> SeamOutcome:
-    standin = ImaginedCuda(order)
+    standin = EmulatedCuda(order)
     standin.refused = lambda nth: ring
-    return observe(Imagined(standin), loop, twin(Cpu(), loop), arena, "seam")
+    return observe(Emulated(standin), loop, twin(Cpu(), loop), arena, "seam")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -67,7 +67,7 @@ def test_so_it_is_in_loops_of_other_kinds(arena: Path, order: str | int, loop: S
 def test_a_copy_that_is_checked_before_its_step_ends_finds_nothing_changed(
     arena: Path, order: str | int, own_stream: bool
 ) -> None:
-    """The step may run on a stream that the copy thread knows nothing of."""
+    """The step may run on a stream that the copy thread does not know."""
     fence, check = CopyJob.fence, Witness.check
     checked: dict[Witness, threading.Event] = defaultdict(threading.Event)
 

@@ -1,4 +1,4 @@
-"""Shares of replicated state: every element once, balanced, aligned, under names that can be told apart."""
+"""Shares of replicated state: every element once, balanced, aligned, under names that are unambiguous."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
-from holdfast.snapshot.state.shares import ALIGN_BYTES, Part, believed, missing, parse_part, part_name, share, whole
+from holdfast.snapshot.state.shares import ALIGN_BYTES, Part, missing, parse_part, part_name, same_on_all, share, whole
 
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -186,7 +186,7 @@ def test_what_we_did_not_write_is_a_leafs_own_name(name: str) -> None:
     assert parse_part(name) is None
 
 
-# ---------------------------------------------------------------- what is missing, what is believed
+# ---------------------------------------------------------------- what is missing, and what is the same on all
 
 LEAVES = [Leaf("a", "F32", (32,)), Leaf("b", "U8", (100,)), Leaf("empty", "F32", (0,))]
 WHOLE = [Part("a", 0, 32), Part("b", 0, 100), Part("empty", 0, 0)]
@@ -233,8 +233,8 @@ def test_no_lost_and_no_doubled_part_goes_unnoticed(leaves: list[Leaf], replicas
 
 def test_what_all_replicas_have_alike_is_believed() -> None:
     digests = [{"w": 1, "rng": 2, "only": 3}, {"w": 1, "rng": 9}, {"rng": 2, "w": 1}]
-    assert believed(digests) == {"w"}
-    assert believed(digests[:1]) == {"w", "rng", "only"}
-    assert believed([]) == frozenset()
-    assert believed([{"w": 1}, {}]) == frozenset()
-    assert believed([{}, {"w": 1}]) == frozenset()
+    assert same_on_all(digests) == {"w"}
+    assert same_on_all(digests[:1]) == {"w", "rng", "only"}
+    assert same_on_all([]) == frozenset()
+    assert same_on_all([{"w": 1}, {}]) == frozenset()
+    assert same_on_all([{}, {"w": 1}]) == frozenset()

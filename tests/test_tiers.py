@@ -1,4 +1,4 @@
-"""Where to go back to, tier by tier: pure."""
+"""Where a restart goes back to, tier by tier: pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_persisted, plan_restore
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.snapshot.resume.choice import ATTEMPTS, Course, tier_of
+from holdfast.snapshot.resume.choice import ATTEMPTS, RestoreAttempts, tier_of
 
 OLD, NEW = SnapshotId(1, 10), SnapshotId(1, 20)
 NODES = tuple(Node(f"n{i}", f"10.0.0.{i}", 1, 2, (Shard(f"dp{i}", 100),)) for i in range(3))
@@ -47,7 +47,7 @@ def in_memory(snapshot: SnapshotId) -> RestorePlan:
 
 
 def test_the_newest_that_every_rank_sees_is_chosen() -> None:
-    course = Course()
+    course = RestoreAttempts()
     assert course.choose_persisted([seen(OLD, NEW), seen(OLD, NEW)]) == NEW
     assert course.choose_persisted([seen(OLD, NEW), seen(OLD)]) == OLD
     assert course.choose_persisted([seen(NEW), seen(OLD)]) is None
@@ -55,21 +55,21 @@ def test_the_newest_that_every_rank_sees_is_chosen() -> None:
 
 
 def test_without_the_tier_there_is_none() -> None:
-    assert Course().choose_persisted([seen(place=""), seen(place="")]) is None
+    assert RestoreAttempts().choose_persisted([seen(place=""), seen(place="")]) is None
 
 
 def test_nodes_that_persist_at_different_places_are_told() -> None:
     with pytest.raises(ConfigError, match=r"different places \(/p, nowhere\)"):
-        Course().choose_persisted([seen(OLD), seen(place="")])
+        RestoreAttempts().choose_persisted([seen(OLD), seen(place="")])
 
 
 def test_what_cannot_be_seen_is_not_taken_for_nothing() -> None:
     with pytest.raises(PlaceError, match="what is persisted cannot be seen: it hangs"):
-        Course().choose_persisted([seen(OLD), seen(place="?", problem="it hangs"), seen(OLD)])
+        RestoreAttempts().choose_persisted([seen(OLD), seen(place="?", problem="it hangs"), seen(OLD)])
 
 
 def test_what_is_not_whole_is_noted_once() -> None:
-    course = Course()
+    course = RestoreAttempts()
     for _ in range(2):
         course.choose_persisted([seen(OLD, others=("step 20 (epoch 1): half",)), seen(OLD)])
     assert course.passed_over == ["step 20 (epoch 1): half (persisted)"]
@@ -77,7 +77,7 @@ def test_what_is_not_whole_is_noted_once() -> None:
 
 def test_a_damaged_one_is_not_tried_again_and_one_that_failed_once_is() -> None:
     answers = [seen(OLD, NEW)]
-    course = Course()
+    course = RestoreAttempts()
     course.failed(persisted(NEW), "slow", damaged=False)
     assert course.choose_persisted(answers) == NEW
     course.failed(persisted(NEW), "slow again", damaged=False)
@@ -88,7 +88,7 @@ def test_a_damaged_one_is_not_tried_again_and_one_that_failed_once_is() -> None:
 
 
 def test_persisted_ones_are_tried_so_often_and_no_more() -> None:
-    course = Course()
+    course = RestoreAttempts()
     many = [SnapshotId(1, step) for step in range(20)]
     tried = 0
     while (snapshot := course.choose_persisted([seen(*many)])) is not None:
@@ -98,7 +98,7 @@ def test_persisted_ones_are_tried_so_often_and_no_more() -> None:
 
 
 def test_memory_is_given_up_after_so_many_attempts_and_says_why() -> None:
-    course = Course()
+    course = RestoreAttempts()
     for number in range(ATTEMPTS):
         assert course.given_up == ""
         course.failed(in_memory(NEW), f"reason {number}", damaged=True)
@@ -107,7 +107,7 @@ def test_memory_is_given_up_after_so_many_attempts_and_says_why() -> None:
 
 @pytest.mark.proves("never-older")
 def test_only_what_was_never_promised_is_passed_over_in_memory() -> None:
-    course = Course()
+    course = RestoreAttempts()
     course.failed(in_memory(NEW), "gone", damaged=False)
     assert course.hopeless({NEW}) == set()
     course.failed(in_memory(NEW), "gone", damaged=False)
@@ -125,7 +125,7 @@ def test_each_plan_is_of_a_tier() -> None:
 
     assert tier(everyone) == "local"
     assert tier(everyone, {"dp0": "n1", "dp1": "n0", "dp2": "n2"}) == "group"  # ranks have moved
-    assert tier([*everyone[:2], inventory(2)]) == "group"  # one is computed
+    assert tier([*everyone[:2], inventory(2)]) == "group"  # one shard must be decoded
     partly = [inventory(0, OLD, NEW), inventory(1, OLD), inventory(2, OLD)]
     assert tier(partly) == "previous"
     assert tier_of(persisted(NEW), everyone, COORDS) == "persisted"

@@ -1,4 +1,4 @@
-"""Live tensors that change while they are copied: what tells of it, and by which name."""
+"""Live tensors that change while they are copied: what shows it, and under which name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.copy.engines import SAMPLE_BYTES, CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.tensors import DTYPES
-from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
+from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from tests.deadlines import DEADLINE_S
 from tests.test_engines import BEFORE, Counting, slot_for, strided, transposed, unpaced
 from tests.test_tensors import random_bits
@@ -22,11 +22,11 @@ from tests.test_tensors import random_bits
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 
 PERIODS = 3
-"""Every part of a piece is looked at once in so many times as many turns as it has parts."""
+"""Every part of a piece is sampled within this many times as many turns as it has parts."""
 
 
 class Copying:
-    """Tensors that are called ``w0``, ``w1``..., and what the copy of them is to say."""
+    """Tensors named ``w0``, ``w1``..., with a slot for their copy and a witness."""
 
     def __init__(self, *tensors: torch.Tensor, turn: int = 1, engine: CpuEngine | None = None) -> None:
         pieces, at = [], BEFORE
@@ -36,19 +36,19 @@ class Copying:
         self.pieces = tuple(pieces)
         self.slot = memoryview(slot_for(self.pieces))
         self.engine = engine or CpuEngine()
-        self.witness = Witness(self.engine, Subjects(self.pieces), turn)
+        self.witness = Witness(self.engine, WatchedPieces(self.pieces), turn)
         self._looked = False
 
     def copy(self, which: slice = slice(None)) -> None:
         self.engine.copy(self.pieces[which], self.slot, unpaced)
 
     def look(self) -> None:
-        """The copy has read all of it."""
+        """Let the witness look, as once the copy has read everything."""
         self.witness.look(self.engine)
         self._looked = True
 
     def changed(self) -> list[str]:
-        """What the check names, if the copy has just read all of it."""
+        """The names that the check finds, with the copy having just read everything."""
         if not self._looked:
             self.look()
         try:
@@ -59,12 +59,12 @@ class Copying:
 
 
 def flip(tensor: torch.Tensor, index: int) -> None:
-    """Flip a bit of the byte at `index`, as nothing that counts versions sees it."""
+    """Flip a bit of the byte at `index`, unseen by version counters."""
     tensor.data.view(-1).view(torch.uint8)[index] ^= 1
 
 
 def looks(count: int, turns: Sequence[int]) -> list[int]:
-    """At which of `count` parts of a piece each turn looks."""
+    """The part, of `count` parts of a piece, that each turn samples."""
     pieces = (SlotTensor(torch.zeros(count * SAMPLE_BYTES, dtype=torch.uint8), 0, count * SAMPLE_BYTES, "w"),)
     engine = CpuEngine()
     return [int(engine.sample(pieces, turn).start[0]) // SAMPLE_BYTES for turn in turns]
@@ -99,7 +99,7 @@ def test_a_change_through_a_view_or_by_an_optimizer_is_named() -> None:
 
 
 def test_a_change_of_the_whole_is_one_of_each_part() -> None:
-    """As of what replicas share."""
+    """As with state that replicas share."""
     whole = torch.zeros(6)
     copying = Copying(whole.view(-1)[2:4])
     copying.copy()
@@ -108,12 +108,12 @@ def test_a_change_of_the_whole_is_one_of_each_part() -> None:
 
 
 def test_what_is_written_through_data_is_named() -> None:
-    """No version counter tells of it."""
+    """No version counter shows it."""
     copying = Copying(*(torch.zeros(1000 * (i + 1)) for i in range(3)))
     copying.copy()
-    versions = Subjects(copying.pieces).versions()
+    versions = WatchedPieces(copying.pieces).versions()
     copying.pieces[1].tensor.data.fill_(1)
-    assert Subjects(copying.pieces).versions() == versions
+    assert WatchedPieces(copying.pieces).versions() == versions
     assert copying.witness.changed() == copying.witness.rewritten() == copying.changed() == ["w1"]
     assert copying.witness.written() == []
 
@@ -131,7 +131,7 @@ def test_a_whole_tensor_that_is_written_through_data_is_named_at_any_turn(when: 
 
 
 def test_a_change_that_is_taken_back_before_the_look_is_seen_in_the_copy() -> None:
-    """As weights that are swapped for an evaluation, through ``.data``: the copy is torn, the tensor as it was."""
+    """Like weights swapped for an evaluation, through ``.data``: the copy is torn, the tensors are as before."""
     tensors = [torch.zeros(1000), torch.zeros(10)]
     copying = Copying(*tensors)
     copying.copy(slice(0, 1))
@@ -301,7 +301,7 @@ def test_empty_tensors_are_passed_over(turn: int) -> None:
         copying = Copying(*empty, turn=turn) if empty else None
         if copying is not None:
             assert copying.changed() == []
-    assert Witness(CpuEngine(), Subjects(()), turn).changed() == []
+    assert Witness(CpuEngine(), WatchedPieces(()), turn).changed() == []
     tensor = torch.zeros(3)
     copying = Copying(torch.zeros(0), tensor, torch.zeros(4, 0).t(), turn=turn)
     copying.copy()
@@ -310,7 +310,7 @@ def test_empty_tensors_are_passed_over(turn: int) -> None:
     assert copying.changed() == ["w1"]
 
 
-# ------------------------------------------------------------------ where is looked
+# ------------------------------------------------------------------ where the witness looks
 
 
 def test_equal_turns_look_at_the_same_places_and_others_at_others() -> None:
@@ -321,7 +321,7 @@ def test_equal_turns_look_at_the_same_places_and_others_at_others() -> None:
 @quick
 @given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from([1, 2, 3, 4, 10, 16, 64, 100, 256]))
 def test_every_part_of_a_piece_has_its_turn_whatever_the_interval(count: int, first: int, interval: int) -> None:
-    """Of snapshots at every 16th step too, of tensors of a power of two."""
+    """Also with snapshots at every 16th step, and tensors whose size is a power of two."""
     assert set(looks(count, range(first, first + 8 * count * interval, interval))) == set(range(count))
 
 
@@ -337,7 +337,7 @@ def test_a_byte_that_changes_unseen_is_found_within_a_few_turns(count: int, plac
     tensor = random_bits(torch.uint8, (count,))
     pieces = (SlotTensor(tensor, 0, count, "w"),)
     turns = range(first, first + PERIODS * -(-count // SAMPLE_BYTES))
-    witnesses = [Witness(CpuEngine(), Subjects(pieces), turn) for turn in turns]
+    witnesses = [Witness(CpuEngine(), WatchedPieces(pieces), turn) for turn in turns]
     assert not any(witness.changed() for witness in witnesses)
     flip(tensor, place % count)
     assert any(witness.changed() == ["w"] for witness in witnesses)
@@ -370,11 +370,11 @@ def test_where_to_look_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert made.count == 1
 
 
-# ------------------------------------------------------------------ devices that are late
+# ------------------------------------------------------------------ devices that lag behind
 
 
 class Delayed(CpuEngine):
-    """What it copies may still be under way afterwards."""
+    """Its copies may still be in progress when the call returns."""
 
     queues = True
 
@@ -428,7 +428,7 @@ def test_threads_that_end_and_check_at_once_agree() -> None:
 
 
 class Failing(CpuEngine):
-    """The device fails once the step runs."""
+    """A device that fails once the step runs."""
 
     failing = False
 

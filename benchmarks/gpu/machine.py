@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from holdfast.chaos.device.queues import LAZY
-from holdfast.chaos.device.seam import SHOWN_BY, Cpu, Imagined, Real, SeamDevice
-from holdfast.chaos.device.standin import ImaginedCuda
+from holdfast.chaos.device.seam import SHOWN_BY, Cpu, Emulated, Real, SeamDevice
+from holdfast.chaos.device.standin import EmulatedCuda
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -37,7 +37,7 @@ class Machine:
 
     def device_that_shows(self, fault: str) -> SeamDevice:
         """A device on which a given fault of `FAULTS` becomes visible."""
-        return Imagined(ImaginedCuda(SHOWN_BY.get(fault, LAZY))) if self.dry else Real()
+        return Emulated(EmulatedCuda(SHOWN_BY.get(fault, LAZY))) if self.dry else Real()
 
     @property
     def beside(self) -> SeamDevice:

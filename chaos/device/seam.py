@@ -19,7 +19,7 @@ import torch
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos.device.queues import EAGER
-from holdfast.chaos.device.standin import ImaginedCuda
+from holdfast.chaos.device.standin import EmulatedCuda
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.copy.cuda import CudaTransfer
 from holdfast.snapshot.copy.devices import DeviceEngines
@@ -93,12 +93,12 @@ class Cpu:
         raise NotImplementedError("a CPU has no graphs")
 
 
-class Imagined:
+class Emulated:
     """An emulated device. Results are those of the CPU."""
 
     name = "cuda:0"
 
-    def __init__(self, standin: ImaginedCuda) -> None:
+    def __init__(self, standin: EmulatedCuda) -> None:
         self.standin = standin
 
     def installed(self) -> AbstractContextManager[object]:

@@ -1,8 +1,8 @@
 """The emulated device as torch and holdfast see it.
 
-`ImaginedCuda` replaces CUDA in a process. Inside `installed`, the tensors that it made report ``cuda:0``, or another of
+`EmulatedCuda` replaces CUDA in a process. Inside `installed`, the tensors that it made report ``cuda:0``, or another of
 its devices, as their device. Torch operations on them are queued and done late, and holdfast's copy engines use
-`ImaginedRuntime`. The kernels are the CPU's, so results equal those of the CPU to the last bit.
+`EmulatedRuntime`. The kernels are the CPU's, so results equal those of the CPU to the last bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DEVICE, _IS_CUDA, _IS_CPU = (getattr(torch.Tensor, name).__get__ for name in ("
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-class ImaginedCuda:
+class EmulatedCuda:
     """The emulated devices of one process.
 
     Args:
@@ -150,18 +150,18 @@ class ImaginedCuda:
         def made(device: torch.device, pages: Pages) -> CopyEngine:
             if device.type != "cuda":
                 return engine_of(device, pages)
-            return CudaEngine(ImaginedRuntime(self, device.index or 0), pages)
+            return CudaEngine(EmulatedRuntime(self, device.index or 0), pages)
 
         return DeviceEngines(devices, made)
 
     @contextmanager
-    def installed(self) -> Iterator[ImaginedCuda]:
+    def installed(self) -> Iterator[EmulatedCuda]:
         """Give this process these devices in this block, and in threads that holdfast starts in it."""
         standin = self
 
         class Thread(threading.Thread):
             def run(self) -> None:
-                with _Faces(standin), _Late(standin):
+                with _ReportDevice(standin), _QueueOperations(standin):
                     super().run()
 
         with ExitStack() as stack:
@@ -175,8 +175,8 @@ class ImaginedCuda:
             stack.enter_context(patch("holdfast.snapshot.step.graphs.kind_of_graph", lambda: RecordedGraph))
             stack.enter_context(patch("holdfast.snapshot.step.graphs.capturing", self.capturing))
             stack.enter_context(patch("holdfast.snapshot.step.boundary.capturing", self.capturing))
-            stack.enter_context(_Faces(self))
-            stack.enter_context(_Late(self))
+            stack.enter_context(_ReportDevice(self))
+            stack.enter_context(_QueueOperations(self))
             yield self
 
     def _generators(self) -> dict[str, Callable[..., Any]]:
@@ -282,10 +282,10 @@ class ImaginedCuda:
         )
 
 
-class ImaginedRuntime:
+class EmulatedRuntime:
     """A `snapshot.copy.cuda_runtime.Runtime` for one emulated device."""
 
-    def __init__(self, standin: ImaginedCuda, number: int = 0) -> None:
+    def __init__(self, standin: EmulatedCuda, number: int = 0) -> None:
         self.device = torch.device("cuda", number)
         self._standin = standin
         self._number = number
@@ -385,10 +385,10 @@ class ImaginedRuntime:
         raise RuntimeError(f"{count} bytes at {address:#x}: host memory that is not within one registered range")
 
 
-class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _QueueOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes this thread's torch operations to the devices."""
 
-    def __init__(self, standin: ImaginedCuda) -> None:
+    def __init__(self, standin: EmulatedCuda) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._standin = standin
 
@@ -396,10 +396,10 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._standin.operate(func, args, kwargs or {})
 
 
-class _Faces(TorchFunctionMode):
+class _ReportDevice(TorchFunctionMode):
     """Makes tensors report their emulated device, and makes transfers to the host wait for it. For one thread."""
 
-    def __init__(self, standin: ImaginedCuda) -> None:
+    def __init__(self, standin: EmulatedCuda) -> None:
         super().__init__()
         self._standin = standin
 

@@ -256,7 +256,7 @@ class Gate:
         # gate's own thread (`_serve`). The copy thread waits for a byte on the socket, and takes no lock of ours.
         self._changed = threading.Condition()
         self._allowed = -1
-        self._come = -1
+        self._arrived = -1
         self._copied = -1
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path.unlink(missing_ok=True)
@@ -272,7 +272,7 @@ class Gate:
         with self._changed:
             self._allowed = max(self._allowed, step)
             self._changed.notify_all()
-            if self._changed.wait_for(lambda: self._come >= step, HELD_S):
+            if self._changed.wait_for(lambda: self._arrived >= step, HELD_S):
                 self._changed.wait_for(lambda: self._copied >= step, COPY_S)
 
     def _serve(self) -> None:
@@ -282,7 +282,7 @@ class Gate:
                 said = json.loads(_line(sock))
                 with self._changed:
                     if said["point"] == "copy.before":
-                        self._come = max(self._come, said["step"])
+                        self._arrived = max(self._arrived, said["step"])
                         self._changed.notify_all()
                         self._changed.wait_for(
                             lambda: self._allowed >= said["step"],  # noqa: B023  # called here

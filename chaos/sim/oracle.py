@@ -64,7 +64,7 @@ class Oracle:
         self._stored: Snapshot | None = None
         self._writers: dict[Snapshot, dict[str, str]] = {}
         self._parents: dict[int, Snapshot] = {}
-        self._course: dict[tuple[int, str], Content] = {}
+        self._first_states: dict[tuple[int, str], Content] = {}
         self._sealed: set[tuple[Snapshot, str]] = set()
         self.promised: Snapshot | None = None
         self._told: Snapshot | None = None
@@ -88,7 +88,7 @@ class Oracle:
         if coord in known:
             self._violate("fenced", f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
         known[coord] = content
-        usual = content if self._varies or not begins else self._course.setdefault((snapshot[1], coord), content)
+        usual = content if self._varies or not begins else self._first_states.setdefault((snapshot[1], coord), content)
         self.checks["exact"] += usual is not content
         if usual != content:
             self._violate(

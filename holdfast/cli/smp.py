@@ -128,7 +128,7 @@ def _stop(parsed: argparse.Namespace) -> int:
         if running_owner(arena) is not None:
             raise SmpUnavailable(f"the SMP of {arena} runs and does not answer: {error}: kill it by its pid") from error
         if not arena.exists():
-            raise NotFound(unknown(job, arena)) from error
+            raise NotFound(no_arena_message(job, arena)) from error
         dead = [each for each in find_leftovers(arena, job=job) if each.path == arena] if parsed.remove else []
         for leftover in dead:
             remove(leftover)
@@ -139,7 +139,7 @@ def _stop(parsed: argparse.Namespace) -> int:
     return 0 if pid else NOT_FOUND
 
 
-def unknown(job: str, arena: Path) -> str:
+def no_arena_message(job: str, arena: Path) -> str:
     """The message that a job has no arena where it was looked for, and which jobs have one."""
     known = ", ".join(sorted({owner.job for owner in find_owners(arena.parent)})) or "none"
     return f"job {job}: there is no arena {arena}; jobs in {arena.parent}: {known}"
@@ -152,7 +152,9 @@ def _status(parsed: argparse.Namespace) -> int:
     arena = arena_path(job, parsed.arena).absolute()
     owner = running_owner(arena)
     report: dict[str, Any] = {"job": job, "arena": str(arena), "running": owner is not None, "answers": False}
-    said = f"no SMP of job {job} runs here; its arena {arena} is there" if arena.exists() else unknown(job, arena)
+    said = (
+        f"no SMP of job {job} runs here; its arena {arena} is there" if arena.exists() else no_arena_message(job, arena)
+    )
     lines, code = [said], NOT_FOUND
     if owner is not None:
         report |= asdict(owner)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.arguments import arena_folder, some_time
 from holdfast.cli.output import add_json, columns, console_of, say, write_json
-from holdfast.cli.smp import unknown
+from holdfast.cli.smp import no_arena_message
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, arena_path, find_owners
@@ -49,7 +49,7 @@ def show_status(parsed: argparse.Namespace) -> int:
     console = console_of(parsed)
     overviews = gather(parsed.arena, parsed.job)
     if parsed.job and not overviews:
-        raise NotFound(unknown(parsed.job, arena_path(parsed.job, parsed.arena)))
+        raise NotFound(no_arena_message(parsed.job, arena_path(parsed.job, parsed.arena)))
     say(console, render(overviews))
     write_json(parsed.json, [overview.to_json() for _, overview in overviews])
     return 0 if overviews and all(overview.is_well for _, overview in overviews) else 1

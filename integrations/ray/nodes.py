@@ -174,7 +174,7 @@ class NodeAgent:
         self._over = threading.Event()
         # Held while an SMP is started or ended, by the watching thread and by Ray's threads that answer calls. So if
         # several of them see a death, only one SMP is started, and none is started after `stop`.
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
         self._episodes = Episodes(log)
         if os.environ.get(SUBREAPER_ENV, "").lower() in ("1", "true"):
             log.warning("%s is set: raylets kill whatever their workers leave, SMPs too: unset it", SUBREAPER_ENV)
@@ -191,7 +191,7 @@ class NodeAgent:
 
     def _tend(self) -> None:
         """Start an SMP if the one here died. A job that has ended leaves no arena, so nothing is started for it."""
-        with self._one:
+        with self._lock:
             if read_owner(self._arena) is not None and not self._over.is_set():
                 self._begin()
 
@@ -203,7 +203,7 @@ class NodeAgent:
     def report(self, begin: bool = False) -> dict[str, Any]:
         """The fields of `NodeSmp` that are known here. `begin`: start an SMP if none runs. Raises `HoldfastError`."""
         if begin:
-            with self._one:
+            with self._lock:
                 self._begin()
         owner = running_owner(self._arena)
         if owner is None:
@@ -226,7 +226,7 @@ class NodeAgent:
 
     def stop(self, remove: bool, force: bool) -> None:
         """End the SMP. Raises `HoldfastError` if it refuses; then this agent looks after it as before."""
-        with self._one:
+        with self._lock:
             if running_owner(self._arena) is not None:
                 client = SmpClient(self._arena, self._job)
                 try:
@@ -245,7 +245,7 @@ class HeadAgent:
         self._look_every_s = look_every_s
         # Guards the three dicts below. The watching thread and Ray's threads that answer `tend` take it. A thread that
         # holds it never waits for a node agent, because an agent that starts an SMP takes minutes.
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
         self._agents: dict[str, Any] = {}
         self._names: dict[str, str] = {}
         self._asked: dict[str, Any] = {}
@@ -269,7 +269,7 @@ class HeadAgent:
             ConfigError: an agent that was waited for could not start an SMP; the message is the SMP's.
         """
         made = {}
-        with self._one:
+        with self._lock:
             alive = nodes(self._on)
             gone = self._agents.keys() - set(alive)
             self._agents = {node: actor for node, actor in self._agents.items() if node in alive}
@@ -287,7 +287,7 @@ class HeadAgent:
                 log.warning("the node agent of %s has died again: %s", node, error)
 
     def _tell(self, gone: Collection[str]) -> None:
-        """Tell every SMP that these nodes may be dead. One that misses it finds out later. The caller holds `_one`."""
+        """Tell every SMP that these nodes may be dead. One that misses it finds out later. The caller holds `_lock`."""
         for node in sorted(gone):
             name = self._names.pop(node, "")
             self._asked.pop(node, None)
@@ -295,7 +295,7 @@ class HeadAgent:
                 agent.suspect.remote(name)
 
     def _learn_names(self) -> None:
-        """Note holdfast's names of the nodes whose agents have answered. The caller holds `_one`."""
+        """Note holdfast's names of the nodes whose agents have answered. The caller holds `_lock`."""
         for node, agent in self._agents.items():
             if node in self._names:
                 continue

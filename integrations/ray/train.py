@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.train import UserCallback
 
-from holdfast.integrations.ray.worker_group import FINAL
+from holdfast.integrations.ray.worker_group import NOT_RETRIED
 
 
 class GiveUp(UserCallback):  # type: ignore[misc]
@@ -21,9 +21,9 @@ class GiveUp(UserCallback):  # type: ignore[misc]
     """
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Raise the error of the first worker that raised one of `FINAL`. Called by Ray Train."""
+        """Raise the error of the first worker that raised one of `NOT_RETRIED`. Called by Ray Train."""
         for _, error in sorted(worker_exceptions.items()):
-            if isinstance(error, FINAL):
+            if isinstance(error, NOT_RETRIED):
                 raise error
 
 

@@ -30,7 +30,7 @@ GRACE_S = 5.0
 """How long workers may take to return after another one has failed, in seconds; then Ray restarts them, too."""
 
 MUSTER_DEADLINE_S = 600.0
-FINAL = (ConfigError, Repeated, StateMismatch, Unrecoverable)
+NOT_RETRIED = (ConfigError, Repeated, StateMismatch, Unrecoverable)
 """Errors that another attempt would only raise again."""
 
 log = get_log(__name__)
@@ -140,7 +140,7 @@ class WorkerGroup:
         keep what is expensive to load in globals of a module.
 
         Raises:
-            HoldfastError: one of `FINAL`, which would only happen again.
+            HoldfastError: one of `NOT_RETRIED`, which would only happen again.
             DeadlineExceeded: Ray had no node for a worker within the worker group's `deadline_s`.
             RayTaskError: `train` raised in two attempts in a row in which no worker died, or in the last attempt.
             RayActorError: a worker died in the last attempt.
@@ -151,7 +151,7 @@ class WorkerGroup:
             results, error = self._attempt(number, train, args)
             if error is None:
                 return results
-            if isinstance(error, FINAL):
+            if isinstance(error, NOT_RETRIED):
                 raise error
             raised = 0 if isinstance(error, RayActorError) else raised + 1
             if raised > 1 or number == self._restarts:
@@ -296,10 +296,10 @@ def by_node(nodes: Sequence[str], per_node: int) -> list[int]:
 
 
 def worse(one: Exception | None, other: Exception) -> Exception:
-    """The error that says more: first one of `FINAL`, then a worker's death, then the one that came first. Pure."""
+    """The error that says more: one of `NOT_RETRIED`, else a worker's death, else the one that came first. Pure."""
 
     def rank(error: Exception) -> int:
-        return 0 if isinstance(error, FINAL) else 1 if isinstance(error, RayActorError) else 2
+        return 0 if isinstance(error, NOT_RETRIED) else 1 if isinstance(error, RayActorError) else 2
 
     return other if one is None or rank(other) < rank(one) else one
 

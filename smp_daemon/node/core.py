@@ -195,7 +195,7 @@ class Core:
                 record=self.store.record,
             )
 
-    def shown_at(self, host: str, port: int) -> None:
+    def record_http_address(self, host: str, port: int) -> None:
         """Record in the arena that this SMP serves HTTP at `host` and `port`; port 0: nowhere."""
         self.owner = replace(self.owner, http_host=host, http_port=port)
         self.write_owner()

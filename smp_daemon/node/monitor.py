@@ -72,7 +72,7 @@ class Monitor:
         # so does a thread that drains this node or another. It is the outermost lock: the store's lock is taken under
         # it, never the reverse. `_declined` is guarded by it. `_seen` and `_suspects` belong to the watching thread;
         # other threads only add or read single items. Any thread adds to `_spares`; only the lock's holder removes.
-        self._one = system.Lock()
+        self._regrouping_lock = system.Lock()
         self._spares: set[Address] = set()
         self._episodes = Episodes(log)
         self._store: Store
@@ -232,7 +232,7 @@ class Monitor:
         Raises:
             HoldfastError: the regrouping failed. Nothing that was held is lost.
         """
-        with self._one:
+        with self._regrouping_lock:
             return self._regroup()
 
     def _regroup(self) -> Regrouping | None:

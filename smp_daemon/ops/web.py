@@ -76,7 +76,7 @@ def show(smp: Core, asked: Address | None) -> Web | None:
         asked: see `parse_http`; port 0: where the predecessor did, or on any port; None: nowhere.
     """
     if asked is None:
-        smp.shown_at(LOOPBACK, 0)
+        smp.record_http_address(LOOPBACK, 0)
         return None
     before = smp.owner.http_host, smp.owner.http_port
     places = [*([asked] if asked[1] else []), *([before] if before[1] else []), (LOOPBACK, 0)]
@@ -87,7 +87,7 @@ def show(smp: Core, asked: Address | None) -> Web | None:
         except (OSError, RuntimeError) as error:  # `RuntimeError`: no thread can be started
             problem = problem or f"{place[0]}:{place[1]} ({getattr(error, 'strerror', None) or error})"
             continue
-        smp.shown_at(place[0], web.port)
+        smp.record_http_address(place[0], web.port)
         if asked[1] and place != asked:
             url = smp.owner.url
             smp.impair(
@@ -96,7 +96,7 @@ def show(smp: Core, asked: Address | None) -> Web | None:
                 "Free that address, or change HOLDFAST_HTTP",
             )
         return web
-    smp.shown_at(LOOPBACK, 0)
+    smp.record_http_address(LOOPBACK, 0)
     smp.impair("page", f"no page and no /metrics: cannot serve at {problem}")
     return None
 

@@ -6,7 +6,7 @@ import select
 import signal
 from pathlib import Path
 
-OVER = "TZXx"
+NOT_RUNNING = "TZXx"
 """States in ``/proc`` of a process that does not run: stopped by a signal, zombie, dead."""
 
 PF_EXITING = 0x4
@@ -34,4 +34,4 @@ def is_running(pid: int, pidfd: int) -> bool:
     except OSError:
         return False
     killed = any(int(line.split()[1], 16) >> (signal.SIGKILL - 1) & 1 for line in pending)
-    return not (after_name[0] in OVER or int(after_name[6]) & PF_EXITING or killed)
+    return not (after_name[0] in NOT_RUNNING or int(after_name[6]) & PF_EXITING or killed)

@@ -31,7 +31,7 @@ class WrongServer(ProtocolError):
     """The caller has the token, but does not know this server's current name."""
 
 
-class Once:
+class UsedNumbers:
     """The numbers that one caller has used. Those `WINDOW` or more below its highest count as used. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Verifier:
     def __init__(self, token: bytes, job: str) -> None:
         self._key = _key(token, job)
         self._lock = threading.Lock()  # guards `name` and `_callers`; threads that serve calls take it; innermost
-        self._callers: OrderedDict[bytes, Once] = OrderedDict()
+        self._callers: OrderedDict[bytes, UsedNumbers] = OrderedDict()
         self.name = secrets.token_bytes(NAME_BYTES)
 
     def verify(self, method: str, sign: bytes) -> None:
@@ -95,7 +95,7 @@ class Verifier:
                 self._callers.clear()
                 self.name = secrets.token_bytes(NAME_BYTES)  # else calls of forgotten callers could be replayed
                 raise WrongServer("callers are forgotten: say it again")
-            if not self._callers.setdefault(signed.caller, Once()).use(signed.number):
+            if not self._callers.setdefault(signed.caller, UsedNumbers()).use(signed.number):
                 raise ProtocolError("it is a replay of an earlier call")
 
     def verify_request(self, request: bytes, sign: bytes) -> None:

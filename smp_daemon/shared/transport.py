@@ -80,7 +80,7 @@ class MessageStream(Protocol):
         ...
 
 
-Patience = Callable[[float], None]
+WaitCallback = Callable[[float], None]
 """Called once a second with the seconds that a call has waited for the network. An exception that it raises ends the
 wait."""
 
@@ -100,7 +100,7 @@ class SocketStream:
         self._monotonic = system.monotonic
         self._use = _Use(sock, system)
         self._deadline_s = deadline_s
-        self.patience: Patience | None = None
+        self.patience: WaitCallback | None = None
         self._is_plain = type(sock) is socket.socket  # neither TLS nor a simulation's
         sock.settimeout(deadline_s)
 

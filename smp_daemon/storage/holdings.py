@@ -83,7 +83,7 @@ class Holdings:
         self.counters = counters
         self.backend = backend
         self._system = system
-        self.verifying = system.Lock()
+        self.verify_lock = system.Lock()
         """Held while one background thread checks the newest shards. Nobody waits for it. A connection thread acquires
         it; the checking thread takes the store's lock while it is held, and releases it."""
         # The store's lock. It guards the records, damage and repairs noted here, together with their slots. Bytes are

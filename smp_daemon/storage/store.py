@@ -90,8 +90,8 @@ class Store:
         self.node = node
         # The store's lock, also called `changed`. It guards everything here, in the arena and its pools, in `holdings`
         # and in `codings`. Connection threads take it, and so do the threads that protect, persist, scrub, rejoin,
-        # regroup and reserve memory. It is reentrant because callbacks call back in. Lock order: `Monitor._one`,
-        # `Holdings.verifying` and `_taking` of `coding.sending` are taken before it. The locks of the persister, of a
+        # regroup and reserve memory. It is reentrant because callbacks call back in. Order: `Monitor._regrouping_lock`,
+        # `Holdings.verify_lock` and `_taking` of `coding.sending` are taken before it. The locks of the persister, of a
         # `ParityGathering`, of `Recoveries`, of the channels to peers, of counters and of logs are taken after it: a
         # thread that holds one of them must not take this one. Bytes are copied, digested, sent and reserved without
         # it, except to repair a unit, to wipe slots, and to make slots at once (`Arena.reserve`, `Arena.fence`,
@@ -382,7 +382,7 @@ class Store:
             current = {snapshot for snapshot in held if snapshot.epoch == self.epoch and self._is_open(snapshot)}
             return current | self._never_acknowledged & held
 
-    def is_restored(self, snapshot: SnapshotId) -> None:
+    def note_restored(self, snapshot: SnapshotId) -> None:
         """Note that a snapshot is being restored: it will be reported as protected, and is no longer
         `never_acknowledged`."""
         with self.changed:

@@ -31,7 +31,7 @@ class StateChanged(GivenUp):
         self.names = tuple(names)
 
 
-class Subjects:
+class WatchedPieces:
     """Pieces that are watched repeatedly, with values that are computed once for them.
 
     Args:
@@ -59,7 +59,7 @@ class Witness:
         turn: chooses the bytes to look at; see `CopyEngine.sample`.
     """
 
-    def __init__(self, engine: CopyEngine, subjects: Subjects, turn: int) -> None:
+    def __init__(self, engine: CopyEngine, subjects: WatchedPieces, turn: int) -> None:
         self._engine = engine
         self._subjects = subjects
         self._turn = turn

@@ -147,7 +147,7 @@ def _way_back(held: Sequence[SnapshotId]) -> str:
 
 
 @dataclass(slots=True)
-class Course:
+class RestoreAttempts:
     """What a restore has tried so far.
 
     Attributes:

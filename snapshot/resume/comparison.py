@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
-from holdfast.snapshot.copy.witness import Subjects, Witness
+from holdfast.snapshot.copy.witness import WatchedPieces, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.flags import GRADIENTS
@@ -57,7 +57,7 @@ class Resumed:
         items = list(adapter.tensors())
         self._buffers = {item.name for item in items if item.change is Change.ANY}
         self._pieces = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
-        self._witness = Witness(engine, Subjects(self._pieces), step)
+        self._witness = Witness(engine, WatchedPieces(self._pieces), step)
         self._late = _flat(adapter)  # after the walk, which finds optimizer state that is not a tensor
 
     def check(self, *, declared: bool, forward_ran: bool = False) -> None:

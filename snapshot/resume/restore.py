@@ -41,7 +41,15 @@ from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import read_leaf
-from holdfast.snapshot.resume.choice import PERSISTED, Course, StartOptions, agree, check_repeats, choose, tier_of
+from holdfast.snapshot.resume.choice import (
+    PERSISTED,
+    RestoreAttempts,
+    StartOptions,
+    agree,
+    check_repeats,
+    choose,
+    tier_of,
+)
 from holdfast.snapshot.resume.elastic import Resharding, ask_idle, check_change
 from holdfast.snapshot.resume.entering import exchange
 from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
@@ -163,14 +171,14 @@ def restore(
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
-        ConfigError, PlaceError: see `Course.choose_persisted`, `snapshot.resume.choice.agree`.
+        ConfigError, PlaceError: see `RestoreAttempts.choose_persisted`, `snapshot.resume.choice.agree`.
         Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     coord = adapter.coordinate()
     monotonic = client.system.monotonic
     clock = {"enter": monotonic()}
     failure: HoldfastError | None = None
-    course = Course()
+    course = RestoreAttempts()
     unacknowledged: set[SnapshotId] = set()
     streak: CrashLoop | None = None
     choice: Choice | None = None
@@ -291,7 +299,7 @@ def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, b
 def _in_memory(
     inventories: Sequence[Inventory],
     coords: Collection[str] | None,
-    course: Course,
+    course: RestoreAttempts,
     unacknowledged: Collection[SnapshotId],
     choice: Choice | None,
 ) -> tuple[RestorePlan | None, Unrecoverable | None]:
@@ -308,7 +316,7 @@ def _in_storage(
     client: SmpClient,
     agreement: Agreement,
     coords: dict[str, str],
-    course: Course,
+    course: RestoreAttempts,
     choice: Choice | None,
     lost: Unrecoverable | None,
     failure: HoldfastError | None,
@@ -353,7 +361,7 @@ def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Pers
     return [decode_json(Persisted, text, "what is persisted") for text in agreement.gather(encode_json(mine))]
 
 
-def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: Course) -> None:
+def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: RestoreAttempts) -> None:
     for reason in course.passed_over:
         log.warning("passed over: %s", reason, extra=about(plan.snapshot))
     if not plan.sources.persisted:

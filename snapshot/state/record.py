@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of
-from holdfast.snapshot.copy.witness import Subjects
+from holdfast.snapshot.copy.witness import WatchedPieces
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED, Manifest
@@ -90,7 +90,7 @@ class Placed:
     manifest: Manifest
     moving: tuple[SlotTensor, ...]
     moving_bytes: int
-    subjects: Subjects
+    subjects: WatchedPieces
     at_once: tuple[SlotTensor, ...]
     shared: tuple[SlotTensor, ...]
 
@@ -107,7 +107,7 @@ def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) 
     moving = place_tensors(form, by_class[False])
     length = sum(piece.bytes for piece in moving)
     shared = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in manifest.shared)
-    subjects = Subjects(moving, [tensor for _, tensor in by_class[False]])
+    subjects = WatchedPieces(moving, [tensor for _, tensor in by_class[False]])
     return Placed(form, manifest, moving, length, subjects, place_tensors(form, by_class[True]), shared)
 
 

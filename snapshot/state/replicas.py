@@ -22,7 +22,7 @@ from holdfast.snapshot.copy.engines import Sample
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import flat, leaf_of
 from holdfast.snapshot.state.live import LiveTensor
-from holdfast.snapshot.state.shares import Part, believed, missing, parse_part, part_name, share
+from holdfast.snapshot.state.shares import Part, missing, parse_part, part_name, same_on_all, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequenc
         pairs = zip(names, found[: len(names)], found[len(names) :], strict=True)
         return frozenset(name for name, least, most in pairs if least == -most)
     everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode(), members)]
-    return believed(everyone)
+    return same_on_all(everyone)
 
 
 @dataclass(frozen=True, slots=True)

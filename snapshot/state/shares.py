@@ -107,7 +107,7 @@ def missing(leaves: Sequence[Leaf], parts_of_each: Sequence[Sequence[Part]]) -> 
     return problems
 
 
-def believed(digests: Sequence[Mapping[str, int]]) -> frozenset[str]:
+def same_on_all(digests: Sequence[Mapping[str, int]]) -> frozenset[str]:
     """The names that every replica has with the same digest. All other leaves are private, and never shared.
 
     Args:

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
-from holdfast.snapshot.copy.witness import Subjects, Witness
+from holdfast.snapshot.copy.witness import WatchedPieces, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.flags import GRADIENTS
@@ -169,7 +169,7 @@ class Capture:
             staged = self._before_forward(noted, placed.at_once, settled)
         else:
             staged = self._staging.take(placed.at_once)
-        self._taken = _Taken(settled, began, Subjects(placed.at_once).versions())
+        self._taken = _Taken(settled, began, WatchedPieces(placed.at_once).versions())
         transfer = self._engine.mark()
         values = [*early.tensors.items(), *late.tensors.items()]
         fixed = placed.manifest.fixed
@@ -238,7 +238,7 @@ class Capture:
         manifest = self._placed.manifest
         if differing - FORWARDS or copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
             return True, True
-        versions = Subjects(self._placed.at_once).versions()
+        versions = WatchedPieces(self._placed.at_once).versions()
         return False, bool(differing) or versions != taken.versions or self._has_read(taken.began)
 
     def _has_read(self, began: Tree | None) -> bool:

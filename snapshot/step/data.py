@@ -139,7 +139,7 @@ class Data:
         self._turn: object | None = None
         self._given: Tree | None = None
         self._asked = False
-        self._look = ""
+        self._batch_digest = ""
         self._indices: _Indices | None = None
         self.source = source
 
@@ -170,7 +170,7 @@ class Data:
         description of that batch once it is read."""
         if self._given is not None:
             self._asked = True
-            if self._look:
+            if self._batch_digest:
                 self._given["next"] = self._fetched()
             return self._given
         return self._now() if self._held is None else self._held
@@ -203,7 +203,7 @@ class Data:
         else:
             self._own = own_generators.find(self._source)
         while self._turn is turn:
-            self._given, self._asked, self._look = self._now(), False, ""
+            self._given, self._asked, self._batch_digest = self._now(), False, ""
             try:
                 if not torch.is_grad_enabled():
                     raise ConfigError(
@@ -222,15 +222,15 @@ class Data:
                     self._finish()
                     return
                 expected = ""
-                self._look = _look(batch)
+                self._batch_digest = _digest_batch(batch)
                 if self._asked:
                     self.state()  # completes the state that was asked for at the mark
                 self._begin()
             finally:
                 self._given = None
             self._place.taken += 1
-            self._place.last = self._look
-            self._place.history = self._told(self._place.history, self._look)
+            self._place.last = self._batch_digest
+            self._place.history = self._told(self._place.history, self._batch_digest)
             given = [batch]
             del batch  # the loop alone decides how long it stays in memory
             try:
@@ -283,11 +283,11 @@ class Data:
         independently of the others."""
         if self._indices is not None:
             return self._indices.history
-        return _look((history, look))
+        return _digest_batch((history, look))
 
     def _fetched(self) -> str:
         """Identifies the batch just read, and the random numbers drawn to read it."""
-        return f"{self._look}:{_digest(_generators())}"
+        return f"{self._batch_digest}:{_digest(_generators())}"
 
     def _now(self) -> Tree:
         place = self._place
@@ -349,10 +349,10 @@ class Data:
                     f"of pass {place.epoch}: give the job the data that it had"
                 ) from None
             self._heartbeat()
-            history = self._told(history, "" if self._indices is not None else _look(batch))
+            history = self._told(history, "" if self._indices is not None else _digest_batch(batch))
         if self._ahead is None and history != place.history:
             self._complain("its batches differ from those of the earlier run" + (DRAWN if place.drawn else ""))
-        elif not checked and _look(batch) != place.last:
+        elif not checked and _digest_batch(batch) != place.last:
             self._complain(f"batch {place.taken} of pass {place.epoch} differs from that of the earlier run")
 
     def _first(self, iterator: Iterator[Any], expected: str) -> tuple[Iterator[Any], Any]:
@@ -380,10 +380,10 @@ class Data:
             batch = self._fetch(iterator)
         except StopIteration:
             return _NONE, f"{where} is not there any more"
-        self._look = _look(batch)
+        self._batch_digest = _digest_batch(batch)
         if self._fetched() == expected:
             return batch, ""
-        if self._look == expected.partition(":")[0]:
+        if self._batch_digest == expected.partition(":")[0]:
             return batch, f"reading {where} drew other random numbers than before"
         return batch, f"{where} differs from that of the earlier run"
 
@@ -422,7 +422,7 @@ class _Indices:
 
     def __next__(self) -> Any:
         index = next(self._rest)
-        self.history = _look((self.history, index))
+        self.history = _digest_batch((self.history, index))
         return index
 
 
@@ -526,20 +526,20 @@ def _same(one: Any, other: Any) -> bool:
 
 def _digest(generators: Tree) -> str:
     """A digest of the CPU's generators: one on a device may not be there yet."""
-    return _look([generators["python"], generators["numpy"], generators["torch"]["bytes"].tobytes()])
+    return _digest_batch([generators["python"], generators["numpy"], generators["torch"]["bytes"].tobytes()])
 
 
 # ---------------------------------------------------------------------- what a batch looks like
 
 
-def _look(batch: Any) -> str:
+def _digest_batch(batch: Any) -> str:
     """A digest of types, shapes and a part of the values: equal for equal batches, whichever process made them."""
     digest = hashlib.blake2b(digest_size=8)
-    _look_into(batch, digest.update, 0)
+    _digest_into(batch, digest.update, 0)
     return digest.hexdigest()
 
 
-def _look_into(value: Any, put: Callable[[bytes], Any], depth: int) -> None:
+def _digest_into(value: Any, put: Callable[[bytes], Any], depth: int) -> None:
     put(type(value).__qualname__.encode())
     match value:
         case torch.Tensor():
@@ -559,15 +559,15 @@ def _look_into(value: Any, put: Callable[[bytes], Any], depth: int) -> None:
         case Mapping() if depth < _DEEPEST:
             for key, part in value.items():
                 put(repr(key).encode() if isinstance(key, str | int) else b"")
-                _look_into(part, put, depth + 1)
+                _digest_into(part, put, depth + 1)
         case list() | tuple() if depth < _DEEPEST:
             put(str(len(value)).encode())
             for part in value[:: max(1, len(value) // LOOKED_AT)]:
-                _look_into(part, put, depth + 1)
+                _digest_into(part, put, depth + 1)
         case _ if depth < _DEEPEST and hasattr(value, "__dict__") and not isinstance(value, type):
             for name, part in vars(value).items():
                 put(name.encode())
-                _look_into(part, put, depth + 1)
+                _digest_into(part, put, depth + 1)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

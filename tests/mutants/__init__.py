@@ -245,9 +245,9 @@ def _protected_slots_are_written_to() -> None:
 
 
 def _storage_is_not_looked_at() -> None:
-    from holdfast.snapshot.resume.choice import Course
+    from holdfast.snapshot.resume.choice import RestoreAttempts
 
-    _replace(Course, "choose_persisted", lambda self, answers: None)
+    _replace(RestoreAttempts, "choose_persisted", lambda self, answers: None)
 
 
 def _signals_are_not_heard() -> None:

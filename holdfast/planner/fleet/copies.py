@@ -72,7 +72,7 @@ class Copies:
             self.protected = None
             self.beyond += had
 
-    def made_up(self, node: int, ticket: int) -> None:
+    def repaired(self, node: int, ticket: int) -> None:
         """Record that the node's bytes are protected again, unless it was lost again after the loss with `ticket`."""
         if self._degraded.get(node) == ticket:
             del self._degraded[node]

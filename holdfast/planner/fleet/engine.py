@@ -252,7 +252,7 @@ class _Run:
             self._at(now_s + self.design.regroup_s, "whole", node, ticket)
 
     def _on_protected(self, now_s: float, node: int, ticket: int) -> None:
-        self.copies.made_up(node, ticket)
+        self.copies.repaired(node, ticket)
 
     def _on_restored(self, now_s: float, attempt: int) -> None:
         if attempt != self.attempt:
