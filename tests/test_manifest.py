@@ -1,4 +1,4 @@
-"""A manifest notices when the state consists of other tensors, and nothing else makes it walk again."""
+"""A manifest notices when the state consists of other tensors; nothing else makes it walk the state again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.test_state import Toy
 
 
 def is_current(manifest: Manifest) -> bool:
-    """Whether nothing need be walked again, as capture asks it when a step begins."""
+    """Whether no new walk is needed, as capture asks when a step begins."""
     return not manifest.has_moved() and manifest.holds_the_same()
 
 
 class Plain(torch.optim.Optimizer):
-    """Keeps a tensor and plain values for each parameter; the plain ones stand first and last."""
+    """Keeps a tensor and plain values for each parameter; plain values come first and last."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.5})
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def last_state(self) -> dict[str, Any]:
-        """What the optimizer keeps for the last parameter."""
+        """The optimizer's state of the last parameter."""
         state: dict[str, Any] = self.optim.state[self.model[2].bias]
         return state
 
@@ -270,7 +270,7 @@ def test_what_was_replaced_is_noticed_though_its_memory_is_used_again(job: Job) 
         assert not is_current(manifest)
 
 
-# ------------------------------------------------------------------ what has another form in the same memory
+# ------------------------------------------------------------------ another form in the same memory
 
 
 def transpose(tensor: torch.Tensor) -> None:
@@ -290,17 +290,17 @@ def lose_a_row(tensor: torch.Tensor) -> None:
 
 
 def grow_in_place(tensor: torch.Tensor) -> None:
-    """Strides and address stay."""
+    """Keeps the strides and the address."""
     tensor.data = tensor.data.as_strided((3, 2), (2, 1))
 
 
 def swap_rows_and_columns(tensor: torch.Tensor) -> None:
-    """The number of elements stays."""
+    """Keeps the number of elements."""
     tensor.data = tensor.data.as_strided((2, 2), (1, 2))
 
 
 def stand_upright(tensor: torch.Tensor) -> None:
-    """The number of elements and the strides stay, and other elements are meant."""
+    """Keeps the number of elements and the strides, but covers other elements."""
     tensor.data = tensor.data.as_strided((4, 1), (2, 1))
 
 
@@ -323,7 +323,7 @@ def test_other_values_in_the_same_form_are_none(job: Job) -> None:
         assert job.manifest.reshaped() == []
 
 
-# ------------------------------------------------------------------ what is not
+# ------------------------------------------------------------------ what is not noticed
 
 
 def zero_grad(job: Job) -> None:
@@ -436,7 +436,7 @@ def test_of_what_replicas_share_it_holds_its_part() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 3), (3, 2), (5,)], ids=str)
 def test_what_is_shared_and_has_become_another_leaf_is_no_longer_stored_as_that_part(shape: tuple[int, ...]) -> None:
-    """Else the state would seem to fit the slots, and what has grown would be kept by nobody."""
+    """Otherwise the state would seem to fit the slots, and nobody would keep what has grown."""
     adapter = Toy([LiveTensor("w", torch.zeros(2, 3), Change.STEP, True)])
     before = Manifest(adapter, SHARING)
     assert before.leaves == (Leaf("w@1:5", "F32", (4,)),)

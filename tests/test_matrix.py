@@ -1,4 +1,4 @@
-"""The short cut of the matrix on real processes, and its judgement."""
+"""A short selection of the matrix on real processes, and how a cell is judged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COVERING = (
     "ZeRO-1 under DDP, LoRA",
     "pool of unequal stages",
 )
-"""Every kind of parallelism, of precision and of state; what the other cells have, one of these or an audit has."""
+"""Cover every kind of parallelism, precision and state. What other cells have, one of these or an audit has."""
 
 
 @pytest.mark.cluster

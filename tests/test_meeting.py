@@ -1,4 +1,4 @@
-"""Ranks that have lost each other meet at one step; nobody waits before it, and who comes too late tries again."""
+"""Ranks that have lost each other meet at one step; nobody waits before it, and late ranks try again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Board:
 
 
 class Clock:
-    """Time that passes only where somebody waits. What happens meanwhile is called."""
+    """Time that passes only when somebody sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -74,7 +74,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meeting]]:
 def test_ranks_that_learn_of_it_a_step_apart_meet_at_one_step_and_wait_at_no_other(
     late: list[int], order: object
 ) -> None:
-    """Rank by rank in any order: whoever would wait before all are there would wait for ever."""
+    """Ranks come one at a time, in any order, so a rank that waited before the meeting would wait in vain."""
     clock = Clock()
     ranks = circle(len(late), clock=clock)
     for step in range(10, 10 + 1 + LEAD_STEPS):
@@ -86,7 +86,7 @@ def test_ranks_that_learn_of_it_a_step_apart_meet_at_one_step_and_wait_at_no_oth
         assert clock.now_s == 0.0, "nobody has waited"
         if step == 10 + max(late) + LEAD_STEPS - 1:
             break
-    for each in ranks:  # and if ranks end their steps one before the other, each has heard of it by then
+    for each in ranks:  # each has heard of it by then, even if ranks end their steps one after another
         assert each._at == 10 + max(late) + LEAD_STEPS
 
 
@@ -130,7 +130,7 @@ def test_each_meeting_that_fails_puts_the_next_one_further_off() -> None:
         assert at is not None
         leads.append(at - step)
         step = at
-        assert [rank.come(step) for rank in ranks] == [None] * 2  # one after the other, each for itself
+        assert [rank.come(step) for rank in ranks] == [None] * 2  # each comes alone, so the meeting fails
     assert leads == [LEAD_STEPS << min(i, MOST_DOUBLINGS) for i in range(MOST_DOUBLINGS + 3)]
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_comes_later_is_waited_for(patient: list[Meeting]) -> None:
         assert [each.result(DEADLINE_S) for each in early] == ["round 0"] * 2
 
 
-# ---------------------------------------------------------------------- what they go on with
+# ---------------------------------------------------------------------- the ledger that they continue with
 
 
 EVERY: list[ProtectEvery] = [1, 2, "auto"]

@@ -1,4 +1,4 @@
-"""Megatron-LM's data loaders go on where they were: its own that counters do not tell of, and a script's."""
+"""Megatron-LM's data loaders continue where they were: its own, where counters do not suffice, and a script's."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_a_loader_of_the_script_goes_on_where_it_says_that_it_is(arena: Path, ki
 
 
 class Silent:
-    """Says nothing."""
+    """A loader that does not say where it is."""
 
     def __next__(self) -> torch.Tensor:
         return torch.zeros(1)
 
 
 class HalfHooked(Silent):
-    """Says where it is, and cannot be told."""
+    """Says where it is, but cannot be set to a place."""
 
     def save_state(self) -> int:
         """A place."""
@@ -79,7 +79,7 @@ def test_a_loader_that_begins_elsewhere_is_refused_at_the_first_step(
 
 
 class Around:
-    """Has something with a state that is no loader."""
+    """Wraps a loader, and has another member with a state."""
 
     def __init__(self, inner: Any) -> None:
         self.model = torch.nn.Linear(1, 1)
@@ -87,7 +87,7 @@ class Around:
 
 
 def external(**more: Any) -> Loaders:
-    """Of a script that brings its own."""
+    """The loaders of a script that brings its own."""
     return Loaders(Namespace(dataloader_type="external", data_parallel_size=2, **more))
 
 
@@ -145,11 +145,11 @@ def test_a_pass_that_is_shuffled_anew_each_time_goes_on_in_its_order() -> None:
     again.set(first.get())
     assert next(iter(again))[0, 0].floor() == 0
     assert again.get() == 6
-    assert again._loader._loader.batch_sampler.consumed_samples == 6 * loop.BATCH  # its generator is one ahead
+    assert again._loader._loader.batch_sampler.consumed_samples == 6 * loop.BATCH  # the generator is one batch ahead
 
 
 class Pair(NamedTuple):
-    """Two."""
+    """A pair."""
 
     first: int
     second: tuple[int, ...]

@@ -22,7 +22,7 @@ SAMPLES = 60
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Numbers, in two shards."""
+    """A data set of numbers, in two shards."""
     webdataset: Any = pytest.importorskip("webdataset", reason="megatron-energon is not installed")
     (tmp_path / "parts").mkdir()
     with webdataset.ShardWriter(f"{tmp_path}/parts/data-%d.tar", maxcount=SAMPLES // 2) as writer:
@@ -38,7 +38,7 @@ def dataset(tmp_path: Path) -> Path:
 
 
 class Wrapped:
-    """What Megatron-LM's example has around Energon's loader."""
+    """The wrapper around Energon's loader in Megatron-LM's example."""
 
     def __init__(self, dataset: Path, workers: int) -> None:
         config = WorkerConfig(rank=0, world_size=1, num_workers=workers)

@@ -1,4 +1,4 @@
-"""``python -m holdfast.megatron_lm``: a checkout that looks like Megatron-LM, run, killed and refused."""
+"""``python -m holdfast.megatron_lm`` with a checkout that looks like Megatron-LM: run, killed and refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def run(script: Path, arena: Path, *options: str, **variables: str) -> tuple[int, list[str], str]:
-    """Status, what was printed, and what was said on the side."""
+    """Exit status, lines of stdout, and stderr."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HOLDFAST_ARENA": str(arena)} | variables
     command = [sys.executable, "-m", "holdfast.megatron_lm", *options, str(script), "--num-layers", "2"]
     done = subprocess.run(
@@ -106,7 +106,7 @@ def run(script: Path, arena: Path, *options: str, **variables: str) -> tuple[int
 
 @pytest.fixture
 def place(shm: Path) -> Path:
-    """An arena; SMPs that are left in it are ended by whoever uses it."""
+    """An arena. The test ends SMPs that are left in it."""
     return shm / "arena"
 
 
@@ -123,7 +123,7 @@ def test_a_script_that_nobody_edited_goes_on_where_it_was(script: Path, place: P
     assert first[0] == (-9 if "KILL" in how else 3)
     assert first[1] == whole[1][:7]
     assert whole[1][-len(again[1]) :] == again[1], again[2]
-    assert 14 <= len(again[1]) < len(whole[1])  # steps take no time here: of some there is no snapshot
+    assert 14 <= len(again[1]) < len(whole[1])  # steps take almost no time, so some have no snapshot
     assert whole[1][-1] == "ended with --num-layers 2"
 
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM keeps in its arguments and its loop goes with a snapshot, and an iteration begins where it does."""
+"""A snapshot includes the state in Megatron-LM's arguments and loop, and iterations begin where Megatron-LM's do."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ITERATIONS = 12
 
 
 class Killed(Exception):
-    """Stands for the end of the process: nothing of it may be used again."""
+    """Stands for the end of the process: none of its objects may be used again."""
 
 
 def run(kill: tuple[Any, ...] | None = None, iteration: int = 0, **args: Any) -> tuple[list[Any], list[Any] | None]:
-    """A protected run: what it told, and what it ended with, unless it was killed after it had told of `kill`."""
+    """A protected run, killed once it reports `kill`. Returns its reports, and its final state unless it was killed."""
     told: list[Any] = []
     snapshots: list[InMemorySnapshot] = []
 
@@ -48,7 +48,7 @@ def run(kill: tuple[Any, ...] | None = None, iteration: int = 0, **args: Any) ->
 
 
 def undisturbed(**args: Any) -> tuple[list[Any], list[Any]]:
-    """A run that nobody protects."""
+    """An unprotected run."""
     told: list[Any] = []
     end = loop.pretrain(loop.arguments(**args), ITERATIONS, None, lambda *what: told.append(what))
     return told, end
@@ -57,8 +57,8 @@ def undisturbed(**args: Any) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize(
     ("kill", "again"),
     [
-        (("step", 8), 8),  # in the middle of two evaluations
-        (("evaluation", 6, 0), 6),  # an evaluation that was cut short is done again, with the iteration before it
+        (("step", 8), 8),  # between two evaluations
+        (("evaluation", 6, 0), 6),  # an evaluation that was interrupted is repeated, with the iteration before it
         (("evaluation", 6, 1), 6),
         (("step", 7), 7),  # right after an evaluation
     ],
@@ -160,7 +160,7 @@ def test_a_run_that_was_given_up_in_this_process_is_not_listened_to(arena: Path)
 
 
 def start(iteration: int = 0) -> tuple[Namespace, torch.nn.Module, torch.optim.Optimizer]:
-    """What a run of the script has after ``setup_model_and_optimizer``."""
+    """The objects that a script has after ``setup_model_and_optimizer``."""
     args = Namespace(iteration=iteration, consumed_train_samples=iteration * BATCH, skipped_train_samples=0)
     model = torch.nn.Linear(3, 2)
     return args, model, torch.optim.Adam(model.parameters())
@@ -169,7 +169,7 @@ def start(iteration: int = 0) -> tuple[Namespace, torch.nn.Module, torch.optim.O
 def train(
     snap: InMemorySnapshot, args: Namespace, model: torch.nn.Module, optim: torch.optim.Optimizer, until: int
 ) -> None:
-    """A loop that nobody listens to."""
+    """A loop whose module holdfast does not know."""
     for iteration in range(args.iteration, until):
         args.curr_iteration = iteration
         torch.autograd.backward(model(torch.ones(1, 3)).sum())
@@ -187,7 +187,7 @@ def test_without_megatrons_module_an_iteration_begins_with_the_first_forward(are
     assert snap.drain(60)
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 
-    args, model, optim = start(iteration=90)  # a checkpoint on disk, older by nature
+    args, model, optim = start(iteration=90)  # from a checkpoint on disk, which is older
     snap = protect(model, optim, None, args, strict=True)
     assert (snap.step, args.iteration) == (5, 105)
     assert args.consumed_train_samples == 105 * BATCH

@@ -1,5 +1,5 @@
-"""What megatron-core's optimizers keep beside the state that torch knows of: its own classes, with what they would take
-of Transformer Engine and of a GPU stood in for."""
+"""State that megatron-core's optimizers keep outside of torch's optimizer state. The classes are megatron-core's own;
+Transformer Engine and the GPU are replaced by stand-ins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names(of: list[torch.nn.Parameter]) -> dict[torch.Tensor, str]:
 
 
 def train(optimizer: Any, of: list[torch.nn.Parameter], steps: range) -> None:
-    """Steps whose gradients are a function of their numbers."""
+    """Take steps whose gradients are a function of the step's number."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in of:
@@ -50,7 +50,7 @@ def bytes_of(of: list[torch.nn.Parameter]) -> list[list[int]]:
 
 
 def move(state: OptimizerState, main: dict[str, torch.Tensor], into: OptimizerState) -> None:
-    """What a snapshot does: everything that `state` names, filled into another job's."""
+    """Move state as a snapshot does: fill everything that `state` names into another job's `into`."""
     held = {each.name: each.tensor.clone() for each in state.tensors()}
     plain, fixed = state.plain(), state.fixed()
     main = {name: each.clone() for name, each in main.items()}
@@ -79,7 +79,7 @@ def hybrid(monkeypatch: pytest.MonkeyPatch) -> Any:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", split)  # and taken back at the end
+    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", split)  # undoes `install`
     monkeypatch.setattr(torch.cuda, "Stream", _EagerStream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", _EagerStream)
@@ -150,7 +150,7 @@ def test_a_state_that_is_loaded_while_it_trains_is_noticed(hybrid: Any) -> None:
     state = hybrid_state(optimizer, of)
     train(optimizer, of, range(2))
     state.plain()
-    optimizer._init_sub_optimizers()  # as its load_state_dict does
+    optimizer._init_sub_optimizers()  # as its `load_state_dict` does
     with pytest.raises(StateMismatch, match=r"the inner optimizers of optim0 were replaced"):
         state.plain()
 
@@ -252,7 +252,7 @@ def test_weights_that_are_quantized_anew_are_the_same_or_refused(recipe: str) ->
 
 def test_weights_of_an_unknown_class_are_refused_by_name() -> None:
     class GroupedTensor(quantized.QuantizedTensor):
-        """Of a later release."""
+        """A class of a later release."""
 
     of: Any = torch.nn.Parameter(
         GroupedTensor((2, 2), torch.bfloat16, torch.zeros(2, 2, dtype=torch.uint8), torch.ones(1), None)
@@ -276,7 +276,8 @@ def test_weights_in_eight_bits_without_main_parameters_are_refused() -> None:
 
 
 class Scaled(torch.nn.Module):
-    """A layer with delayed scaling; a Transformer Engine that unpickles nothing makes no room for it."""
+    """A layer with delayed scaling. Without `unpickles` it has no room for the scaling state, like a Transformer Engine
+    that does not unpickle."""
 
     def __init__(self, unpickles: bool = True, length: int = 4) -> None:
         super().__init__()
@@ -290,7 +291,7 @@ class Scaled(torch.nn.Module):
         return torch.zeros(3, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Does nothing, as one that only warns."""
+        """Does nothing, like a Transformer Engine that only warns."""
 
 
 def test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled() -> None:

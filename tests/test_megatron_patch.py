@@ -1,4 +1,4 @@
-"""The patch that fills in Megatron-LM's ``in_memory``: well-formed, calling what there is, applied where it can be."""
+"""The patch that fills in Megatron-LM's ``in_memory``: it is well-formed, calls what exists, applies where it can."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
 def hunks() -> list[list[str]]:
-    """Each with its first line."""
+    """The hunks, each with its header line."""
     found: list[list[str]] = []
     for line in PATCH.read_text().splitlines():
         if line.startswith("@@"):
@@ -61,7 +61,7 @@ class Killed(Exception):
 
 
 def run(kill: tuple[Any, ...] | None = None, **args: Any) -> tuple[list[Any], list[Any] | None]:
-    """As a patched Megatron-LM runs."""
+    """Run as a patched Megatron-LM does."""
     told: list[Any] = []
     manager: list[InMemoryCheckpointManager] = []
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's rerun state machine, its own class, in a loop that is killed: it goes on as if nothing had happened."""
+"""Megatron-LM's own rerun state machine, in a loop that is killed: it continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import megatron_lm_loop as loop
 
 ITERATIONS = 16
 RATE = 4
-"""One in so many results is said to be wrong."""
+"""One result in this many is reported as wrong."""
 
 
 class Killed(Exception):
@@ -35,7 +35,7 @@ Tell = Callable[..., None]
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the machine asks of CUDA, and of its process group, in one process without either."""
+    """Replace what the machine asks of CUDA and of its process group, as there are neither."""
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -55,7 +55,7 @@ def start(no_device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         megatron.get_rerun_state_machine().current_iteration = 0  # as `train` does
         monkeypatch.setattr(loop, "train_step", partial(train_step, tell))
 
-    monkeypatch.setattr(megatron.RerunStateMachine, "REPORTING_INTERVAL_ITERATIONS", 1000)  # 0.16.1 fails to report
+    monkeypatch.setattr(megatron.RerunStateMachine, "REPORTING_INTERVAL_ITERATIONS", 1000)  # reporting fails in 0.16.1
     monkeypatch.setattr(loop, "get_rerun_state_machine", megatron.get_rerun_state_machine, raising=False)
     yield start
     megatron.destroy_rerun_state_machine()
@@ -69,7 +69,7 @@ def train_step(
     scheduler: Any,
     snap: InMemorySnapshot | None,
 ) -> str:
-    """As Megatron-LM's: the iteration is run, and run again when the machine says so."""
+    """Like Megatron-LM's: the iteration is run, and run again when the machine says so."""
     machine = megatron.get_rerun_state_machine()
     batches = megatron.RerunDataIterator(data)
     while machine.should_run_forward_backward(batches):
@@ -91,7 +91,7 @@ def train_step(
 
 
 def apart(first: torch.Tensor, second: torch.Tensor) -> float:
-    """As if the device computed something else each time."""
+    """As if the device computed a different result each time."""
     return abs(first.item()) / 10
 
 
@@ -103,7 +103,7 @@ def run(
     kill: tuple[Any, ...] | None = None,
     protected: bool = True,
 ) -> tuple[list[Any], list[Any] | None]:
-    """What a process told, and what it ended with, its machine included."""
+    """A process's reports and its final state, including that of its machine."""
     told: list[Any] = []
     snapshots: list[InMemorySnapshot] = []
 
@@ -124,7 +124,7 @@ def run(
 
 
 def known() -> dict[str, Any]:
-    """All that the machine of this process knows and a step does not make anew."""
+    """All state of this process's machine that a step does not create anew."""
     machine = megatron.get_rerun_state_machine()
     names = ("state", "first_iteration_complete", "failed_validation_call", "large_value_counts", "max_values")
     return {name: getattr(machine, name) for name in names} | {
@@ -181,7 +181,7 @@ def test_without_it_the_machine_of_the_restart_knows_nothing(
 
 
 def machine_that_waits() -> Any:
-    """Of a process that Megatron-LM has started to rerun an iteration on another device."""
+    """The machine of a process that Megatron-LM has started to rerun an iteration on another device."""
     machine: Any = megatron.RerunStateMachine(mode=megatron.RerunMode.VALIDATE_RESULTS)
     machine.state = megatron.RerunState.WILL_RERUN_FROM_CHECKPOINT
     machine.failed_validation_call = megatron.Call(megatron.Caller("loss", 0), 1)

@@ -1,4 +1,4 @@
-"""Ranks that send each other messages: here threads of one process, each with real connections."""
+"""Ranks that send each other messages: here they are threads of one process, each with real connections."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ranks(size: int) -> Iterator[list[Mesh]]:
 
 
 def together(meshes: list[Mesh], call: Callable[[Mesh], T]) -> list[T]:
-    """What a call gives on each rank."""
+    """The result of `call` on each rank."""
     with ThreadPoolExecutor(len(meshes)) as threads:
         return list(threads.map(call, meshes, timeout=DEADLINE_S))
 
@@ -125,7 +125,7 @@ def test_who_leaves_in_a_round_is_noticed_by_all_at_once(size: int) -> None:
         meshes[0].end()
         for future in waiting:
             with pytest.raises(AgreementLost, match="gone or too slow"):
-                future.result(DEADLINE_S / 2)  # and not after the deadline of a call
+                future.result(DEADLINE_S / 2)  # long before the deadline of a call
         with pytest.raises(AgreementLost, match="lost in an earlier call"):
             meshes[1].minimum(lambda: [0], everyone).result(DEADLINE_S)
 

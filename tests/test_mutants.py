@@ -1,4 +1,4 @@
-"""Chaos is tested itself: it must notice each of the broken builds in `tests.mutants`."""
+"""Chaos itself is tested: it must notice each broken build in `tests.mutants`."""
 
 from __future__ import annotations
 

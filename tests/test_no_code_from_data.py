@@ -1,9 +1,9 @@
-"""Nothing that came over a socket or lies in shared memory becomes code: no unpickling and no evaluation on any way.
+"""Nothing that came over a socket or is in shared memory becomes code: nothing is unpickled or evaluated.
 
-Two checks. By syntax, over every module that an SMP or a trainer's snapshot code consists of: no such function is
-named. By import: of our own modules that an SMP's process has loaded, none holds such a module under any name.
-What they cannot see: names that are put together at run time, C extensions (protobuf's and gRPC's parsers are C++,
-torch is not reached from here), and what a user's own ``state_dict`` does with what it is given.
+Two checks. By syntax: no module of the SMP or of a trainer's snapshot code names such a function. By import: none of
+our own modules that an SMP's process has loaded holds such a module under any name. The checks cannot see names that
+are put together at run time, C extensions (protobuf's and gRPC's parsers are C++, torch is not reached from here), and
+what a user's own ``state_dict`` does with its input.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MODULES = {
     *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "dbm", "code", "codeop"),
     *("imp", "xmlrpc", "multiprocessing.connection", "multiprocessing.managers", "yaml", "jsonpickle"),
 }
-"""Not to be imported at all."""
+"""Modules that must not be imported."""
 
 CALLS = {"eval", "exec", "compile", "__import__", "breakpoint", "input"}
-"""Not to be called: builtins."""
+"""Builtins that must not be called."""
 
 METHODS = {
     *("torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load", "np.save", "np.fromfile", "yaml.load"),
@@ -38,14 +38,14 @@ METHODS = {
 ROOMS = ("ec", "smp_daemon", "snapshot")
 
 ALLOWED = {
-    # Of constants, or of names that this process chose: nothing of it comes from outside.
+    # Called with constants, or names that this process chose; nothing comes from outside.
     ("snapshot/state/reach.py", "importlib.import_module"),
-    ("snapshot/state/own_generators.py", "types.CodeType"),  # looked at, never made
+    ("snapshot/state/own_generators.py", "types.CodeType"),  # inspected, never created
 }
 
 
 def found(path: Path) -> set[str]:
-    """What a module names that it must not."""
+    """The forbidden names that a module uses."""
     names = {name for name in imports(path) if name in MODULES or name.split(".")[0] in MODULES}
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call):
@@ -86,7 +86,7 @@ def test_the_check_sees_what_it_is_for(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.proves("no-code")
 def test_an_smp_imports_no_module_that_unpickles_for_it() -> None:
-    """By import graph: of our own modules that an SMP's process has loaded once it serves, none has `pickle` in it."""
+    """By import: none of our own modules that a serving SMP's process has loaded has `pickle` in it."""
     code = (
         "import json, sys\n"
         "from holdfast.smp_daemon import __main__, service\n"

@@ -1,4 +1,4 @@
-"""What a plan assumes of an SMP, what it says of that, and what it says is worth buying."""
+"""The rates that a plan assumes of an SMP, what it says about them, and which improvement it says is worth buying."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RATES = NodeRates(
 
 
 def node_file(path: Path, **changes: Any) -> Path:
-    """What ``bench node`` would have written."""
+    """A file as ``bench node`` would have written it."""
     rates = {name: getattr(RATES, name) for name in RATES.__slots__}
     path.write_text(json.dumps({"kind": KIND, "format": FORMAT, "rates": rates} | changes))
     return path

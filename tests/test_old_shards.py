@@ -1,4 +1,4 @@
-"""What is said of old shards: names that hold for the whole job, and what may not be cut."""
+"""Descriptions of old shards: names are valid for the whole job, and some state must not be divided."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def live(name: str, change: Change) -> LiveTensor:
 
 
 def is_guessed(name: str, change: Change, *digests: str) -> bool:
-    """Whether a new rank may take what the first of the old ones held, of which each held what has that digest."""
+    """Whether a new rank may take the value of the first old rank, when the old ranks' values have these digests."""
     try:
         _check_private([live(name, change)], [manifest(f"dp{i}", digests={name: d}) for i, d in enumerate(digests)])
     except StateMismatch as error:
@@ -68,7 +68,7 @@ def is_guessed(name: str, change: Change, *digests: str) -> bool:
 
 @pytest.mark.parametrize("name", ["model0.w", "optim.0.0.residual"])
 def test_parameters_and_moments_that_differ_are_not_guessed(name: str) -> None:
-    """Such as residuals that a compressor keeps of each rank's own errors, or models that no wrapper keeps alike."""
+    """Such as a compressor's residuals of each rank's own errors, or models that no wrapper keeps identical."""
     assert is_guessed(name, Change.STEP, "a", "a")
     assert not is_guessed(name, Change.STEP, "a", "b")
 

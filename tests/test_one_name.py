@@ -1,4 +1,4 @@
-"""Everything of holdfast is imported by that one name: a job may stand beside files of any other."""
+"""Everything of holdfast is imported by that one name, so a job's own files may have any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of optimizers goes back to the parameter that it is of; optimizers in optimizers are followed."""
+"""An optimizer's state goes back to the parameter that it belongs to; optimizers within optimizers are found."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(model: nn.Module) -> list[Any]:
 
 
 def start_anew(before: Make, after: Make) -> tuple[nn.Module, Any, nn.Module, Any]:
-    """Three steps of a job, and the job made again otherwise, as it is when it is restored."""
+    """Train a job for three steps, and restore it into one that is made with `after`."""
     model = net()
     optim = before(model)
     with InMemorySnapshot(model, optim, keep=True, strict=True, overhead_budget=0) as snap:
@@ -99,7 +99,7 @@ def test_groups_in_another_order_keep_their_own_options(arena: Path) -> None:
 
 
 def test_names_that_a_group_gives_its_parameters_stay_with_them(arena: Path) -> None:
-    """torch keeps them in the group, beside the parameters, in their order."""
+    """torch keeps the names in the group, beside the parameters, in the same order."""
 
     def named(model: nn.Module) -> Any:
         return torch.optim.Adam(list(model.named_parameters()), lr=0.1)
@@ -215,7 +215,7 @@ def test_a_parameter_that_is_made_after_the_hook_has_its_name(arena: Path) -> No
 
 
 def test_parameters_of_no_module_come_back_by_their_place(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As a temperature that is learned."""
+    """Such as a learned temperature."""
 
     def job() -> tuple[nn.Module, nn.Parameter, torch.optim.Optimizer]:
         model, alpha = net(), nn.Parameter(torch.zeros(()))
@@ -242,11 +242,11 @@ def test_those_that_only_their_place_tells_apart_are_warned_of(arena: Path, capl
     assert "4 parameters that Adam updates are in none of the modules given, and alike in shape" in caplog.text
 
 
-# ------------------------------------------------------------------ what the state may look like
+# ------------------------------------------------------------------ forms of state
 
 
 class Odd(torch.optim.Optimizer):
-    """Entries whose keys are numbers, and have dots in them."""
+    """Keeps entries whose keys are numbers or contain dots."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -282,11 +282,11 @@ def test_a_parameter_that_is_given_twice_has_one_state() -> None:
     assert [item.name for item in state.tensors()] == ["optim.model0.weight.momentum_buffer"]
 
 
-# ------------------------------------------------------------------ optimizers in optimizers
+# ------------------------------------------------------------------ optimizers within optimizers
 
 
 class Container(torch.optim.Optimizer):
-    """Several behind one, as torchtitan has it: it has groups, and no state."""
+    """Several optimizers behind one, as in torchtitan: it has groups, but no state."""
 
     def __init__(self, *parts: Iterable[torch.Tensor]) -> None:
         self.optimizers = [torch.optim.AdamW(part, lr=0.1) for part in parts]
@@ -298,7 +298,7 @@ class Container(torch.optim.Optimizer):
 
 
 class Sharpness(torch.optim.Optimizer):
-    """A base optimizer, its groups, and state of its own, as SAM has it."""
+    """Has a base optimizer, shares its groups, and keeps state of its own, like SAM."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         super().__init__(params, {"rho": 0.05})
@@ -314,7 +314,7 @@ class Sharpness(torch.optim.Optimizer):
 
 
 class Ahead(torch.optim.Optimizer):
-    """Wraps another without calling its own base class, as timm's Lookahead does."""
+    """Wraps another optimizer without calling its own base class, as timm's Lookahead does."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._base_optimizer = base
@@ -336,7 +336,7 @@ class Ahead(torch.optim.Optimizer):
 
 
 class Passing(torch.optim.Optimizer):
-    """A wrapper by type only, as Accelerate's."""
+    """A wrapper in type only, like Accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -391,7 +391,7 @@ def test_inner_optimizers_come_first_and_each_once() -> None:
 
 def test_what_a_wrapper_without_base_class_has_in_it_is_found_even_behind_what_only_looks_like_one() -> None:
     class Looks:
-        """Such as Apex's."""
+        """Has the methods of an optimizer, like Apex's wrapper."""
 
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.hidden = [optimizer]

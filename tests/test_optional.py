@@ -1,4 +1,4 @@
-"""What is optional of an SMP never ends a job: it is left out, or put elsewhere, and operators are told."""
+"""Optional parts of an SMP never end a job: they are left out, or placed elsewhere, and operators are told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.test_persister import await_, persist
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port of loopback that somebody else listens on."""
+    """A loopback port on which somebody else listens."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen(1)
@@ -147,7 +147,7 @@ def test_other_machines_are_given_metrics_alone(ground: Ground) -> None:
 
 
 def own_address() -> str | None:
-    """Of this machine, not loopback; nothing is sent."""
+    """An address of this machine other than loopback; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("192.0.2.1", 9))

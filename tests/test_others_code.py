@@ -1,4 +1,4 @@
-"""What code of other people does that a snapshot must not miss: it is exact, or refused, or told."""
+"""Habits of other people's code that a snapshot must cope with: it is exact, or refuses, or warns."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.test_beginning import STEPS, STOP, Job, Simple, counted, life, plain,
 pytestmark = pytest.mark.usefixtures("arena")
 
 
-# ---------------------------------------------------------------------- where elements lie in memory
+# ---------------------------------------------------------------------- how elements are laid out in memory
 
 
 def test_strides_come_back() -> None:
-    """A kernel may add up in another order where elements lie in another one."""
+    """A kernel may sum in another order if the elements are laid out differently."""
     seen: list[tuple[list[int] | None, list[int] | None]] = []
 
     class Turned(Simple):
@@ -34,7 +34,7 @@ def test_strides_come_back() -> None:
             self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
 
     class Turning(torch.optim.SGD):
-        """Leaves weights, and what it keeps of them, column by column, as LAPACK does; some of it in a list."""
+        """Leaves weights and its own state in column-major order, as LAPACK does; part of the state is in a list."""
 
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, lr=0.05)
@@ -52,14 +52,14 @@ def test_strides_come_back() -> None:
 
     trial(counted, Turned)
     assert seen[:STEPS] == [(None, None)] + [([1, 8], [1, 3])] * (STEPS - 1)
-    assert seen[STEPS + STOP] == ([1, 8], [1, 3])  # as the last process begins
+    assert seen[STEPS + STOP] == ([1, 8], [1, 3])  # when the last process begins
 
 
 def test_a_view_is_left_where_it_is() -> None:
     whole = torch.arange(12.0).view(3, 4)
     assert empty_restrided(whole, None) is None
     for strides in (None, [8, 2], [1, 3]):
-        assert empty_restrided(whole[:, :2], strides) is None  # its gaps are somebody else's
+        assert empty_restrided(whole[:, :2], strides) is None  # the gaps belong to somebody else
     assert empty_restrided(whole, [8, 2]) is None
     other = empty_restrided(whole, [1, 3])
     assert other is not None
@@ -69,11 +69,11 @@ def test_a_view_is_left_where_it_is() -> None:
     assert back.is_contiguous()
 
 
-# ---------------------------------------------------------------------- steps that nobody sees
+# ---------------------------------------------------------------------- steps whose forward is not seen
 
 
 class Flow(torch.nn.Module):
-    """Trained by a method of its own."""
+    """Trained by a method of its own instead of `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_the_forward_of_a_compiled_model_is_seen_if_that_is_given(caplog: pytest
 
 
 class Graph:
-    """A batch as graph libraries make it: an object, which what it holds refers to."""
+    """A batch as graph libraries make it: an object that its own contents refer to."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.store = {"x": x, "graph": self}
@@ -170,11 +170,11 @@ def test_a_batch_of_any_class_is_looked_into() -> None:
     assert list(tensors_in([torch.nn.Linear(2, 2), torch, lambda: x])) == []
 
 
-# ---------------------------------------------------------------------- what is kept beside state
+# ---------------------------------------------------------------------- state kept elsewhere
 
 
 class Merging(torch.optim.SGD):
-    """Halves its steps at every third."""
+    """Halves the learning rate in every third step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.05)
@@ -208,7 +208,7 @@ def test_what_an_optimizer_counts_in_an_attribute_comes_back() -> None:
 
 
 class Metric(torch.nn.Module):
-    """Accumulates in attributes, as metrics do."""
+    """Accumulates in plain attributes, as metrics do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Metric(torch.nn.Module):
 
 
 class Hiding(torch.optim.SGD):
-    """Keeps a tensor that nobody knows of."""
+    """Keeps a tensor in an attribute, outside its state."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.05)
@@ -268,7 +268,7 @@ def iter_of_batches() -> Any:
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Nothing."""
+            """Ignores the state."""
 
     return Batches()
 

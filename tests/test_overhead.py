@@ -1,4 +1,4 @@
-"""What failures take: every second of a run with kills is accounted for."""
+"""The cost of failures: every second of a run with kills is accounted for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 def history() -> History:
-    """20 steps of a second, a snapshot every 4; a kill in the middle of step 11, 3 s to restart, from step 8."""
+    """20 steps of a second, a snapshot every 4; killed in the middle of step 11, 3 s to restart, from step 8."""
     found = History()
 
     def steps(generation: int, first: int, last: int, start_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Copies are spread over the step beside them, on a clock that only waits and work move."""
+"""Copies are spread over the step that runs beside them, on a clock that only waits and work move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WINDOW_S = 8.0
 
 
 class Loop:
-    """A training loop and its copy thread, taking turns on one clock. What is to happen meanwhile is `at` a time."""
+    """A training loop and its copy thread, taking turns on one clock. `at` schedules what happens in the meantime."""
 
     def __init__(self, wait: Callable[[threading.Event, float], bool] | None = None) -> None:
         self.now = 5000.0
@@ -33,12 +33,12 @@ class Loop:
         self._events: list[tuple[float, Callable[[], None]]] = []
 
     def at(self, after_s: float, happens: Callable[[], None]) -> None:
-        """Let something happen so long from now."""
+        """Schedule an event, `after_s` from now."""
         self._events.append((self.now + after_s, happens))
         self._events.sort(key=lambda event: event[0])
 
     def go_on(self, seconds: float) -> None:
-        """So much time passes."""
+        """Let time pass, and let the events of that time happen."""
         end = self.now + seconds
         while self._events and self._events[0][0] <= end:
             self.now, happens = self._events.pop(0)
@@ -46,7 +46,7 @@ class Loop:
         self.now = end
 
     def copy(self, batch_s: float = BATCH_S, *, batches: int = BATCHES, total: int | None = None) -> list[float]:
-        """Copy in batches that take so long each; when each of them began, in seconds from now."""
+        """Copy in batches that take `batch_s` each; return when each began, in seconds from now."""
         began = self.now
         self.pace.begin(batches * BATCH if total is None else total)
         starts = []
@@ -57,7 +57,7 @@ class Loop:
         return starts
 
     def step(self, window_s: float = WINDOW_S, batch_s: float = BATCH_S, *, late_s: float = 0.0) -> list[float]:
-        """A whole step and its copy, which begins `late_s` after the boundary; when its batches began, from there."""
+        """A step and its copy, which begins `late_s` after the boundary; returns when its batches began, from there."""
         began = self.now
         self.pace.boundary(began)
         self.go_on(late_s)
@@ -67,7 +67,7 @@ class Loop:
         return starts
 
     def _wait(self, event: threading.Event, seconds: float) -> bool:
-        """Time passes until the event is set, or as told."""
+        """Let time pass until the event is set, but at most `seconds`."""
         self.waits.append(seconds)
         end = self.now + seconds
         while not event.is_set() and self._events and self._events[0][0] <= end:
@@ -87,7 +87,7 @@ def spread(window_s: float = WINDOW_S) -> list[object]:
 
 @pytest.fixture
 def loop() -> Loop:
-    """One that knows its windows and copies."""
+    """A loop that knows its windows and copies."""
     loop = Loop()
     for _ in range(REMEMBERED):
         loop.step()
@@ -220,7 +220,7 @@ def test_more_bytes_than_were_said_are_not_held_up_beyond_half_of_the_window(loo
 def test_a_copy_ends_no_later_than_it_must_whatever_happens(
     window_s: float, lengths_s: list[float], phases: list[tuple[float, bool]]
 ) -> None:
-    """Each batch takes as long as it likes, and the step communicates when it likes."""
+    """Batches take any time, and the step communicates at any time."""
     loop = Loop()
     for _ in range(EVIDENCE):
         loop.step(window_s, batch_s=window_s / SLACK / BATCHES / 2)
@@ -275,7 +275,7 @@ def test_a_batch_waits_until_the_step_has_communicated(loop: Loop) -> None:
 def test_nobody_waits_longer_than_a_second_for_the_end_of_a_phase(loop: Loop) -> None:
     loop.pace.boundary(loop.now)
     loop.pace.comm(True)
-    loop.at(0.5, lambda: loop.pace.comm(True))  # said twice, it is still the same phase
+    loop.at(0.5, lambda: loop.pace.comm(True))  # reported twice, it is still the same phase
     starts = loop.copy()
     assert starts[0] == pytest.approx(MAX_PAUSE_S)
     caught_up = int(MAX_PAUSE_S / (SPREAD * WINDOW_S / BATCHES)) + 1
@@ -321,7 +321,7 @@ def test_where_copies_are_not_spread_they_do_not_wait_for_phases_either() -> Non
     ],
 )
 def test_the_training_thread_ends_a_wait_of_the_copy_thread(batches: int, end: Callable[[Loop], None]) -> None:
-    """The clock stands still: a batch that waits would do so for an hour."""
+    """The clock stands still: a batch that nobody woke would wait for an hour."""
     waiting = threading.Event()
 
     def wait(event: threading.Event, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""A cap on bytes per second, patience and turns, by a clock that the tests turn themselves."""
+"""A cap on bytes per second, patience and turns, on a clock that the tests move."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATE = 1000.0
 
 
 class Sender:
-    """Sends as a pacer lets it, on a clock of its own. The clock does not start at zero, as none does."""
+    """Sends as its pacer allows, on a clock of its own, which like any clock does not start at zero."""
 
     def __init__(self, rate: float, now: float = 5000.0) -> None:
         self.pacer = Pacer(rate)
@@ -23,14 +23,14 @@ class Sender:
         self.sent: list[tuple[float, int]] = []
 
     def send(self, count: int) -> float:
-        """Wait as long as it is told to, and send; how long it waited."""
+        """Wait as long as the pacer says, and send; return how long it waited."""
         wait = self.pacer.wait_s(count, self.now)
         self.now += wait
         self.sent.append((self.now, count))
         return wait
 
     def most_within(self, seconds: float) -> int:
-        """The most bytes that began to go within any `seconds`."""
+        """The most bytes whose sending began within any `seconds`."""
         return max(sum(count for at, count in self.sent if begin <= at < begin + seconds) for begin, _ in self.sent)
 
 

@@ -1,6 +1,6 @@
-"""The page of an SMP in a real browser: on a phone and a wide screen, by day and by night, to all kinds of eyes.
+"""The page of an SMP in a real browser: on a phone and a wide screen, in light and dark mode, for all colour vision.
 
-``make pictures`` writes the pictures in docs/ anew.
+``make pictures`` renews the pictures in docs/.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.test_smp import wait_until
 
 PHONE, WIDE = 375, 1000
 WORD = 20
-"""Characters of the longest word that has a line's room anywhere."""
+"""Length in characters up to which a word must always fit on one line."""
 FEW_PIXELS = 1.0
 APART = 15.0
-"""How far apart two colours must be in CIE L*a*b*: 2 are told apart side by side."""
+"""Least distance of two colours in CIE L*a*b*. Side by side, 2 is enough to tell them apart."""
 READABLE, VISIBLE = 4.5, 3.0
-"""Least contrast of text, and of shapes, with what is behind them (WCAG 2.2, 1.4.3 and 1.4.11)."""
+"""Least contrast of text, and of shapes, with their background (WCAG 2.2, 1.4.3 and 1.4.11)."""
 LONG = "gke-train-a3-mega-7f3e9c21-x4k2.c.a-project.internal"
-"""A name as clouds give them to nodes."""
+"""A node name as clouds assign them."""
 
 DIE = """
 import os, signal, sys
@@ -46,14 +46,14 @@ client = SmpClient(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
 client.heartbeat(TrainerPhase.STEP, 12338)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-"""A trainer, and its end."""
+"""The program of a trainer that connects and dies."""
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[SmpProcess]:
-    """An SMP of a job that has come back from the loss of a node and of trainers, and has just lost a node more."""
+    """An SMP of a job that has recovered from the loss of a node and of trainers, and has just lost another node."""
     with playground() as ground:
         yield been_through(ground)
 
@@ -82,7 +82,7 @@ def been_through(ground: Ground) -> SmpProcess:
     for step in (12339, 12340):
         after.protect(step)
     smps[5].lose()
-    status = f"http://127.0.0.1:{smps[0].owner.http_port}/status.json"  # it notices when it looks, and tells next time
+    status = f"http://127.0.0.1:{smps[0].owner.http_port}/status.json"  # asking makes it notice; the next answer tells
     assert wait_until(lambda: b"does not answer: " in urllib.request.urlopen(status, timeout=DEADLINE_S).read())
     return smps[0]
 
@@ -94,7 +94,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def show(window: Browser, smp: SmpProcess, width: int, *, dark: bool = False) -> None:
-    """Have the page on a screen so wide, with what it asked for first: it is no more changed while it is looked at."""
+    """Show the page at this width, as first loaded: later updates are ignored."""
     window.resize(width, phone=width == PHONE)
     window.see(dark=dark)
     window.open(f"http://127.0.0.1:{smp.owner.http_port}/", "document.querySelector('#nodes td')")
@@ -120,7 +120,7 @@ CUT_OFF = """[...document.querySelectorAll("body *")].filter(each => {
   return box.width && each.innerText && (box.left < 0 || box.right > innerWidth + 0.5
     || each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== "inline");
 }).map(each => each.outerHTML.slice(0, 200))"""
-"""Elements that are not on the screen, or do not have the room that they need."""
+"""Elements that are off the screen, or too small for their contents."""
 
 BROKEN = f"""(() => {{
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [], range = new Range();
@@ -133,7 +133,7 @@ BROKEN = f"""(() => {{
     }}
   return found;
 }})()"""
-"""Words that are not long, and yet stand on two lines."""
+"""Words of at most `WORD` characters that are broken across lines."""
 
 TEXTS = """(() => {
   const colour = text => text.match(/[\\d.]+/g).map(Number);
@@ -148,7 +148,7 @@ TEXTS = """(() => {
   }
   return found;
 })()"""
-"""Every text that is seen, its colour, and that of what is behind it."""
+"""Every visible text, its colour and its background colour."""
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -224,7 +224,7 @@ def test_a_page_whose_smp_is_gone_says_so(window: Browser, ground: Ground) -> No
 
 
 def contrast(one: Any, other: Any) -> float:
-    """Of two sRGB colours from 0 to 255, by WCAG."""
+    """Contrast of two sRGB colours from 0 to 255, by WCAG."""
     dark, light = sorted(float(linear(np.asarray(each[:3]) / 255) @ [0.2126, 0.7152, 0.0722]) for each in (one, other))
     return (light + 0.05) / (dark + 0.05)
 
@@ -234,7 +234,7 @@ def linear(colour: NDArray[Any]) -> NDArray[Any]:
 
 
 def lab(colour: NDArray[Any]) -> NDArray[Any]:
-    """CIE L*a*b*, white D65, of an sRGB colour from 0 to 1."""
+    """CIE L*a*b* (white D65) of an sRGB colour from 0 to 1."""
     primaries = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
     xyz = np.asarray(primaries) @ linear(colour) / [0.9505, 1.0, 1.089]
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
@@ -242,7 +242,7 @@ def lab(colour: NDArray[Any]) -> NDArray[Any]:
 
 
 def test_contrast_and_distance_are_as_published() -> None:
-    """Of black and white, and of a pair of colours whose values are in many tables."""
+    """Black and white, and a pair of colours whose values are in many tables."""
     assert contrast((0, 0, 0), (255, 255, 255)) == pytest.approx(21.0)
     assert contrast((0x77, 0x77, 0x77), (255, 255, 255)) == pytest.approx(4.48, abs=0.01)
     assert lab(np.array([1.0, 0.0, 0.0])) == pytest.approx([53.24, 80.09, 67.20], abs=0.1)

@@ -1,6 +1,6 @@
-"""Gathering parity: whatever order units arrive in, the slot ends as the XOR of the padded units.
+"""Gathering parity: in whatever order units arrive, the slot ends as the XOR of the padded units.
 
-A parity unit is as long as the longest data unit of its stripe; the rest of its place in the slot is left as it was.
+A parity unit is as long as the longest data unit of its stripe; the rest of its place in the slot stays as it was.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gathered:
 
     @property
     def stripes_held(self) -> list[int]:
-        """With one parity a stripe it moves on by a position each time."""
+        """The stripes whose parity is at `position`. With one parity per stripe, it moves on by one each time."""
         return [r for r in range(self.stripes.count) if r % self.stripes.positions == self.position]
 
     def accumulate(self, unit: Unit) -> None:
@@ -77,7 +77,7 @@ class Gathered:
 
 
 def start(stripes: Stripes, position: int, seed: int = 1) -> Gathered:
-    """A slot full of what an older snapshot left, and units of random bytes."""
+    """A slot full of an older snapshot's bytes, and units of random bytes."""
     source = random.Random(seed)
     units = [
         Unit(r, contributor, source.randbytes(piece.length))
@@ -100,7 +100,7 @@ def gatherings(draw: st.DrawFn) -> Gathered:
 
 
 def small() -> Gathered:
-    """Position 0 of three: its one stripe gets 8 bytes of position 1 and 5 of position 2."""
+    """Position 0 of three: its one stripe gets 8 bytes from position 1 and 5 from position 2."""
     return start(Stripes(((8,), (8,), (5,)), 2, 1, 8), 0)
 
 

@@ -1,4 +1,4 @@
-"""Where arenas lie, and who owns them."""
+"""Where arenas are, and who owns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a persisted shard, the lists that make a snapshot, and which may go: pure."""
+"""The bytes of a persisted shard, the lists that make up a snapshot, and which snapshots may go: pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.strategies import layouts, snapshots, spoilt
 
 
 def packed(content: bytes, unit_bytes: int, widths: list[int] | None = None) -> bytes:
-    """The file of a shard."""
+    """The file of a persisted shard."""
     header = Header("job", 3, 14, "dp0", len(content), unit_bytes)
     encoder = Encoder(header)
     units = [content[i : i + unit_bytes] for i in range(0, len(content), unit_bytes)]
@@ -92,7 +92,7 @@ def test_every_flipped_bit_is_noticed() -> None:
         bad = bytearray(file)
         bad[bit // 8] ^= 1 << bit % 8
         try:
-            assert unpacked(bytes(bad)) == content  # a bit that means nothing to zstandard may turn
+            assert unpacked(bytes(bad)) == content  # a flip of a bit that zstandard ignores is harmless
         except DamagedSnapshot:
             pass
 
@@ -133,7 +133,7 @@ def test_a_file_with_a_unit_missing_is_not_ended() -> None:
         Encoder(Header("job", 1, 1, "dp0", 100, 64)).end()
 
 
-# ---------------------------------------------------------------------- what makes a snapshot
+# ---------------------------------------------------------------------- what makes up a snapshot
 
 
 def manifest_of(layout: Layout) -> PersistManifest:

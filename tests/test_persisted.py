@@ -1,4 +1,4 @@
-"""Snapshots on storage, end to end: real trainers and SMPs, every memory lost, and the same bits come back."""
+"""Snapshots on storage, end to end: real trainers and SMPs lose all memory, and the same bits come back."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.cluster
 STEPS, SEED, NODES = 20, 5, 3
 JOB = "persisted"
 WAITS = [[6, 1], [10, 2], [14, 3]]
-"""In the middle of step 6 one snapshot at least is persisted, of step 10 two, of step 14 three; and none is on its way
-then."""
+"""Pairs of a step and a count: in the middle of the step the job waits until that many snapshots are persisted and none
+is being persisted."""
 LOST_AT = 14
 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """On tmpfs, so that what the cluster writes to disk is still nothing."""
+    """A place on tmpfs, so that the cluster still writes nothing to disk."""
     base = arena_base()
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = Path(tempfile.mkdtemp(prefix="place-", dir=base))
@@ -52,7 +52,7 @@ def make(
     keep: int = 2,
     waits: list[list[int]] = WAITS,
 ) -> VirtualCluster:
-    """A job on three nodes; without a place it is undisturbed, and takes no snapshots."""
+    """A job on three nodes; without a place it is the undisturbed one, and takes no snapshots."""
     args = {"job": "tests.jobs:Persisting", "seed": SEED, "steps": STEPS, "snapshots": place is not None}
     tier = {"HOLDFAST_PERSIST": str(place), "HOLDFAST_PERSIST_EVERY": "100ms", "HOLDFAST_PERSIST_KEEP": str(keep)}
     return VirtualCluster(
@@ -70,7 +70,7 @@ def make(
 
 
 def whole(place: Path) -> list[SnapshotId]:
-    """What is persisted, the newest first."""
+    """The persisted snapshots, newest first."""
     return [found.snapshot for found in find(Directory(place), JOB) if found.manifest is not None]
 
 
@@ -79,7 +79,7 @@ def shard(place: Path, snapshot: SnapshotId, rank: int) -> Path:
 
 
 def starts(history: History, generation: int = 1) -> set[tuple[int, str, str]]:
-    """From which step, tier and source each rank started."""
+    """The step, tier and source from which each rank started."""
     return {(e["step"], e["tier"], e["how"]) for e in history.of("started", generation=generation)}
 
 
@@ -96,13 +96,13 @@ def test_a_job_that_loses_every_node_goes_on_from_what_was_persisted(
     cluster = make(launcher, place, on_event=look)
     cluster.kill_node(0, 1, 2, at="train.step", step=LOST_AT)
     history = cluster.run()
-    assert len(there) == 2  # of three, and those that are kept are the newest
+    assert len(there) == 2  # of three, and the newest are kept
     assert starts(history) == {(there[0].step, "persisted", "persisted")}
     assert compare(undisturbed, history) == ""
     assert history.leaks == []
     assert history.tracebacks == []
     assert history.disk_bytes_written == 0
-    assert whole(place)[0] > there[0]  # and it went on to persist, in a newer epoch
+    assert whole(place)[0] > there[0]  # it continued to persist, in a newer epoch
 
 
 def test_damaged_ones_are_passed_over_down_to_one_that_is_whole(
@@ -134,7 +134,7 @@ def test_more_than_parity_covers_is_made_up_for(launcher: Launcher, place: Path,
     history = cluster.run()
     restored = starts(history)
     assert {tier for _, tier, _ in restored} == {"persisted"}
-    assert "persisted" in {how for _, _, how in restored}  # the node that is left may still hold its shard of it
+    assert "persisted" in {how for _, _, how in restored}  # the remaining node may still hold its shard
     ((step, *_), *_) = restored
     assert {each for each, _, _ in restored} == {step}
     assert step < LOST_AT

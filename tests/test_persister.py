@@ -54,7 +54,7 @@ def place_of(ground: Ground) -> Directory:
 
 
 def persist(run: Run, snapshot: SnapshotId) -> None:
-    """Have every node persist a snapshot, as trainers do that have agreed on it."""
+    """Have every node persist a snapshot, as trainers do once they have agreed on it."""
     clients = [trainer.client for trainer in run]
     await_(lambda: all(client.counters() and client.persist_due for client in clients))
     for client in clients:
@@ -114,7 +114,7 @@ def test_an_order_that_does_not_fit_is_refused(ground: Ground) -> None:
     assert not client.persist(SnapshotId(7, 1))
     assert client.persist_due
     assert client.persist(snapshot)
-    assert client.persist(snapshot)  # the word of another rank of this node
+    assert client.persist(snapshot)  # the same order, from another rank of this node
     await_persisted(client, 1)
 
 
@@ -125,13 +125,13 @@ def test_half_of_a_snapshot_is_none_and_is_swept_up_when_a_newer_one_is_whole(gr
     persist(run, first)
     ground.points.wait("node1", "persist.middle", 1)
     smps[1].rules = ()
-    smps[1].restart()  # and what it was writing is never finished
+    smps[1].restart()  # the snapshot that it was writing is never finished
     client = run["dp0"].client
     (found,) = find(place_of(ground), JOB)
     assert found.manifest is None
     assert not client.persisted().snapshots
     assert "not all of its nodes" in client.persisted().others[0]
-    smps[0].restart()  # else it would wait for the other for a minute
+    smps[0].restart()  # otherwise it would wait for node1 for a minute
     for trainer in run:
         trainer.client.reconnect()
     second = run.protect(2)
@@ -155,7 +155,7 @@ def test_memory_is_bounded_however_large_the_shard_is(ground: Ground) -> None:
 
 
 def anonymous(smp: SmpProcess) -> int:
-    """Memory of the process, less what it has mapped."""
+    """Resident memory of the process without mapped files, in bytes."""
     lines = Path(f"/proc/{smp.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
@@ -190,7 +190,7 @@ def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Gr
 
 
 class Moody(Directory):
-    """A directory that fails, or hangs, when it is told to."""
+    """A directory that fails or hangs on request."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -209,7 +209,7 @@ class Moody(Directory):
 
 @pytest.fixture
 def moody(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Smp, Run, Moody]]:
-    """An SMP in this process, one trainer, and storage at the test's mercy."""
+    """An SMP in this process, one trainer, and storage that the test controls."""
     at = Moody(ground.base / "place")
     monkeypatch.setattr(persister, "open_place", lambda url: at)
     monkeypatch.setattr(persister, "STUCK_S", 0.2)
@@ -258,10 +258,8 @@ def test_readiness_is_posted_while_no_epoch_can_replace_the_board(
         post(board, due)
 
     monkeypatch.setattr(Board, "post_due", watched)
-    for step in (
-        1,
-        2,
-    ):  # the second is ordered only after it was posted as due, if the first was posted too early to see
+    # The node may have been posted as due for the first before `watched` was in place, never for the second.
+    for step in (1, 2):
         persist(run, run.protect(step))
     await_persisted(run["dp0"].client, 2)
     assert len(owned) >= 3
@@ -278,10 +276,10 @@ def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, R
     assert client.counters()["persist_failures"] == 1
     for step in range(2, 6):
         assert run.outcomes(run.protect(step)) == {PROTECTED}
-    assert first not in {snapshot for snapshot, _ in client.inventory().shards}  # the slot was let go
-    assert not client.persist_due  # and no more is begun there
+    assert first not in {snapshot for snapshot, _ in client.inventory().shards}  # the slot was freed
+    assert not client.persist_due  # and no other write begins there
     at.goes_on.set()
-    persist(run, run.protect(6))  # which waits until it is due again
+    persist(run, run.protect(6))  # waits until one is due again
     await_persisted(client, 1)
     assert [found.snapshot.step for found in find(at, JOB) if found.manifest is not None] == [6]
 
@@ -346,4 +344,4 @@ def test_what_is_not_whole_says_why(ground: Ground) -> None:
     assert look(at, JOB, snapshot).reason == ""
     flip_a_byte(folder / "snapshot.json", at=20)
     assert "its manifest is damaged" in look(at, JOB, snapshot).reason
-    assert tidy(at, JOB, 1) == []  # the newest of all stays, whatever it is
+    assert tidy(at, JOB, 1) == []  # the newest is always kept

@@ -1,7 +1,7 @@
 """Which snapshot a restart goes back to: every loss, at every half-finished moment, against an oracle.
 
-The oracle knows nothing of `ec` or of `shared.plan`. It deals units out to stripes as the promise says and asks for
-the newest snapshot of which each byte is held, or shares its stripe with fewer losses than that has parities.
+The oracle knows nothing of `ec` or of `shared.plan`. It deals units out to stripes as the promise says, and asks for
+the newest snapshot in which every byte is held, or in a stripe that has lost no more units than it has parities.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NEW = SnapshotId(2, 12)
 
 @dataclass(frozen=True)
 class Job:
-    """Lengths of the shards of each node, and the nodes of each group. By default as much data a stripe as there is
-    room for, and one parity."""
+    """Lengths of each node's shards, and the nodes of each group. By default a stripe has as much data as there is room
+    for, and one parity."""
 
     lengths: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
@@ -46,7 +46,7 @@ class Job:
         return [f"n{node}s{segment}" for segment in range(len(self.lengths[node]))]
 
     def layout(self, epoch: int) -> Layout:
-        """In each epoch the same job stands on the machines in another order."""
+        """The layout of an epoch. Each epoch places the same job on the machines in another order."""
         nodes = tuple(
             Node(
                 machine(node, epoch, len(self.lengths)),
@@ -61,11 +61,11 @@ class Job:
 
     @cached_property
     def stripes(self) -> list[list[Stripe]]:
-        """For each group its stripes."""
+        """The stripes of each group."""
         return [list(self._deal(group)) for group in self.groups]
 
     def _deal(self, group: Sequence[int]) -> Iterator[Stripe]:
-        """Stripes stand on neighbours, parity first; each starts where the parity of the one before ends, or one
+        """Stripes are placed on neighbours, parity first. Each starts where the parity of the one before ends, or one
         further on once a round would repeat itself."""
         parity = self.parity_of(group)
         data = min(self.data, len(group) - parity)
@@ -90,7 +90,7 @@ class Job:
                 start, started = 0, set()
 
     def parity_of(self, group: Sequence[int]) -> int:
-        """Parities a stripe: one needs another node to be of any use."""
+        """Parities per stripe. Each needs another node to be of any use."""
         return min(self.parity, len(group) - 1)
 
     @cached_property
@@ -99,7 +99,7 @@ class Job:
         return tuple(sorted({holder for group in self.stripes for stripe in group for holder in stripe.holders}))
 
     def lossy_groups(self, held: Collection[str]) -> list[int]:
-        """The groups that cannot be had if only the shards and parities in `held` are left."""
+        """The groups that cannot be recovered if only the shards and parities in `held` are left."""
         return [g for g in range(len(self.groups)) if not self._can_be_had(g, held)]
 
     def _can_be_had(self, g: int, held: Collection[str]) -> bool:
@@ -114,7 +114,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Stripe:
-    """Who holds its parities, and whose shards they are of."""
+    """The parity slots that hold its parities, and the shards of its data units."""
 
     holders: frozenset[str]
     units: tuple[str, ...]
@@ -154,18 +154,18 @@ def subsets(items: Sequence[str]) -> Iterator[frozenset[str]]:
 
 @dataclass(frozen=True)
 class Holding:
-    """What is there of one snapshot before anything is lost."""
+    """The parts of one snapshot that exist before anything is lost."""
 
     snapshot: SnapshotId
     parts: frozenset[str]
 
 
 class World:
-    """Every machine of a job and its inventory, ready to lose some of them.
+    """Every machine of a job, with its inventory; any of them may be lost.
 
     Attributes:
         protected: the newest snapshot that was protected.
-        told: the machines that know; None if all do.
+        told: the machines that know `protected`; None if all do.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class World:
         return self.told is None or name in self.told
 
     def parts_on(self, held: Holding, machines: Collection[str]) -> frozenset[str]:
-        """The parts of a snapshot that stand on some machines."""
+        """The parts of a snapshot that are on some machines."""
         return frozenset(p for p in held.parts if self.machine_of(p, held.snapshot.epoch) in machines)
 
     def machine_of(self, part: str, epoch: int) -> str:
@@ -211,7 +211,7 @@ class World:
         return next((g, group.index(node)) for g, group in enumerate(self.job.groups) if node in group)
 
     def check_loss(self, lost: Collection[str]) -> str:
-        """Plan after losing the machines in `lost`, and compare with what the promise demands. Says what it was."""
+        """Plan after losing the machines in `lost`, and compare with the promise. Return the outcome."""
         left = [inventory for name, inventory in self.inventories.items() if name not in lost]
         expected = self.promised([inventory.node for inventory in left])
         try:
@@ -236,7 +236,7 @@ class World:
         return "nothing" if protected is None else "unrecoverable"
 
     def check_sources(self, plan: RestorePlan, left: Collection[str]) -> None:
-        """Every byte that is left is named with the machine that has it; the rest is decoded or repaired."""
+        """Every byte that is left is listed with its machine; the rest is decoded or repaired."""
         held = next(held for held in self.holdings if held.snapshot == plan.snapshot)
         parts = self.parts_on(held, left)
         epoch = plan.snapshot.epoch
@@ -253,7 +253,7 @@ class World:
         assert sorted(repaired) == [part for part in self.job.parities if part not in parts]
 
     def check_message(self, message: str, left: Collection[str]) -> None:
-        """It names the protected snapshot, and for it every group that is lost and its nodes."""
+        """The message names the protected snapshot, and each lost group with its nodes."""
         assert self.protected is not None
         assert message.startswith(f"{self.protected} was protected")
         held = next(held for held in self.holdings if held.snapshot == self.protected)
@@ -287,7 +287,7 @@ def check_every_loss(worlds: Iterator[World]) -> dict[str, int]:
 
 
 def endings(job: Job) -> set[str]:
-    """How the loss of too much ends. Of m + 1 machines, any that is left can always go on."""
+    """The possible ends when too much is lost. In a single group of m + 1 machines, any that is left can continue."""
     lonely = all(len(group) == job.parity_of(group) + 1 for group in job.groups) and len(job.groups) == 1
     return {"nothing"} if lonely else {"nothing", "unrecoverable"}
 
@@ -393,7 +393,7 @@ def test_a_layout_that_only_one_smp_knows_is_enough() -> None:
 
 @pytest.mark.parametrize("job", [JOBS["three uneven nodes"], JOBS["three nodes of two"], JOBS["two mixed groups"]])
 def test_however_shards_are_dealt_to_machines_nothing_is_lost(job: Job) -> None:
-    """Ranks are renumbered at a restart; where a shard stands says nothing of which shard it is."""
+    """Ranks are renumbered at a restart: the machine of a shard does not tell which shard it is."""
     world = World(job, [whole(job, NEW)], NEW)
     inventories = list(world.inventories.values())
     shards = sorted(chain.from_iterable(i.shards for i in inventories))
@@ -509,12 +509,12 @@ SECOND = replace(
     nodes=(replace(FIRST.nodes[0], shards=FIRST.nodes[0].shards + FIRST.nodes[2].shards), FIRST.nodes[1]),
     groups=((0, 1),),
 )
-"""Without the third node; the first has its shard."""
+"""The layout without the third node, whose shard the first has."""
 COORDS = FIRST.coords
 
 
 def inventory(node: str, shards: str, *parities: tuple[Layout, int], knows: Sequence[Layout] = ()) -> Inventory:
-    """``shards`` are the nodes, 0 to 2, whose shards it has; ``parities`` are (layout, position)."""
+    """`shards`: digits, 0 to 2, of the nodes whose shards it has; `parities`: (layout, position) of each parity."""
     return Inventory(
         node,
         "host",
@@ -552,7 +552,7 @@ def test_of_two_layouts_that_serve_equally_the_newer_is_taken() -> None:
 
 
 def test_a_regrouping_that_came_to_nothing_takes_nothing_away() -> None:
-    """The new layout is known; its parity is not coded yet, and a node is lost meanwhile."""
+    """The new layout is known, but its parity is not coded yet when another node is lost."""
     survivor = inventory("m0", "0", (FIRST, 0))
     assert plan_of(survivor, inventory("m1", "1", (FIRST, 1))) == (0, ("n2s0",), ((0, 2),))
     assert plan_of(survivor, inventory("m2", "2", (FIRST, 2))) == (0, ("n1s0",), ((0, 1),))

@@ -1,4 +1,4 @@
-"""What ``--plot`` draws: all that was measured, nothing outside, in bars as long as their numbers."""
+"""Plots of ``--plot``: everything measured is drawn, inside the figure, in bars as long as their numbers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.test_tuning_recommend import COSTS, LABELLED, MODEL
 
 
 def bars_of(figure: Figure, axes: int = -1) -> list[tuple[float, float]]:
-    """Where each bar begins and ends, in the order of drawing."""
+    """Where each bar begins and ends, in drawing order."""
     found = [each for each in figure.axes[axes].containers if isinstance(each, BarContainer)]
     return [(bar.get_x(), bar.get_x() + bar.get_width()) for container in found for bar in container]
 
 
 def texts_of(figure: Figure, folder: Path) -> list[str]:
-    """All words of the drawing, as they stand in the file."""
+    """All texts of the figure, as they are in the file."""
     write(figure, folder / "plot")
     return [element.text for element in ET.fromstring((folder / "plot").read_text()).iter() if element.text]
 
 
 def check_inside(figure: Figure) -> None:
-    """No text is cut off by the drawing's edge, or by more than a letter."""
+    """No text extends beyond the figure's edge by more than a letter."""
     figure.draw_without_rendering()
     width, height = figure.bbox.size
     for axes in figure.axes:
@@ -117,7 +117,7 @@ def test_a_recommendation_is_drawn_where_it_was_found_and_the_same_each_time(tmp
     left, right = figure.axes
     places = [tuple(point) for container in left.containers for point in container[0].get_xydata()]
     assert (found.periods[0] * COSTS.step_s, 1 - found.played.mean) in places
-    assert len(right.lines) == len(found.others) + 1  # the chosen one has a ring
+    assert len(right.lines) == len(found.others) + 1  # one more for the ring of the chosen one
     check_inside(figure)
     for name in ("first", "again"):
         write(draw_tune(found, COSTS), tmp_path / name)

@@ -64,7 +64,7 @@ def test_whoever_quits_unannounced_is_replaced(launcher: Launcher, undisturbed: 
 
 
 class Damage:
-    """Flips a bit in every page of every slot of some nodes once all trainers of the first generation are down."""
+    """Flips a bit in every page of every slot of some nodes, once all trainers of the first generation have ended."""
 
     def __init__(self, *nodes: int) -> None:
         self.flipped = 0
@@ -118,14 +118,14 @@ def test_over_slow_links_encoding_takes_steps_and_what_is_restored_is_whole(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = make(launcher, snapshots=False, steps=MANY_STEPS).run()
-    monkeypatch.setenv("HOLDFAST_BANDWIDTH", "4MB/s")  # 0.2 s for what the largest stage's owner sends
+    monkeypatch.setenv("HOLDFAST_BANDWIDTH", "4MB/s")  # 0.2 s for the bytes that the largest stage's owner sends
     cluster = make(launcher, steps=MANY_STEPS, drain=False)
     cluster.kill_node(1, at="train.step", step=KILLED)
     history = cluster.run()
     assert compare(undisturbed, history) == ""
     steps = {event["step"] for event in history.of("started", generation=1)}
     assert len(steps) == 1
-    assert 0 < steps.pop() < KILLED - 2  # with fast links it is one of the two steps before
+    assert 0 < steps.pop() < KILLED - 2  # with fast links it is one of the two steps before the kill
     assert restored(history)[1] == "rebuilt"
 
 

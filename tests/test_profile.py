@@ -108,7 +108,7 @@ def test_an_impossible_profile_is_refused(arguments: dict[str, Any], message: st
 
 
 def train(policy: Alternation, steps: int, span: int, slots: int = 3) -> list[int]:
-    """A job whose snapshots keep `span` steps busy; the steps after which one was taken."""
+    """Simulate a job whose snapshots keep `span` steps busy; return the steps after which one was taken."""
     taken = []
     left = 0
     for step in range(1, steps + 1):
@@ -129,7 +129,7 @@ def test_snapshots_alternate_with_quiet_steps(span: int) -> None:
     assert set(policy.baseline) == {1.0}
     assert set(policy.overlapped) == {1.5}
     assert abs(len(policy.overlapped) - span * len(policy.baseline)) <= span
-    assert next(iter(policy.stalls)) > taken[3]  # every slot was written before
+    assert next(iter(policy.stalls)) > taken[3]  # by then every slot had been written once
     assert set(list(policy.stalls.values())[:-1]) == {0.25 * span}
 
 

@@ -1,4 +1,4 @@
-"""Everything that is promised is proved by something, and everything that proves stands beside a promise."""
+"""Every promise has a proof, and every proof belongs to a promise."""
 
 from __future__ import annotations
 

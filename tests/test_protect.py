@@ -1,4 +1,4 @@
-"""Encoding between real SMPs: bounded, paced, given up when it should be, and not stopped by a bad connection."""
+"""Encoding between real SMPs is bounded, paced, given up when it should be, and not stopped by a bad connection."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNIT_BYTES = 4096
 
 @contextmanager
 def stopped(smp: SmpProcess) -> Iterator[None]:
-    """A process that does not get to run."""
+    """Suspend an SMP's process meanwhile."""
     suspend(smp.process.pid)
     try:
         yield
@@ -48,7 +48,7 @@ def stopped(smp: SmpProcess) -> Iterator[None]:
 
 
 def anew(run: Run, addresses: dict[str, tuple[str, int]] | None = None) -> Run:
-    """The same job in its next epoch, in small units, with some nodes reached at other addresses."""
+    """The same job in its next epoch, with small units, and some nodes at other addresses."""
     nodes = []
     for node in run.layout.nodes:
         host, port = (addresses or {}).get(node.name, node.bulk)
@@ -138,7 +138,7 @@ def test_a_snapshot_that_is_given_up_is_encoded_no_further(ground: Ground) -> No
     with stopped(smps[1]):
         run["dp0"].take(run.snapshot(1))
         assert run["dp0"].outcome(run.snapshot(1), 1.0) is SnapshotOutcome.PENDING
-        run["dp0"].write(run.snapshot(2))  # keeps nothing: step 1 is given up
+        run["dp0"].write(run.snapshot(2))  # keeps no snapshot: step 1 is given up
         assert run["dp0"].outcome(run.snapshot(1)) is SnapshotOutcome.FAILED
     run["dp1"].take(run.snapshot(2))
     run["dp0"].seal(run.snapshot(2))
@@ -148,7 +148,7 @@ def test_a_snapshot_that_is_given_up_is_encoded_no_further(ground: Ground) -> No
 
 @pytest.mark.parametrize("point", ["parity.accumulated", "parity.complete"])
 def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(ground: Ground, point: str) -> None:
-    """As when a restarted SMP finds it missing just when the others send their units anew."""
+    """As when a restarted SMP finds its parity missing just when the others resend their units."""
     smps = ground.smps(3, rules={1: [(point, 1), ("repair_parity.taken", 1)]})
     run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
     snapshot = run.take(1)
@@ -159,7 +159,7 @@ def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(gr
     taken = ground.points.wait("node1", "repair_parity.taken", 1)
     gathered.go()
     if point == "parity.accumulated":
-        ground.points.wait("node1", point, 1).go()  # the rest goes into nothing
+        ground.points.wait("node1", point, 1).go()  # the remaining units are gathered for nothing
     taken.go()
     healing.result(DEADLINE_S)
     assert run.outcomes(snapshot) == {PROTECTED}
@@ -169,7 +169,7 @@ def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(gr
 
 
 def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: Ground) -> None:
-    """Were both to grow in one slot, what is in it would be neither."""
+    """If both were built in one slot, it would end as neither."""
     smps = ground.smps(3, rules={i: [("encode.before", 1), ("repair_parity.taken", 1)] for i in range(3)})
     run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
     snapshot = run.take(1)
@@ -189,7 +189,7 @@ def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: G
 
 
 def test_encoding_keeps_to_its_bandwidth(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_BANDWIDTH", "1B/s")  # a byte per second: one unit goes, and the next in an hour
+    monkeypatch.setenv("HOLDFAST_BANDWIDTH", "1B/s")  # one unit is sent, and the next an hour later
     smps = ground.smps(2)
     run = anew(run_on(smps, [[50_000]] * 2))
     snapshot = run.take(1)
@@ -209,7 +209,7 @@ HOURS_S = 7200.0
 
 
 class SmpHere(SmpProcess):
-    """``node0``, whose SMP is threads of this process."""
+    """``node0``, whose SMP runs in threads of this process."""
 
     def __init__(self, ground: Ground, settings: Settings) -> None:
         super().__init__(ground, "node0", ground.host(), JOB)
@@ -218,7 +218,7 @@ class SmpHere(SmpProcess):
         (self._thread,) = (t for t in threading.enumerate() if t.name == "protect" and t not in before)
 
     def end(self) -> bool:
-        """Close it; whether its encoding ended then, whatever it was waiting for."""
+        """Close the SMP; return whether its encoding ended then, whatever it was waiting for."""
         self.smp.close()
         self._thread.join(DEADLINE_S)
         return not self._thread.is_alive()
@@ -226,7 +226,7 @@ class SmpHere(SmpProcess):
 
 @contextmanager
 def job_with(ground: Ground, settings: Settings) -> Iterator[tuple[SmpHere, Run]]:
-    """A job on ``node0`` and a process, ``node1``; each has one shard, of many units."""
+    """A job on ``node0``, in this process, and ``node1``, a process; each has one shard of many units."""
     here = SmpHere(ground, settings)
     try:
         yield here, anew(run_on([here, ground.smp("node1")], [[20_000]] * 2))
@@ -235,7 +235,7 @@ def job_with(ground: Ground, settings: Settings) -> Iterator[tuple[SmpHere, Run]
 
 
 def await_count(run: Run, name: str, count: int) -> None:
-    """Block until ``dp0``'s SMP has counted so many."""
+    """Block until the counter `name` of ``dp0``'s SMP reaches `count`."""
     limit = time.monotonic() + DEADLINE_S
     while counted(run, "dp0", name) < count:
         assert time.monotonic() < limit, f"{name} did not come to {count}"
@@ -290,7 +290,7 @@ def test_a_snapshot_that_is_given_up_is_not_waited_for(ground: Ground, monkeypat
         Board(here.arena / "board").pause(0, time.monotonic() + HOURS_S)
         run["dp0"].take(run.snapshot(1))
         await_count(run, "pauses", 1)
-        run["dp0"].take(run.snapshot(2))  # keeps nothing: step 1 is given up
+        run["dp0"].take(run.snapshot(2))  # keeps no snapshot: step 1 is given up
         await_count(run, "pauses", 2)
         assert counted(run, "dp0", "bytes_sent") == 0
         assert here.end()
@@ -307,7 +307,7 @@ def test_an_smp_that_ends_does_not_wait_for_its_bandwidth(ground: Ground) -> Non
 
 
 class Turns:
-    """In the place of `turn_delay_s`: every turn is hours away. Knows what was asked."""
+    """Stands in for `turn_delay_s`: every turn is hours away. Records how it was called."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, float]] = []

@@ -1,4 +1,4 @@
-"""Of every so many snapshots one is protected; the others are only sealed: what SMPs do then, and what comes back."""
+"""Only one snapshot in several is protected, the others are only sealed: what SMPs then do, and what is restored."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Crash(Exception):
 
 
 def life(steps: int, arena: Path, **options: Any) -> tuple[int, list[tuple[int | None, int | None]]]:
-    """Take so many steps and crash: where it began, and after each step what was sealed and what was protected."""
+    """Train for `steps` steps and crash. Return where it began, and the sealed and protected step after each step."""
     model = torch.nn.Linear(4, 3)
     optim = torch.optim.Adam(model.parameters(), lr=0.1)
     seen: list[tuple[int | None, int | None]] = []
@@ -158,7 +158,7 @@ def test_a_job_seals_every_step_protects_one_of_three_and_goes_on_from_the_newes
     began, seen = life(7, arena, slots=slots, protect_every=3)
     assert began == 0
     assert [protected for _, protected in seen] == [None, 1, 1, 1, 4, 4, 4]
-    # With two slots the next snapshot, which has begun by then, is given the slot of what is only sealed.
+    # With two slots the next snapshot, which has already begun, takes the slot of the one that is only sealed.
     assert [sealed for sealed, _ in seen][1:] == ([1, 1, 1, 4, 4, 4] if slots == 2 else [1, 2, 3, 4, 5, 6])
     assert life(1, arena, slots=slots, protect_every=3)[0] == 7
     assert len(list((arena / "test").glob("*.safetensors"))) == slots
@@ -189,7 +189,7 @@ def test_what_a_few_snapshots_cost_more_is_shared_out_over_all() -> None:
 
 @pytest.mark.parametrize("together", [1, 8])
 def test_the_budget_counts_what_encoding_one_of_eight_costs(together: int) -> None:
-    """Its cost is in one of eight samples, which a trimmed mean would leave out."""
+    """The cost is in one of eight samples, which a trimmed mean would drop."""
     governor = Governor(0.01, 8, protect_every=together)
     for step in range(8 * 200):
         at, number = step % governor.interval, step // governor.interval
@@ -303,7 +303,7 @@ def test_the_fleet_sends_less_where_fewer_snapshots_are_protected() -> None:
 
 
 class Asked:
-    """What an SMP that repairs parity is asked for, and how that ends."""
+    """A store whose parity repairs the test holds, ends and counts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.outcomes: list[Exception | None] = []
@@ -329,7 +329,7 @@ class Asked:
         return self.repairs.ask(self.sources, 0, 2)
 
     def finish(self) -> None:
-        """Let whoever is at work come to its end."""
+        """Let the repairs that are running end."""
         self.go.set()
         for thread in threading.enumerate():
             if thread.name == "repair-parity":

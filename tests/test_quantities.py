@@ -83,7 +83,7 @@ def options() -> Iterator[tuple[list[str], str, str]]:
 
 
 def needed(words: list[str]) -> list[str]:
-    """What else a command line must have."""
+    """Other arguments that a command requires."""
     return {"drain": ["node0"], "smp": ["--job", "some"]}.get(words[0], [])
 
 

@@ -1,4 +1,4 @@
-"""Under Ray: SMPs that outlive raylets, and a worker group of which only what died is made again. On real clusters."""
+"""Under Ray, on real clusters: SMPs that outlive raylets, and worker groups in which only dead workers are replaced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder() -> Iterator[Path]:
     assert not path.exists(), "the cluster left something behind"
 
 
-@pytest.mark.slow  # a Ray cluster of four processes a node takes minutes to start where others want the processors
+@pytest.mark.slow  # a Ray cluster of four processes per node takes minutes to start on a busy machine
 @pytest.mark.proves("ray")
 def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: Launcher, folder: Path) -> None:
     expected = undisturbed(launcher, 2)

@@ -1,4 +1,4 @@
-"""What ``make real`` is made of: the comparison finds one bit, the driver ends what hangs, what is absent is named."""
+"""Parts of ``make real``: the comparison finds one bit, the driver ends what hangs, and absent packages are named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 12
 
 
 def whole(steps: int = STEPS) -> list[Note]:
-    """The notes of a process that was not disturbed."""
+    """The notes of an undisturbed process."""
     found: list[Note] = []
     for step in range(steps):
         found += [("loss", ((step + 1) / 7).hex()), ("step", {"optimizer": f"o{step}", "generator torch": f"g{step}"})]
@@ -35,12 +35,13 @@ def whole(steps: int = STEPS) -> list[Note]:
 
 
 def at(step: int) -> int:
-    """Where in `whole` a step begins."""
+    """The index in `whole` at which a step begins."""
     return 2 * step + step // 5
 
 
 def killed(*cuts: tuple[int, int]) -> list[list[Note]]:
-    """Processes of which each but the last ends after so many notes, and its successor begins with a step."""
+    """The notes of successive processes. For each cut (end, step) one ends before note `end` of `whole`, and the next
+    begins with `step`."""
     begins = [0, *(at(step) for _, step in cuts)]
     ends = [*(end for end, _ in cuts), None]
     return [whole()[begin:end] for begin, end in zip(begins, ends, strict=True)]
@@ -79,8 +80,8 @@ def test_what_else_makes_runs_differ_is_named() -> None:
     [first, second] = killed((9, 3))
     other = [*second[:-1], ("final", {"weights": "x", "generator torch": "g"})]
     assert said([first, other]) == "rank 0: at the end weights differ"
-    assert said([first, second[2:]]) == ""  # begins with the step that was under way
-    assert said([first, whole()[at(5) :]]).startswith("rank 0, process 2: loss")  # a step is left out
+    assert said([first, second[2:]]) == ""  # begins with the interrupted step
+    assert said([first, whole()[at(5) :]]).startswith("rank 0, process 2: loss")  # a step is missing
     assert said([first, [*second[:-3], second[-1]]]) == "rank 0 ended after 24 of 26 notes"
     assert said([first, [*second[:-1], ("loss", "0x1p+0"), second[-1]]]).startswith(
         "rank 0, process 2: 1 notes too many"
@@ -143,7 +144,7 @@ tell("end")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a command runs that speaks as trainers do."""
+    """A folder with a program that reports as trainers do."""
     (tmp_path / "work").mkdir()
     (tmp_path / "trainer.py").write_text(TRAINER)
     return tmp_path
@@ -185,7 +186,7 @@ def test_kills_come_from_the_seed_and_fit_into_the_run() -> None:
         plan(1, 3, 1, 11, 0)
 
 
-# ---------------------------------------------------------------------- scripts of others
+# ---------------------------------------------------------------------- scripts of other people
 
 LOOP = """
 def run():

@@ -1,4 +1,4 @@
-"""Getting a lost node's bytes back, on real SMPs: every code, both ways to compute, and losses on the way."""
+"""Rebuilding a lost node's bytes on real SMPs: every code, both ways to compute, and further losses on the way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def protected(ground: Ground, protect: str, nodes: int) -> tuple[list[SmpProcess
 
 
 def replace_nodes(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -> None:
-    """Lose nodes, all of them before the first is replaced."""
+    """Lose nodes and replace them; all are lost before the first is replaced."""
     for i in lost:
         smps[i].lose()
     for i in lost:
@@ -44,7 +44,7 @@ def restart(run: Run) -> RestorePlan:
 
 
 def assert_whole(run: Run, plan: RestorePlan, rebuilt: Collection[int]) -> int:
-    """Every shard comes back to the last byte; how many bytes that took."""
+    """Check that every shard comes back to the last byte; return the number of bytes fetched."""
     count = 0
     for coord, trainer in run.trainers.items():
         shard = trainer.recover(plan)

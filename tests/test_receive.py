@@ -1,4 +1,4 @@
-"""Units are received and digested in one call, as they are in Python, byte by byte."""
+"""Units are received and digested in one call of C, byte for byte as in Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = (0, 1, 240, 241, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 17)
 def pair(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[socket.socket, SocketStream]]:
-    """A bare socket, and the stream at its other end."""
+    """A bare socket, and the stream at the other end."""
     if request.param == "python":
         monkeypatch.setattr(transport, "is_compiled", lambda: False)
     elif not is_compiled():

@@ -1,4 +1,4 @@
-"""What operators are told of recoveries and events: by one SMP, of a whole job, in words and on the page."""
+"""What operators are told about recoveries and events: by one SMP, for a whole job, in words and on the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEWEST = SnapshotId(1, 8)
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -117,7 +117,7 @@ def test_real_smps_tell_of_a_lost_node(ground: Ground) -> None:
     assert look(JOB, smps[0].control).recoveries == []
     smps[1].lose()
     come_back(run, smps, [1])
-    found = look(JOB, smps[1].control)  # which no layout names yet
+    found = look(JOB, smps[1].control)  # no layout names this SMP yet
     (recovery,) = found.recoveries
     assert (recovery["epoch"], recovery["step"], recovery["done"]) == (2, 1, False)
     how = {each["node"]: each["how"] for each in recovery["nodes"]}

@@ -1,4 +1,4 @@
-"""After a loss without a replacement: what the survivors plan, purely, and what real SMPs then do by themselves."""
+"""After a loss without a replacement: what the survivors plan, as a pure function, and what real SMPs then do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layout_of(nodes: int, data: int, parity: int, *, per_node: int = 1) -> Layou
 
 
 def everything(layout: Layout, *, but: Collection[str] = (), trainers: int = 0) -> list[Inventory]:
-    """What the SMPs of a layout hold when its snapshot is protected; those named in `but` do not answer."""
+    """The inventories of a layout's SMPs when its snapshot is protected, except those in `but`, which do not answer."""
     found = []
     for group, members in enumerate(layout.groups):
         for position, node in enumerate(layout.members(group)):
@@ -54,7 +54,7 @@ def everything(layout: Layout, *, but: Collection[str] = (), trainers: int = 0) 
 
 
 def carried_out(inventories: Sequence[Inventory], regrouping: Regrouping) -> list[Inventory]:
-    """What they hold once the regrouping is done."""
+    """The inventories after the regrouping."""
     after = {inventory.node: inventory for inventory in everything(regrouping.layout)}
     assert after.keys() <= {inventory.node for inventory in inventories}
     both = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
@@ -212,7 +212,7 @@ def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
 
 
 def leave(run: Run) -> None:
-    """All trainers are gone."""
+    """End all trainers."""
     for trainer in run:
         trainer.client.close()
 
@@ -222,7 +222,7 @@ def stops(count: int, *points: str) -> dict[int, list[tuple[str, int | None]]]:
 
 
 def come_back(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -> None:
-    """Replacements for the lost nodes, and trainers everywhere; every shard is compared to the last byte."""
+    """Replace the lost nodes, attach trainers everywhere, and compare every shard to the last byte."""
     for i in lost:
         smps[i].rules = ()
         smps[i].launch().wait_ready()
@@ -231,7 +231,7 @@ def come_back(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -> No
         for rank, coord in enumerate(run.trainers)
     }
     for trainer in trainers.values():
-        trainer.client.join(run.epoch + 1)  # from here on the survivors, who may be at it again, leave all as it is
+        trainer.client.join(run.epoch + 1)  # stops the survivors if they are regrouping again
     plan = plan_restore([trainer.client.inventory() for trainer in trainers.values()], trainers)
     assert plan is not None
     assert plan.snapshot == run.protected
@@ -274,7 +274,7 @@ class TestSurvivors:
         run.protect(1)
         smps[1].lose()
         for coord in ("dp0", "dp3"):
-            for name in ("node1", "node2"):  # and one of them answers
+            for name in ("node1", "node2"):  # and one of the two answers
                 run[coord].client.suspect(name)
         leave(run)
         for name in ("node0", "node2", "node3"):
@@ -346,18 +346,18 @@ class TestSurvivors:
         before = [reserved(smp) for smp in smps]
         smps[1].lose()
         finish(ground, smps, [0, 2, 3])
-        # node0 took in the lost shard, and about as much parity again; it had one free slot of either kind.
+        # node0 took the lost shard and about as much new parity; it had one free slot of each kind.
         assert reserved(smps[0]) - before[0] < run.layout.shard_bytes("dp1")
         assert all(reserved(smps[i]) <= before[i] for i in (2, 3))
 
 
 def finish(ground: Ground, smps: Sequence[SmpProcess], nodes: Sequence[int]) -> None:
-    """See every one of `nodes` to the end of a regrouping."""
+    """Wait until every one of `nodes` has completed a regrouping."""
     for held in [ground.points.wait(f"node{i}", "regroup.done", 2) for i in nodes]:
         held.go()
 
 
 def reserved(smp: SmpProcess) -> int:
-    """Bytes of memory that slots take."""
+    """Bytes of memory reserved by slots."""
     slots = [path for path in smp.arena.iterdir() if path.suffix in (".safetensors", ".parity")]
     return sum(path.stat().st_blocks * 512 for path in slots)

@@ -1,4 +1,4 @@
-"""What an SMP sees to when it starts where another has died."""
+"""What an SMP restores on its node when it starts in the arena of a dead one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
 
 
 def rejoined(ground: Ground, smp: SmpProcess) -> None:
-    """Start it, and see it through."""
+    """Start an SMP, and wait until it has rejoined."""
     smp.rules = [("rejoin.done", None)]
     smp.launch().wait_ready()
     ground.points.wait_any(smp.name, "rejoin.done").go()
@@ -103,7 +103,7 @@ def test_a_newer_epoch_is_left_alone(ground: Ground) -> None:
     held.go()
     plan = run.plan(*(t.client.inventory() for t in (run["dp0"], run["dp2"], trainer)))
     doing = ground.meanwhile(trainer.recover, plan)
-    ground.points.wait_any("node1", "receive.taken").go()  # the trainers' own, and no other
+    ground.points.wait_any("node1", "receive.taken").go()  # the trainer's recovery, and no other
     assert doing.result(DEADLINE_S).how == "rebuilt"
 
 
@@ -140,14 +140,14 @@ def test_others_that_ask_while_it_starts_are_answered_once_it_knows_who_it_is(gr
     assert inventory.node == "node1"
 
 
-# ---------------------------------------------------------------------- an end that came too early
+# ---------------------------------------------------------------------- an end that was interrupted
 
 
 def test_what_a_job_that_had_ended_left_is_nothing_to_the_next_of_that_name(ground: Ground) -> None:
     smps = ground.smps(2)
     run_on(smps, [[3000], [3000]]).protect(1)
     smps[0].kill()
-    (smps[0].arena / "node.json").unlink()  # the first thing that goes
+    (smps[0].arena / "node.json").unlink()  # the first file that an ending SMP removes
     (smps[0].arena / f"left.json{PART}").write_text("{")
     smps[0].launch().wait_ready()
     assert sorted(path.name for path in smps[0].arena.iterdir()) == ["board", "lock", "smp.json", "smp.log", "smp.sock"]
@@ -185,7 +185,7 @@ def test_an_smp_that_was_missed_by_itself_before_it_listened_starts(ground: Grou
     peers = PeerClient(JOB)
     try:
         with pytest.raises(HoldfastError, match="does not answer: unavailable, "):
-            peers.ping(smps[1].control, SHORT_S)  # from now on a channel knows that nobody is there
+            peers.ping(smps[1].control, SHORT_S)  # from now on the channel knows that nobody answers
         answer = ground.meanwhile(lambda: peers.ping(smps[1].control, DEADLINE_S, starting=True))
         held.go()
         smps[1].wait_ready()

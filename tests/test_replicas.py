@@ -1,4 +1,4 @@
-"""What replicas share: only what they really hold alike, each a part of it, and all of it back."""
+"""What replicas share: only state that they really hold identically; each keeps a part, and all of it is restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.deadlines import DEADLINE_S
 
 
 class Table:
-    """Ranks as threads of one process, meeting at a table."""
+    """A meeting point for ranks that are threads of one process."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=DEADLINE_S)
@@ -45,7 +45,7 @@ class Table:
 
 
 class Rank:
-    """`snapshot.collective.agreement.Agreement` at a table."""
+    """`snapshot.collective.agreement.Agreement` at a `Table`."""
 
     def __init__(self, table: Table, rank: int) -> None:
         self.rank = rank

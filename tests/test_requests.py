@@ -1,4 +1,4 @@
-"""Who is asked for what, in worlds of slow, stalled, dead and damaged sources: on a clock that costs no time."""
+"""Which sources are asked for what, when some are slow, stalled, dead or damaged: on a clock that costs no time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NONE: Mapping[int, Served] = {}
 
 
 def lost(data: int, parity: int, changed: Mapping[int, Served] = NONE, *, by_chain: bool = True) -> Played:
-    """A lost node's shard; `changed` are the sources that are not as the others."""
+    """Fetch a lost node's shard; `changed` are the sources that are not healthy and fast."""
     sources = {at(n): changed.get(n, Served()) for n in range(data + parity - 1)}
     return play(RequestScheduler(UNITS, ways(data, parity), by_chain=by_chain), sources)
 
 
 def held(data: int, parity: int, holder: Served | None = None, *, count: int = UNITS) -> Played:
-    """A shard that source 99, `holder`, holds."""
+    """Fetch a shard that source 99, `holder`, holds."""
     sources = {at(n): Served() for n in range(data + parity - 1)} | {at(99): holder or Served()}
     return play(RequestScheduler(count, ways(data, parity, held=True), by_chain=True), sources)
 
@@ -180,8 +180,8 @@ def test_whatever_happens_every_unit_is_written_once_or_cannot_be_had(first: int
 
 
 def any_world(seed: int) -> None:
-    """Sources slow, stalled, dead and damaged in any mixture. It ends, within its limits; and if no more of a stripe is
-    lost than its parity, with every unit."""
+    """Sources that are slow, stalled, dead and damaged in any mixture. The requests end, within their limits; and if no
+    stripe has lost more than its parity, with every unit."""
     draw = random.Random(seed)
     data, parity = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 2), (8, 3)])
     count, is_held, by_chain = draw.randint(1, 60), draw.random() < 0.5, draw.random() < 0.7

@@ -1,4 +1,4 @@
-"""Memory for snapshots that is reserved beside the training: nobody waits for it, and nothing is half done."""
+"""Memory for snapshots is reserved beside the training: nobody waits for it, and nothing is left half done."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer, playground
 
 MUCH = AT_ONCE_BYTES // 3 // 4
-"""Floats of a shard of which three are more than is reserved at once."""
+"""Elements of a shard. Three such shards are too large to be reserved at once."""
 
 PAGE = 4096
 SLICE = "reserve.slice"
@@ -49,7 +49,7 @@ def ground() -> Iterator[Ground]:
 
 
 def laid_out(smp: SmpProcess, elements: int = MUCH, epoch: int = 1) -> tuple[Run, int]:
-    """A job of one large shard that has begun to have its memory reserved, and how many slots it has so far."""
+    """A job of one large shard whose memory is being reserved, and how many slots it has so far."""
     run = Run([Trainer(smp, "dp0", elements)])
     run.epoch = epoch
     trainer = run["dp0"]
@@ -67,7 +67,7 @@ def slot_files(arena: Path) -> list[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether all memory of a file is reserved."""
+    """Whether all memory of a file has been reserved."""
     return path.stat().st_blocks * 512 >= path.stat().st_size
 
 
@@ -164,7 +164,7 @@ def test_another_layout_takes_the_place_of_one_that_is_being_reserved(ground: Gr
 
 
 def go_on(ground: Ground, smp: SmpProcess, held: Held) -> None:
-    """Let an SMP that is about to end pass its points until it has."""
+    """Let an SMP that is ending pass its failpoints until it has ended."""
     ended = os.pidfd_open(smp.process.pid)
     try:
         while True:
@@ -213,7 +213,7 @@ class Scarce(System):
     """A machine on which others take the memory while it is being reserved."""
 
     def __init__(self, slots: int) -> None:
-        """`slots`: how many can be had before."""
+        """`slots`: how many slots can be reserved before that."""
         self._left = slots
         self.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})
         self.os.posix_fallocate = self._allocate
@@ -248,12 +248,12 @@ def test_where_memory_runs_out_all_of_it_is_given_back_and_the_trainers_are_told
         smp.close()
 
 
-# ---------------------------------------------------------------------- the order, and the books
+# ---------------------------------------------------------------------- order and accounting
 
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is so little that it is reserved at once."""
+    """Consider no slots small enough to be reserved at once."""
     monkeypatch.setattr(arena_module, "is_at_once", lambda length: False)
 
 
@@ -298,7 +298,7 @@ def test_what_is_claimed_is_taken_from_what_is_held_piece_by_piece(tmp_path: Pat
 
 
 def test_what_is_needed_at_once_is_not_waited_for(tmp_path: Path, beside: None) -> None:
-    """Bytes that come from elsewhere take the place of a slot that is planned."""
+    """Bytes that come from elsewhere take the place of a planned slot."""
     arena = Arena(tmp_path / "arena")
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 2)})
@@ -321,7 +321,7 @@ def large_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def step(model: Any, optim: torch.optim.Optimizer, drained: InMemorySnapshot | None = None) -> None:
-    """`drained`: what was taken, as this step began at the latest, is protected before it ends."""
+    """With `drained`, wait before the optimizer's step until all snapshots taken so far are protected."""
     model(torch.ones(4, 8)).sum().backward()
     assert drained is None or drained.drain(DEADLINE_S)
     optim.step()
@@ -330,7 +330,7 @@ def step(model: Any, optim: torch.optim.Optimizer, drained: InMemorySnapshot | N
 
 @pytest.fixture
 def here(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SmpProcess]:
-    """This process trains on the node of an SMP that stops where it is told to."""
+    """Make this process train on the node of an SMP that stops at `points`."""
 
     def start(*points: str) -> SmpProcess:
         smp = ground.smp(rules=[(point, None) for point in points])
@@ -359,14 +359,14 @@ def test_training_goes_on_until_there_is_memory_and_snapshots_begin_then(
         assert (snap.statistics.taken, snap.statistics.skipped) == (0, 6)
         assert said(caplog, "is being reserved beside the training") == 1
         held.go()
-        held = ground.points.wait_any(smp.name, SLICE)  # the first slot is there, the second is not
+        held = ground.points.wait_any(smp.name, SLICE)  # the first slot is reserved, the second is not
         while not snap.statistics.taken:
             step(model, optim)
         assert said(caplog, "snapshots are taken from step") == 1
         step(model, optim, drained=snap)
         for _ in range(5):
             step(model, optim)
-        assert snap.statistics.taken == 1  # it holds the only slot
+        assert snap.statistics.taken == 1  # the snapshot holds the only slot
         held.go()
         ground.points.wait_any(smp.name, SLICE).go()
         while snap.statistics.taken < 4:
@@ -398,7 +398,7 @@ def test_an_smp_that_dies_while_it_reserves_is_followed_by_one_that_does(
         step(model, optim)
         step(model, optim)
         ground.points.wait_any(smp.name, SLICE)
-        smp.kill()  # and this process starts another
+        smp.kill()  # this process starts another
         while snap.statistics.taken < 4:
             step(model, optim)
         step(model, optim, drained=snap)

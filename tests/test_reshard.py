@@ -1,4 +1,4 @@
-"""Which bytes of old shards make up new ones: against tensors that are really cut and put together."""
+"""Which bytes of old shards make up new ones: compared with tensors that are really cut and put together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chunks(size: int, parts: int) -> list[tuple[int, int]]:
-    """(begin, length) as `torch.chunk` cuts, and FSDP2 with it; the last may be empty."""
+    """(begin, length) of each part, cut as by `torch.chunk` and FSDP2; the last may be empty."""
     each = -(-size // parts)
     return [(min(size, i * each), max(0, min(each, size - i * each))) for i in range(parts)]
 
@@ -43,7 +43,7 @@ def taken(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def carry_out(reads: list[Read], slots: dict[str, bytes], length: int) -> bytes:
-    """What `reads` bring; 0xEE where nothing came, and an error where something came twice."""
+    """Carry out `reads`: 0xEE where nothing was read, and an error where something was read twice."""
     out, seen = bytearray(b"\xee" * length), bytearray(length)
     for read in reads:
         assert not any(seen[read.target : read.target + read.bytes]), "twice"

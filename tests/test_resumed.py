@@ -1,4 +1,4 @@
-"""After a restart the first step begins with what was restored, or the job is refused, and what changed is named."""
+"""After a restart the first step begins with the restored state, or the job is refused and the changes are named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resumed(adapter: Toy, *, declared: bool = False) -> Resumed:
 
 
 def named(made: Resumed, *, declared: bool = False, forward_ran: bool = False) -> str:
-    """What the refusal names; nothing if it is not refused."""
+    """The names in the refusal; empty if it is not refused."""
     try:
         made.check(declared=declared, forward_ran=forward_ran)
     except StateMismatch as error:
@@ -104,7 +104,7 @@ def add(adapter: Toy) -> None:
     ],
 )
 def test_tensors_that_come_and_go_are_named(change: Callable[[Toy], None], names: str) -> None:
-    """As those of a state that was loaded by assignment, of which the first are still what they were."""
+    """As when a state is loaded by assignment, and the tensors found first are unchanged."""
     adapter = toy()
     made = resumed(adapter)
     change(adapter)
@@ -126,7 +126,7 @@ def turn_in_memory(adapter: Toy) -> None:
 
 
 def put_back(adapter: Toy) -> None:
-    """As an evaluation does."""
+    """Overwrite every tensor and put its value back, as an evaluation does."""
     for item in adapter.live:
         kept = item.tensor.clone()
         item.tensor.fill_(9)
@@ -190,7 +190,7 @@ def test_a_generator_that_drifted_is_named_unless_it_is_put_back(draw: Callable[
 
 
 def drawing(draw: Callable[[], object], *, forward_ran: bool = False) -> Resumed:
-    """A job whose generators stand at the end of a step, of a snapshot of the next one, which began after `draw`."""
+    """A job restored from a snapshot that began after `draw`; its generators are where the step before had ended."""
     model = torch.nn.Linear(1, 1)
     adapter = TorchAdapter(model, torch.optim.SGD(model.parameters()))
     ended = seeded()
@@ -217,7 +217,7 @@ def test_what_only_code_after_the_step_drew_is_made_up_for() -> None:
     found = drawn()
     assert made.has_put
     made = drawing(drawn)
-    drawn()  # the same numbers, as the job draws them again
+    drawn()  # the job draws the same numbers again
     made.check(declared=False)
     assert not made.has_put
     assert found == drawn()
@@ -261,7 +261,7 @@ def test_buffers_may_have_changed_where_nobody_saw_forward_run() -> None:
 
 
 def test_what_was_written_to_and_seems_to_be_the_same_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """As a row of a long table that is zeroed: a sample of its bytes does not tell."""
+    """Such as one zeroed row of a long table: a sample of its bytes does not show it."""
     adapter = Toy([LiveTensor(name, torch.ones(1000, 100), Change.STEP) for name in ("table", "other")])
     made = resumed(adapter)
     with torch.no_grad():
@@ -292,13 +292,13 @@ def test_many_names_are_cut_and_counted() -> None:
 
 
 def refused(loop: Loop, make: Callable[[], Job] = Job) -> str:
-    """A process that is stopped; the next is refused. Why."""
+    """Stop a process; return why the next one is refused."""
     torch.manual_seed(0)
     life(loop, make(), STOP)
     with pytest.raises(StateMismatch) as raised:
         life(loop, make(), None, seed=99)
     assert f"The snapshot is kept. {ENV}=accept continues anyway" in str(raised.value)
-    with make().hook() as snap:  # it is still there
+    with make().hook() as snap:  # the snapshot is still there
         assert snap.step == STOP - 1
     return str(raised.value)
 
@@ -461,11 +461,11 @@ def test_only_the_first_step_is_compared() -> None:
     trial(loop)
 
 
-# ------------------------------------------------------------------ who draws between two steps
+# ------------------------------------------------------------------ draws between two steps
 
 
 class Shuffled(Job):
-    """Its loader knows its place, and draws the order of a pass as that begins."""
+    """Its loader knows its place, and draws the order of a pass when the pass begins."""
 
     batches = 3
 
@@ -516,7 +516,7 @@ def nothing() -> None:
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stops", [(2, 3), (3, 2), (4,), (2, 2, 2, 2)], ids=str)
 def test_a_loader_that_draws_an_order_now_and_then_goes_on_wherever_it_is_stopped(stops: tuple[int, ...]) -> None:
-    """Also if a process begins in the middle of a pass, and ends at the end of it."""
+    """Also if a process begins in the middle of a pass and stops at its end."""
     whole, lives = once_and_again(in_passes(nothing), stops)
     for start, digests in lives:
         assert digests == whole[start : start + len(digests)]
@@ -536,8 +536,8 @@ def test_where_both_have_drawn_the_restart_is_refused() -> None:
 
 
 def once_and_again(loop: Loop, stops: tuple[int, ...]) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """What the state was in each step of a process that nobody stops; and where processes began that go on from each
-    other, and what it was in their steps. Each of them but the last is stopped in that step of its own."""
+    """Run a job undisturbed, and again as processes that continue each other, each stopped at its step in `stops` and
+    the last at none. Return the state's digest in each undisturbed step, and each process's first step and digests."""
     torch.manual_seed(0)
     jobs = [Shuffled() for _ in range(len(stops) + 2)]
     for other in jobs[1:]:
@@ -551,14 +551,14 @@ def once_and_again(loop: Loop, stops: tuple[int, ...]) -> tuple[list[str], list[
 
 
 def unseen(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    """Nobody sees forward or backward: gradients come from a function of the weights. The batch is read ahead."""
+    """Neither forward nor backward is seen: gradients are a function of the weights. The batch is read ahead."""
     assert isinstance(job, Ahead)
     weight = job.model[0].weight
     for step in range(snap.step, STEPS):
         batch = job.batch
         weight.grad = torch.func.grad(lambda w, batch=batch: (batch @ w.t()).square().sum())(weight.detach())
         if step == 0:
-            job.backward()  # of the first step forward is seen
+            job.backward()  # the forward of the first step is seen
         yield
         job.step()
         job.batch = torch.randn(6, 4)
@@ -576,7 +576,7 @@ def test_nobody_can_tell_of_generators_that_were_put_where_no_forward_is_seen() 
 
 
 class Ahead(Job):
-    """Its first batch is read as it is made: before its hook is entered."""
+    """Reads its first batch when its hook is made, before it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -626,7 +626,7 @@ def test_who_accepts_another_batch_is_warned(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def reading_in_the_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    """Two micro-batches, of which each has an evaluation before it."""
+    """Two micro-batches, each with an evaluation before it."""
     for _ in snap.steps(STEPS):
         for _ in range(2):
             with torch.no_grad():
@@ -664,7 +664,7 @@ def test_who_seals_before_the_first_forward_is_told_at_the_restart_that_its_batc
 
 
 class Live:
-    """Never the same twice."""
+    """Data that is never the same twice."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         while True:
@@ -690,7 +690,7 @@ def test_data_that_need_not_be_the_same_may_be_other_data() -> None:
 
 
 class Stale(Job):
-    """A layer that is frozen after two steps keeps its last gradient, of zeros, with which Adam still steps."""
+    """A layer that is frozen after two steps keeps its last gradient, of zeros, and Adam still steps it."""
 
     def step(self) -> None:
         self.optim.step()
@@ -711,7 +711,7 @@ def test_where_there_was_a_gradient_of_zeros_there_is_one_again() -> None:
 
 
 def closing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    """Forward runs inside of the step."""
+    """Forward runs within the step."""
     assert isinstance(job, Ahead)
     yielded: list[None] = []
     for _ in range(snap.step, STEPS):

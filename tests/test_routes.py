@@ -1,4 +1,4 @@
-"""By which broadcasts what one replica has reaches all others: everyone gets it, and it enters each node once."""
+"""The broadcasts by which one replica's bytes reach all others: everyone gets them, and they enter each node once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_everyone_gets_it_and_it_enters_each_node_once(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [*range(1, 40), 16_384, 100_000])
 def test_after_a_dissemination_all_have_heard_of_all(size: int) -> None:
-    reach = 1  # how many ranks, itself and those before it, each has heard of: the same for all
+    reach = 1  # how many ranks each has heard of, itself and those before it: the same for all
     for distance in distances(size):
         assert distance <= reach, "what is between would never be heard of"
         reach += distance

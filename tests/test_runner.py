@@ -1,4 +1,4 @@
-"""Whoever plays nodes hears all that their processes say."""
+"""A runner of nodes hears everything that their processes report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.chaos.runner import Event, Runner
 
 
 class Listening(Runner):
-    """Notes what it hears."""
+    """Records what it hears."""
 
     def __init__(self, path: Path) -> None:
         self.events: list[Event] = []

@@ -1,7 +1,7 @@
 """Runs are cut, gathered into batches and copied as plain slicing would, and nothing outside them is touched.
 
-A stray access may kill the process, so what is copied between pages that no one may enter is copied in a process of its
-own: this module, started as a program.
+A stray access may kill the process, so copies between inaccessible pages run in a process of their own: this module,
+started as a program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.test_ec_guard import FILL, PAGE, ROOT, Enclosure, address
 quick = settings(deadline=None, derandomize=True, max_examples=80)
 
 BLOCK = 4 * PAGE
-"""From this length on, from the next line of 64 bytes, the streaming stores are at work."""
+"""Runs of this length or more are copied with streaming stores from the next line of 64 bytes on."""
 LENGTHS = (
     *range(131),
     *(count * BLOCK + beside for count in (1, 2) for beside in (*range(-66, 67), PAGE, BLOCK - 1)),
@@ -41,12 +41,12 @@ Row = tuple[int, int, int]
 
 
 def no_library() -> None:
-    """As `runs._library` where there was no compiler."""
+    """`runs._library` where there was no compiler."""
 
 
 @pytest.fixture(params=["streaming", "memmove"])
 def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who copies."""
+    """The name of what copies."""
     if request.param == "memmove":
         monkeypatch.setattr(runs, "_library", no_library)
     elif runs._library() is None:
@@ -64,7 +64,7 @@ def tables(draw: st.DrawFn) -> tuple[int, list[Row]]:
 
 
 def steps(table: runs.Runs) -> list[tuple[int, int]]:
-    """Every byte that is copied, from and to, in order."""
+    """Every byte that is copied, as (from, to), in order."""
     return [(source + i, target + i) for source, target, length in table.tolist() for i in range(length)]
 
 
@@ -113,7 +113,7 @@ def test_addresses_above_half_of_the_range_stay_exact() -> None:
 
 
 def in_memory(rows: Sequence[Row], source: bytes, target: bytearray) -> runs.Runs:
-    """`rows` with the addresses of what they are offsets in."""
+    """`rows` as runs, with their offsets turned into addresses."""
     base_source, base_target = address(memoryview(source)), address(memoryview(target))
     return runs.make_runs([(base_source + a, base_target + b, length) for a, b, length in rows])
 
@@ -170,11 +170,11 @@ def test_an_installation_without_the_library_says_so(monkeypatch: pytest.MonkeyP
     assert not runs.streams()
 
 
-# ------------------------------------------------------------------ between pages that no one may enter
+# ------------------------------------------------------------------ between inaccessible pages
 
 
 def walk(copy: Callable[[runs.Runs], None]) -> None:
-    """A run of every length, at either end of its pages and beside it, there and from there."""
+    """Copy a run of every length, from and to either end of its pages and just beside it."""
     pages = -(-(max(LENGTHS) + max(SHIFTS)) // PAGE)
     source, target = Enclosure(pages), Enclosure(pages)
     data = as_array(source.inside)
@@ -196,7 +196,7 @@ def place(end: str, length: int, shift: int, room: int) -> int:
 
 
 def careless(mistake: str) -> Callable[[runs.Runs], None]:
-    """Copies a byte too many."""
+    """A copy that writes a byte too many."""
 
     def copy(table: runs.Runs) -> None:
         runs.copy(table + np.array([0, 0, mistake == "long"], np.uint64))

@@ -30,12 +30,12 @@ SHARD_BYTES = 200_000
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test before was told, may be told again."""
+    """Forget what earlier tests logged, so that it may be logged again."""
     monkeypatch.setattr(sending, "_episodes", Episodes(sending.log))
 
 
 def over(run: Run, **addresses: tuple[tuple[str, int], ...]) -> Run:
-    """The same job in its next epoch, in small units, with nodes reached at these addresses."""
+    """The same job in its next epoch, with small units, and nodes at these addresses."""
     nodes = []
     for node in run.layout.nodes:
         (host, port), *more = addresses.get(node.name, node.bulk_addresses)
@@ -51,7 +51,7 @@ def over(run: Run, **addresses: tuple[tuple[str, int], ...]) -> Run:
 
 @contextmanager
 def relays(peer: SmpProcess, count: int, **spoiling: list[int]) -> Iterator[list[Relay]]:
-    """So many ways to a peer."""
+    """`count` relays to a peer."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(relaying(peer.bulk, **{name: list(values) for name, values in spoiling.items()}))
@@ -61,7 +61,7 @@ def relays(peer: SmpProcess, count: int, **spoiling: list[int]) -> Iterator[list
 
 @contextmanager
 def job(ground: Ground, count: int) -> Iterator[tuple[SmpHere, SmpProcess, Run]]:
-    """``node0`` in this process, which has so many links to ``node1``, a process; each has a shard of many units."""
+    """``node0`` in this process, with `count` links to ``node1``, a process; each has a shard of many units."""
     here = SmpHere(ground, Settings(links=count))
     peer = ground.smp("node1")
     try:

@@ -34,8 +34,8 @@ class Plan:
     Attributes:
         memory: the nodes' memory, shared with the other job; None for an undisturbed run without snapshots.
         smps: whether the job's SMPs are the cluster's.
-        trainer_lost, node_lost: in the middle of which steps rank 1 and node 0 are killed; at the loss of the node
-            the job waits until the test, or the other job, is there too.
+        trainer_lost, node_lost: the steps in the middle of which rank 1 and node 0 are killed. At the loss of the node
+            the job waits for the test, or for the other job.
     """
 
     job: str
@@ -93,7 +93,7 @@ class Companion:
         self._pipe.send(plan)
 
     def history(self) -> History:
-        """Of the job that was begun. Raises what it raised."""
+        """The history of the job that was begun. Raises what the job raised."""
         assert self._pipe.poll(DEADLINE_S), "the other job is not done"
         told = self._pipe.recv()
         if isinstance(told, Exception):
@@ -102,7 +102,7 @@ class Companion:
         return told
 
     def close(self) -> None:
-        self.meeting.abort()  # a job of a test that failed may wait there
+        self.meeting.abort()  # the job of a failed test may be waiting there
         self._pipe.send(None)
         self._process.join(DEADLINE_S)
         assert self._process.exitcode == 0
@@ -129,7 +129,7 @@ def companion() -> Iterator[Companion]:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Where the nodes' memory lies. Jobs that end well leave none of it."""
+    """The folder of the nodes' memory. Jobs that end well leave nothing in it."""
     path = arena_base() / f"nodes-{os.getpid()}"
     path.mkdir(parents=True, mode=0o700)
     try:
@@ -172,7 +172,7 @@ def test_a_job_that_is_suspended_to_memory_goes_on_after_the_other(
     try:
         launch(*nodes)
         if node_lost:
-            companion.begin(theirs)  # and is held at step 4 until ours is suspended
+            companion.begin(theirs)  # it is held at step 4 until ours is suspended
         suspending = replace(ours, steps=SUSPENDED_AFTER, hook={"keep": True})
         before = run(launcher, suspending, companion.meeting)
         if node_lost:
@@ -181,7 +181,7 @@ def test_a_job_that_is_suspended_to_memory_goes_on_after_the_other(
             companion.begin(theirs)
         their_history = companion.history()
         if node_lost:
-            nodes[0].power_cut()  # its memory is gone already; now its SMP goes, too
+            nodes[0].power_cut()  # its memory is already gone; now its SMP goes, too
             launch(nodes[0])
         after = run(launcher, ours, companion.meeting)
         assert [node.wait_end() for node in nodes] == [0] * NODES

@@ -94,7 +94,7 @@ def test_large_worlds_are_drawn_and_hold(simulation: None) -> None:
     "seed", [3468, 117012, 2002339, 4033424, 3004051, 3019640, 3034749, 3050267, 10016284, 11047624]
 )
 def test_what_was_found_stays_mended(simulation: None, seed: int) -> None:
-    """What each was is told in ``benchmarks/results``."""
+    """Each of these seeds is described in ``benchmarks/results``."""
     assert not simulate(seed).violations, command.replay(seed)
 
 
@@ -102,7 +102,7 @@ def test_what_was_found_stays_mended(simulation: None, seed: int) -> None:
 def test_what_does_not_fit_together_at_first_is_looked_at_again(
     simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where SMPs regroup while they are asked: what the first look sees of a protected snapshot is not whole."""
+    """As when SMPs regroup while they are asked: the first look finds a protected snapshot incomplete."""
     exchange = vars(restore)["exchange"]
     torn: list[object] = []
 
@@ -164,7 +164,7 @@ def test_whoever_asks_the_machine_what_time_it_is_is_found(simulation: None, mon
     assert (found.check, "time.monotonic, which no seed determines" in found.message) == ("bug", True)
 
 
-# ---------------------------------------------------------------------- turns, and the shortest history that fails
+# ---------------------------------------------------------------------- turns, and the shortest failing history
 
 
 def test_turns_that_were_recorded_are_taken_again(simulation: None) -> None:
@@ -353,7 +353,7 @@ def test_other_bytes_than_the_trainer_had_are_a_violation() -> None:
 
 
 def _sealed_everywhere(found: list[str]) -> Oracle:
-    """Step 2 is protected, and step 3 sealed on the one node that has a shard of it."""
+    """Step 2 is protected, and step 3 is sealed on the one node that has a shard."""
     disk = Disk()
     arena = MemoryPath(disk, "", "arena")
     arena.mkdir(mode=0o700)

@@ -22,7 +22,7 @@ def run(*arguments: str, deadline_s: float = 120.0) -> dict[str, Any]:
         return report
 
 
-@pytest.mark.slow  # `test_two_processes_do_what_one_does` and `test_sim` run some hundred of them
+@pytest.mark.slow  # `test_two_processes_do_what_one_does` and `test_sim` run a few hundred of them
 def test_two_thousand_seeds_keep_the_promise_and_reach_every_point() -> None:
     report = run("--seeds", "2000", deadline_s=600.0)
     assert report["seeds"] == 2000

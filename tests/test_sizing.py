@@ -1,4 +1,4 @@
-"""``holdfast plan``: parameters and bytes against published figures, and what cannot be."""
+"""``holdfast plan``: parameters and bytes against published figures, and impossible jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slot file: plain safetensors opens it, and nothing damaged is taken for a slot."""
+"""The slot file: plain safetensors opens it, and no damaged file is taken for a slot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ quick = settings(deadline=None, derandomize=True, max_examples=60)
 
 SNAPSHOT = SnapshotId(2, 1234)
 OWN_DTYPES = {"C128"}
-"""What safetensors does not know."""
+"""Dtypes that safetensors does not know."""
 NOT_IN_NUMPY = {"BF16", "F8_E4M3", "F8_E5M2"}
 RECORD_BYTES = 64
 
@@ -80,7 +80,7 @@ def some_tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def written(path: Path, dtype: str) -> dict[str, torch.Tensor]:
-    """A slot file at `path` with a matrix, a scalar and an empty tensor of `dtype`, and bytes that misalign them."""
+    """A slot file at `path` with a matrix, a scalar and an empty tensor of `dtype`, and a leaf that misaligns them."""
     (torch_dtype,) = [t for t, name in DTYPES.items() if name == dtype]
     tensors = {**some_tensors(torch_dtype), "odd": torch.arange(3, dtype=torch.uint8)}
     form = plan_slot(
@@ -208,7 +208,7 @@ def test_every_truncation_of_the_stamp_is_refused() -> None:
 
 
 def test_a_flipped_bit_in_the_header_is_refused_or_moves_nothing() -> None:
-    """A header has no digest of its own: a flip may rename a leaf or change a number, but no byte changes place."""
+    """A header has no digest of its own: a flip may rename a leaf or change a number, but no byte moves."""
     untouched = places(SMALL)
     refused = 0
     for at in range(PAGE_BYTES):
@@ -276,7 +276,7 @@ def entry(dtype: Any, shape: Any, start: Any, end: Any) -> dict[str, Any]:
 
 
 def entries(**changes: Any) -> dict[str, Any]:
-    """A good header over 12 bytes of data, with some entries changed, or taken out if None."""
+    """A good header over 12 bytes of data, with some entries changed, or removed if None."""
     good = {"__metadata__": {}, "w": entry("F32", [2], 0, 8), RECORD: entry("U8", [4], 8, 12)}
     return {key: value for key, value in {**good, **changes}.items() if value is not None}
 

@@ -71,14 +71,14 @@ from tests.smp_kit import (
 )
 
 SHORT_S = 0.5
-"""How long a test waits to see that something does not happen. It never waits for anything to happen."""
+"""How long a test waits to see that something does not happen. No test uses it to wait for something to happen."""
 
 FOUR = [[3000], [2500], [3500], [3000]]
 
 
 @pytest.fixture(scope="module")
 def lone() -> Iterator[SmpProcess]:
-    """One SMP for all tests that are over in one call; each enters an epoch of its own."""
+    """One SMP for all tests that need a single call; each enters an epoch of its own."""
     with playground() as ground:
         yield ground.smp()
 
@@ -93,7 +93,7 @@ def bytes_of(run: Run, coord: str, snapshot: SnapshotId) -> bytes:
 
 
 def wait_until(happened: Callable[[], bool]) -> bool:
-    """Ask again until it has; each question is a call that takes its time."""
+    """Ask again until it has happened; each question is a call that takes a while."""
     limit = time.monotonic() + DEADLINE_S
     while not happened():
         if time.monotonic() > limit:
@@ -356,7 +356,7 @@ class TestWhatIsNotASnapshotIsRefused:
 
 
 def test_a_slot_for_a_guess_takes_nothing_from_ranks_that_know_better(ground: Ground) -> None:
-    """One rank of a node expects step 3 next, as the last two were two steps apart, and another is at step 2."""
+    """One rank of a node expects step 3 next, as its last two were two steps apart, and the other is at step 2."""
     run = run_on([ground.smp()], [[3000, 3000]])
     first = run.protect(1)
     run["dp0"].take(run.snapshot(2), (first,), first)
@@ -555,7 +555,7 @@ class TestPeersOfAnotherJob:
 
 
 def accumulate_message(run: Run, snapshot: SnapshotId, **more: int) -> Message:
-    """What position 1 says with its unit of stripe 0, which is for the parity of position 0."""
+    """The message that position 1 sends with its unit of stripe 0, for the parity of position 0."""
     return {
         "op": "accumulate",
         "job": run.job,
@@ -700,19 +700,19 @@ class TestAnSmpKilledAndStartedAgain:
 
 
 def damage_of(trainer: Trainer) -> tuple[int, int]:
-    """Units that the SMP of a trainer has found damaged since it started, and that it has repaired."""
+    """Units that a trainer's SMP has found damaged since it started, and how many it has repaired."""
     counts = trainer.client.counters()
     return counts["units_damaged"], counts["units_repaired"]
 
 
 def units_on(smp: SmpProcess) -> int:
-    """Sealed units that lie in an arena."""
+    """The number of sealed units in an arena."""
     records = [json.loads(path.read_text()) for path in smp.arena.glob("*.*.json")]
     return sum(len(record["digests"]) for record in records if "digests" in record)
 
 
 class TestAnSmpKilledInTheMiddle:
-    """The named points: exactly there, whatever the machine is busy with."""
+    """Killed at failpoints: at exactly that point, whatever the machine is busy with."""
 
     @pytest.mark.parametrize("point", ["seal.done", "encode.middle"])
     def test_its_snapshot_is_protected_nowhere_and_the_one_before_is_whole(self, ground: Ground, point: str) -> None:
@@ -805,7 +805,7 @@ class TestAnSmpKilledInTheMiddle:
 
 
 def plan_for(run: Run, coord: str, snapshot: SnapshotId) -> RestorePlan:
-    """Where one shard is to be fetched from, although the snapshot is not complete."""
+    """A plan to fetch one shard, although the snapshot is not complete."""
     bulk = run[coord].client.inventory().bulk
     return RestorePlan(Sources(snapshot, run.layout, {coord: bulk}, {}), (), ())
 
@@ -953,7 +953,7 @@ class TestRanksOnOtherNodes:
 
 
 class TestADamagedCopy:
-    """A unit that does not match its digest is an erasure, and is made up for by the rest of its stripe."""
+    """A unit that does not match its digest is an erasure, and is recovered from the rest of its stripe."""
 
     def test_of_its_own_is_noticed_and_mended_in_place(self, ground: Ground) -> None:
         smps = ground.smps(3)
@@ -991,7 +991,7 @@ class TestADamagedCopy:
         smps = ground.smps(3)
         run = run_on(smps, [[9000], [9000], [9000]])
         snapshot = run.protect(1)
-        run.write(2)  # which tells the SMPs that step 1 is protected
+        run.write(2)  # this tells the SMPs that step 1 is protected
         flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
         smps[2].lose()
         spare = Trainer(ground.smp("spare"), "dp2", 9000)
@@ -1023,7 +1023,7 @@ class TestADamagedCopy:
         smps = ground.smps(2)
         run = run_on(smps, [[3000], [3000]])
         snapshot, tag = run.protect(1), run.layout.tag(0)
-        run.write(2)  # which tells the SMPs that step 1 is protected
+        run.write(2)  # this tells the SMPs that step 1 is protected
         flip_a_byte(parity_file(smps[0], snapshot, tag, 0), 0)
         smps[1].lose()
         spare = Trainer(ground.smp("spare"), "dp1")
@@ -1057,7 +1057,7 @@ def in_units_of_a_byte(smp: SmpProcess, elements: int) -> Run:
 
 
 class TestAShardThatIsNotCheckedBeforeItIsGiven:
-    """Whoever asks for it so compares each unit with its digest before it is used."""
+    """A caller that asks for it unchecked compares each unit with its digest before using it."""
 
     def test_is_held_as_it_lies_and_mended_in_place_when_it_is_asked_for_again(self, ground: Ground) -> None:
         smps = ground.smps(3)
@@ -1228,7 +1228,7 @@ class TestTooLittleMemory:
 
 
 def mount_a_small_tmpfs(ground: Ground, path: Path) -> None:
-    """One MiB, or the test is skipped."""
+    """Mount one MiB, or skip the test."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "holdfast-test", str(path)]
     if os.getuid() != 0 or subprocess.run(command, capture_output=True, timeout=DEADLINE_S).returncode != 0:
@@ -1242,7 +1242,7 @@ def mount_a_small_tmpfs(ground: Ground, path: Path) -> None:
 
 class TestWhatCannotBeServedIsRefused:
     def start(self, ground: Ground, *more: str, arena: Path | None = None, job: str = "testrun") -> HoldfastError:
-        """The error of an SMP that does not start. Of two equal options the later one counts."""
+        """The error of an SMP that does not start. If an option is given twice, the later one counts."""
         arena = arena or ground.base / "refused" / job
         return refusal([*smp_command(job, "node0", arena, ground.host()), *more])
 
@@ -1405,7 +1405,7 @@ class TestTheEnd:
 
 
 class Hasty:
-    """An SMP that ends, when it is told to, faster than it answers."""
+    """An SMP that ends before it answers when it is told to end."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process

@@ -43,7 +43,7 @@ def smp(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
 
 
 class Detached(SmpProcess):
-    """What `holdfast smp start --detach` started, to run trainers on."""
+    """The SMP that `holdfast smp start --detach` started, to run trainers on."""
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground, "node0", "", JOB)

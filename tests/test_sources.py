@@ -1,4 +1,4 @@
-"""Who holds what of a snapshot, on its way through JSON."""
+"""The sources of a snapshot: who holds what, and their way through JSON."""
 
 from __future__ import annotations
 

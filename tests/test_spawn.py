@@ -1,4 +1,4 @@
-"""Starting SMPs that outlive whoever started them, and removing what dead jobs left behind."""
+"""Starting SMPs that outlive their starter, and removing what dead jobs left behind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def finish(ground: Ground, arena: Path) -> None:
 
 
 class starter:
-    """A process that has started an SMP in an arena, and is still there."""
+    """A process that has started an SMP in an arena, and is still running."""
 
     def __init__(self, arena: Path, host: str, before: str = "") -> None:
         self._command = [sys.executable, "-c", before + STARTER, str(arena), host]
@@ -143,7 +143,7 @@ class TestADetachedSmp:
         finish(ground, arena)
 
     def test_started_by_several_at_once_it_serves_them_all(self, ground: Ground, arena: Path) -> None:
-        """As the ranks of one node do; none of them may find it half ready."""
+        """As the ranks of one node do; none of them may find the SMP half ready."""
 
         def start_and_connect() -> tuple[bool, int]:
             try:
@@ -194,7 +194,7 @@ class TestADetachedSmp:
 
 
 def needs_a_core_to_spare() -> None:
-    """Skip where a process that runs only when nobody else wants a core does not run."""
+    """Skip where a process that runs only when nobody else wants a core gets none."""
     work = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); sum(range(5_000_000))"
     try:
         subprocess.run([sys.executable, "-c", work], timeout=5, check=True)
@@ -238,7 +238,7 @@ class TestPriority:
 
 
 def policies_of(pid: int) -> set[int]:
-    """The scheduling policies of a process's threads, without those that end while we look."""
+    """The scheduling policies of a process's threads, without threads that end meanwhile."""
     policies = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
@@ -261,7 +261,7 @@ def seconds_to_start(smp: SmpProcess) -> float:
 
 
 def foster_parent(pid: int) -> int:
-    """The parent of a detached process, once everything between it and us has ended."""
+    """The parent of a detached process, once all processes between it and us have ended."""
     process = psutil.Process(pid)
     while process.cmdline() == (parent := process.parent() or process).cmdline():
         parent.wait(DEADLINE_S)
@@ -269,7 +269,7 @@ def foster_parent(pid: int) -> int:
 
 
 def os_subreapers() -> Sequence[int]:
-    """Processes above this one; any of them may have declared itself a subreaper. Not this one itself."""
+    """The ancestors of this process, without itself; any of them may have declared itself a subreaper."""
     return [process.pid for process in psutil.Process().parents()]
 
 
@@ -320,14 +320,14 @@ def imported_by(module: str) -> set[str]:
 
 @pytest.fixture
 def base(ground: Ground) -> Path:
-    """Where the arenas of a user lie."""
+    """The folder of a user's arenas."""
     path = ground.base / "arenas"
     path.mkdir()
     return path
 
 
 def dead_arena(ground: Ground, path: Path, job: str = JOB) -> Path:
-    """An arena with a snapshot whose SMP and trainers are gone. A copy, since this process has the first one mapped."""
+    """An arena with a snapshot, without its SMP and trainers. A copy, since this process has mapped the original."""
     smp = ground.smp(f"dead-{path.name}", job=job)
     run_on([smp], [[3000]]).protect(1)
     smp.kill()
@@ -336,13 +336,13 @@ def dead_arena(ground: Ground, path: Path, job: str = JOB) -> Path:
 
 
 def orphan(ground: Ground, path: Path, job: str = JOB) -> Owner:
-    """An SMP without trainers, with an arena that has a snapshot in it."""
+    """An SMP without trainers, whose arena has a snapshot in it."""
     dead_arena(ground, path, job)
     return start_smp(job, f"dead-{path.name}", path, host=ground.host())
 
 
 def gc(capsys: pytest.CaptureFixture[str], base: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What ``holdfast gc`` says it found, whatever its age."""
+    """What ``holdfast gc`` reports, whatever its age."""
     assert main(["gc", "--arena", str(base), "--older-than", "0", "--json", "-", *arguments]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return found

@@ -1,4 +1,4 @@
-"""Jobs that go round in a circle: what counts as the same end, and a job that is not started again."""
+"""Jobs in a crash loop: which ends count as the same, and when a job is not started again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def one(end: TrainerEnd, before: CrashLoop | None = BEFORE, base: int = 10) -> C
     return crash_loop_of(told(Start(7, base, before), {"dp0": end}))
 
 
-# ---------------------------------------------------------------------- what is the same
+# ---------------------------------------------------------------------- which ends are the same
 
 
 def test_the_same_end_once_more_is_counted() -> None:
@@ -153,7 +153,7 @@ def test_what_only_ends_the_program_is_no_failure() -> None:
     assert len(failure_text(ValueError("x" * 9999))) == MAX_FAILURE
 
 
-# ---------------------------------------------------------------------- whether it is refused
+# ---------------------------------------------------------------------- when a start is refused
 
 
 def test_a_job_that_ended_too_often_is_refused_with_all_that_is_known() -> None:
@@ -190,7 +190,7 @@ def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def train_until(end: int, error: BaseException | None, **options: int) -> int:
-    """Train to step `end`, every step protected, and fail; where it began."""
+    """Train to step `end`, with every step protected, and raise `error`; return where it began."""
     model, optim = small()
     with InMemorySnapshot(model, optim, **options) as snap:  # type: ignore[arg-type]
         began = snap.step
@@ -213,17 +213,17 @@ def fail_at(step: int, error: BaseException, **options: int) -> None:
 
 @pytest.mark.proves("crash-loops")
 def test_the_same_failure_at_the_same_step_is_refused_until_it_is_allowed(arena: Path) -> None:
-    fail_at(3, ValueError("the loss is nan"))  # goes back to nothing
-    for _ in range(3):  # to step 3, and comes no further
+    fail_at(3, ValueError("the loss is nan"))  # restores nothing
+    for _ in range(3):  # restores step 3, and gets no further
         fail_at(3, ValueError("the loss is nan"), max_repeats=3)
-    for _ in range(2):  # and a refusal is no attempt
+    for _ in range(2):  # a refusal is no attempt
         with pytest.raises(
             Repeated, match="3 times in a row at step 3, having gone back to step 3: ValueError: the loss"
         ):
             train_until(3, None, max_repeats=3)
     [(_, overview)] = gather(arena)
     assert "3 times in a row at step 3" in overview.repeats
-    fail_at(6, ValueError("the loss is nan"), max_repeats=0)  # allowed, and it comes further
+    fail_at(6, ValueError("the loss is nan"), max_repeats=0)  # allowed, and gets further
     [(_, overview)] = gather(arena)
     assert "once at step 6" in overview.repeats
     assert train_until(6, None, max_repeats=1 + 1) == 6
@@ -282,7 +282,7 @@ except Exception as error:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow  # what all ranks decide by is the same: see above
+@pytest.mark.slow  # all ranks decide from the same facts, as tested above
 def test_all_ranks_refuse_together_under_torchrun(arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     script = tmp_path / "train.py"
@@ -297,5 +297,5 @@ def test_all_ranks_refuse_together_under_torchrun(arena: Path, tmp_path: Path, m
     )
     for rank in range(2):
         *before, last = (tmp_path / str(rank)).read_text().splitlines()
-        assert len(before) == 3  # the first of them came further than where it began, and so is no repeat
+        assert len(before) == 3  # the first of them got further than where it began, and so is no repeat
         assert last.startswith("Repeated: ") and "step 4" in last and "ArithmeticError: rank 1 overflows" in last

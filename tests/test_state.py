@@ -1,4 +1,4 @@
-"""The record of a rank's plain values, where its tensors stand in a slot, and whether a slot fits a job."""
+"""The record of a rank's plain values, where its tensors are in a slot, and whether a slot fits a job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOTHING_FIXED = '{"state":{},"shared":{}}'
 
 @dataclass
 class Toy:
-    """An adapter whose state is what a test puts into it. Exchanging an item of `live` is noticed."""
+    """An adapter whose state the test sets. Replacing an item of `live` is noticed."""
 
     live: list[LiveTensor] = field(default_factory=list)
     early_tree: Tree = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Toy:
             raise self.problem
 
     def withdraw(self) -> None:
-        """Nothing was created."""
+        """Nothing was created, so there is nothing to undo."""
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         pass
@@ -189,7 +189,7 @@ def test_what_was_seen_to_change_is_copied_at_once_whatever_its_class() -> None:
 
 
 def test_what_is_placed_stays_in_memory_when_the_tensor_is_given_other_memory() -> None:
-    """Else a copy thread would read what is freed."""
+    """Otherwise a copy thread would read memory that was freed."""
     adapter = toy()
     placed = placed_toy(adapter)
     weight = adapter.live[0].tensor
@@ -206,7 +206,7 @@ def test_a_tensor_without_a_place_is_an_error() -> None:
 
 
 def whole_slot(adapter: Toy, snapshot: SnapshotId = SNAPSHOT) -> tuple[SlotFormat, memoryview]:
-    """A slot as the copy thread writes it, less its stamp."""
+    """A slot as the copy thread writes it, without its stamp."""
     manifest = Manifest(adapter)
     early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(adapter), BEGAN_SO)
     record = encode_record(snapshot, "dp0", early, late, manifest.fixed)

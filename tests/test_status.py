@@ -45,7 +45,7 @@ SIZES = [[3000], [3000], [2000], [4000]]
 
 
 def status_of(number: int, leases: dict[str, float]) -> Status:
-    """Of one of many nodes."""
+    """The status of one of many nodes."""
     inventory = Inventory(f"node{number}", f"10.0.{number // 250}.{number % 250}", 41234, 41235, trainers=8)
     counters = dict.fromkeys(Counters().read(), 0)
     return Status(inventory, 1, 1.0, "/arena", 64 * 10**9, 0, {}, 10**9, (), counters, leases=leases, lease_s=30.0)
@@ -214,7 +214,7 @@ def test_the_page_and_what_it_asks_for(smps: list[SmpProcess], job: Run) -> None
     status, headers, body = fetch(smps[1], "/")
     assert (status, body) == (200, page())
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert not re.findall(rb"(?:src|href)\s*=|https?://", body)  # it needs nothing from elsewhere
+    assert not re.findall(rb"(?:src|href)\s*=|https?://", body)  # it loads nothing from elsewhere
     status, _, body = fetch(smps[1], "/status.json")
     assert status == 200
     said: dict[str, Any] = json.loads(body)
@@ -232,7 +232,7 @@ def test_a_head_is_answered_as_a_get_without_the_body(smps: list[SmpProcess], pa
     assert owner is not None
     with closing(HTTPConnection("127.0.0.1", owner.http_port, timeout=DEADLINE_S)) as connection:
         found = []
-        for method in ("HEAD", "GET", "HEAD"):  # on one connection, where a body that nobody reads spoils what follows
+        for method in ("HEAD", "GET", "HEAD"):  # on one connection, where an unread body corrupts what follows
             connection.request(method, path)
             answer = connection.getresponse()
             found.append((answer.status, answer.getheader("Content-Type"), len(answer.read())))

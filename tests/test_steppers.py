@@ -1,4 +1,4 @@
-"""Optimizers that step a job's parameters, and that nobody gave, are noticed."""
+"""Optimizers that step a job's parameters but were not given are noticed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_optimizer_that_was_not_given_is_named() -> None:
 
 
 def test_one_that_steps_views_of_the_parameters_is_named() -> None:
-    """As those do that keep all parameters in one flat tensor."""
+    """As optimizers do that keep all parameters in one flat tensor."""
     model = net()
     flat = torch.zeros(16, requires_grad=True)
     model[0].weight.data = flat.data.view(4, 4)  # type: ignore[index]
@@ -111,7 +111,7 @@ def test_a_wrapper_with_another_optimizer_beside_the_given_is_named() -> None:
 
 
 def test_a_wrapper_that_never_steps_is_refused_where_it_can_be_heard() -> None:
-    """As SAM's, of which two steps are called by other names, and which then steps its base optimizer."""
+    """Like SAM, two of whose steps have other names, and which then steps its base optimizer."""
     model = net()
     sam = Sharpness(model.parameters())
     with watching(model, sam):

@@ -1,4 +1,4 @@
-"""The table of what is supported says nothing that is not proved: by the matrix, by tests, by committed reports."""
+"""The table of what is supported says only what is proved: by the matrix, by tests, or by committed reports."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 1) -> to
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of its elements, in order, as they read."""
+    """The bytes of a tensor's elements, in order."""
     dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return dense.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 

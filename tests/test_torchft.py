@@ -1,4 +1,4 @@
-"""torchft's checkpoints through memory: every value exactly, and a replica that is killed and comes back."""
+"""torchft's checkpoints through memory: every value is exact, and a replica that is killed comes back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def arena(arena: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pair(arena: Path) -> Iterator[tuple[MemoryTransport[Any], MemoryTransport[Any]]]:
-    """A healthy replica's transport, and that of one that comes back."""
+    """The transports of a healthy replica, and of one that comes back."""
     both = MemoryTransport[Any](job="healthy"), MemoryTransport[Any](job="back")
     yield both
     for transport in both:
@@ -155,8 +155,8 @@ def test_sharded_tensors_are_sharded_as_before(arena: Path, tmp_path: Path) -> N
 
 
 ATTEMPTS = 4
-"""So often is a replica killed: torchft's hook for DDP may fail an assertion of its own in the survivor
-(``assert fut._fut``, 0.2.0), which then begins anew as well."""
+"""How often a replica is killed at most: torchft's hook for DDP may fail an assertion of its own in the survivor
+(``assert fut._fut``, 0.2.0), which then restarts as well."""
 
 
 class Replica:
@@ -168,14 +168,14 @@ class Replica:
         told = {"REPLICA_GROUP_ID": str(number), "TORCHFT_LIGHTHOUSE": lighthouse, "STEPS": "1000000"}
         self.process = subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, text=True)
         self._lines: SimpleQueue[str] = SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)  # or the pipe fills, and it waits for us
+        self._reader = threading.Thread(target=self._read, daemon=True)  # a full pipe would block the process
         self._reader.start()
         self.starts = 0
         self.sums: dict[int, str] = {}
-        """What it printed as the sum of its weights after each step that it made with another."""
+        """The sum of weights that it printed after each step that it made together with another replica."""
 
     def read(self, count: int) -> int:
-        """Read until it has made `count` more steps with another; the number of the last of them."""
+        """Read until it has made `count` more steps with another replica; return the number of the last."""
         step = 0
         while count:
             if match := re.match(r"step (\d+) participants 2 sum (\S+)", self._line()):
@@ -185,10 +185,10 @@ class Replica:
         return step
 
     def kill_worker(self) -> None:
-        """Kill what trains, and wait until torchrun has started another."""
+        """Kill the training process, and wait until torchrun has started another."""
         (worker,) = [child for child in psutil.Process(self.process.pid).children() if child.cmdline()]
         worker.kill()
-        self.sums.clear()  # its last step may have been no step for the other
+        self.sums.clear()  # the other may not have counted its last step
         while "is up" not in self._line():
             pass
 

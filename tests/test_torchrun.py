@@ -1,4 +1,4 @@
-"""A job under real torchrun, with nothing but the ``with`` line: a killed run, one SMP for three ranks."""
+"""A job under real torchrun, with nothing added but the ``with`` line: a killed run, one SMP for three ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def results(tmp_path: Path, how: str) -> list[list[str]]:
     return [(tmp_path / how / str(rank)).read_text().split() for rank in range(3)]
 
 
-@pytest.mark.slow  # and tests/test_user_command.py kills one by one
+@pytest.mark.slow  # tests/test_user_command.py kills single trainers, too
 @pytest.mark.proves("trainers-die")
 def test_a_killed_run_that_is_launched_again_goes_on_bit_for_bit(arena: Path, tmp_path: Path) -> None:
     undisturbed = results(tmp_path, "undisturbed")

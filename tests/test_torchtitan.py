@@ -1,4 +1,4 @@
-"""What goes with a snapshot of torchtitan's trainer, by a trainer of the same form; the real one: `tests/real`."""
+"""What a snapshot of torchtitan's trainer includes, on a trainer of the same form; `tests/real` has the real one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_hook import small
 
 
 class Loader:
-    """Its iterator draws when it is made, as a DataLoader's does."""
+    """Its iterator draws a number when it is made, as a DataLoader's does."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -42,7 +42,7 @@ class Loader:
 
 
 class ParallelAwareDataloader(Loader):
-    """As torchtitan's: it packs what its base class says."""
+    """Like torchtitan's: it packs the state of its base class."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"dp_rank_0": pickle.dumps(super().state_dict()), "world_size": 1}
@@ -104,7 +104,7 @@ class Trainer:
             self.step += 1
             self.train_step(batches)
             if self.snapshots._snap is not None and self.stop is not None:
-                self.snapshots._snap.drain(60)  # such short steps are skipped while snapshots are sealed
+                self.snapshots._snap.drain(60)  # otherwise such short steps are skipped while snapshots are sealed
             if self.step % 3 == 0:
                 self.validator.validation_dataloader.dataset._sample_idx += 5
                 torch.rand(2)
@@ -125,7 +125,7 @@ class Trainer:
 @pytest.mark.parametrize("kind", [Loader, ParallelAwareDataloader])
 def test_a_trainer_goes_on_bit_for_bit(kind: type[Loader], arena: Path) -> None:
     plain = Trainer(Loader())
-    plain.snapshots.leave(None)  # never entered: the loop runs by itself
+    plain.snapshots.leave(None)  # never entered: the loop runs alone
     plain.snapshots.enter = lambda: False  # type: ignore[method-assign]
     plain.train()
     with pytest.raises(KeyboardInterrupt):

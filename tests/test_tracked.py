@@ -1,4 +1,4 @@
-"""State that is in no ``state_dict``: when it is captured, and that it comes back, or fails to fit, as a whole."""
+"""State that is in no ``state_dict``: when it is captured, and that it is restored whole, or refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Optim = torch.optim.Optimizer
 
 
 class Job:
-    """A linear layer with state all around it."""
+    """A linear layer with other state around it."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.model = torch.nn.Linear(3, 2)
@@ -39,12 +39,12 @@ class Job:
 
 
 def stop(snap: InMemorySnapshot) -> None:
-    """Leave as a crash would: everything stays."""
+    """Exit as a crash does: everything is kept."""
     snap.__exit__(RuntimeError, RuntimeError("stop"), None)
 
 
 def run(track: Callable[[Job, InMemorySnapshot], None], steps: int, after: Callable[[Job], None]) -> Job:
-    """A job that trains some steps more than are kept, and is gone."""
+    """Train a job, drain its snapshots, and stop it as a crash would."""
     job = Job(1.0)
     snap = job.hook()
     track(job, snap)
@@ -116,7 +116,7 @@ def test_what_a_forward_changes_does_not_get_into_a_snapshot(arena: Path) -> Non
 
     job.model.register_forward_hook(change)
     job.train(snap, 3)
-    job.model(torch.ones(1, 3))  # the fourth; snapshot 3 is finalised before it
+    job.model(torch.ones(1, 3))  # the fourth forward; snapshot 3 is finalised before it
     assert snap.drain(60)
     stop(snap)
     job, snap = resumed(track)

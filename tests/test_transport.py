@@ -1,4 +1,4 @@
-"""Messages over sockets: what a stream promises, and an SMP that is told nonsense on every one of its sockets."""
+"""Messages over sockets: what a stream promises, and an SMP that is sent nonsense on every one of its sockets."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 quick = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
 
 SOON_S = 0.05
-"""A deadline that is meant to pass."""
+"""A deadline that is meant to expire."""
 
 MAGIC = b"HFST"
 
 
 @pytest.fixture(scope="module")
 def smp() -> Iterator[SmpProcess]:
-    """One SMP that is told all the nonsense of this module. The ground notices if it runs into a bug."""
+    """One SMP that is sent all the nonsense of this module. The ground notices if it runs into a bug."""
     with playground() as ground:
         yield ground.smp()
 
 
 def frame(body: bytes, *, magic: bytes = MAGIC, length: int | None = None, payload: int = 0) -> bytes:
-    """A message as it stands on the wire."""
+    """A message as it is on the wire."""
     return magic + struct.pack("<IQ", len(body) if length is None else length, payload) + body
 
 
@@ -74,16 +74,16 @@ def said(message: Any) -> bytes:
 
 
 INCOMPRESSIBLE = random.Random(1).randbytes(MAX_MESSAGE_BYTES).hex()
-"""Two letters for each byte, and no pattern: longer than the limit however it is written."""
+"""Two hexadecimal digits per byte, without a pattern: longer than the limit in any encoding."""
 
 
 class Notice(Exception):
-    """What the handler of a signal raises."""
+    """Raised by the handler of a signal."""
 
 
 @contextmanager
 def noticing() -> Iterator[None]:
-    """SIGUSR1 raises `Notice` in the main thread meanwhile."""
+    """SIGUSR1 raises `Notice` in the main thread during this block."""
 
     def handler(number: int, frame: object) -> None:
         raise Notice
@@ -114,7 +114,7 @@ class Pair:
         self.bare.close()
 
     def hear(self, data: bytes, *, end: bool = False) -> None:
-        """Have the stream hear `data`, and then the end of the connection."""
+        """Send `data` to the stream, and end the connection if `end`."""
         self.bare.sendall(data)
         if end:
             self.bare.shutdown(socket.SHUT_WR)
@@ -145,14 +145,14 @@ class TestAStream:
         with pair.stream._use:
             pair.stream.close()
             assert pair.stream.closed
-            assert pair.stream._sock.fileno() >= 0  # else the call could wait on whatever has that number next
+            assert pair.stream._sock.fileno() >= 0  # otherwise the call could wait on whatever gets that number next
         assert pair.stream._sock.fileno() < 0
         with pytest.raises(SmpUnavailable, match="closed"):
             pair.stream.receive()
 
     @pytest.mark.parametrize("answer", [b"", said({"number": 1})[:20]])
     def test_whose_call_is_interrupted_is_over(self, pair: Pair, answer: bytes) -> None:
-        """Else the reply that is still to come would be taken for that of the next call."""
+        """Otherwise the reply that is still to come would be taken for that of the next call."""
 
         def interrupt() -> None:
             pair.bare.recv(1000)
@@ -281,7 +281,7 @@ class TestACall:
             try:
                 pair.hear(said({"error": "StaleEpoch", "message": "of unit 1"}))
             except BrokenPipeError:
-                pass  # better still
+                pass  # the connection is already closed: better still
             with pytest.raises(SmpUnavailable):
                 call(pair.stream, {"op": "accumulate", "unit": 2})
 
@@ -350,7 +350,7 @@ class TestConnecting:
 
 
 class Echo:
-    """Answers what it is told; an error if asked for one."""
+    """Answers with what it is told, or with an error if asked for one."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -367,7 +367,7 @@ class Echo:
 
 
 class Echoes:
-    """A listener on a unix socket, and the conversations that it has."""
+    """A listener on a unix socket, and its conversations."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -423,7 +423,7 @@ class TestAListener:
         assert len(echoes.conversations) == 1
 
 
-# ---------------------------------------------------------------------- an SMP that is told nonsense
+# ---------------------------------------------------------------------- an SMP that is sent nonsense
 
 
 def local_of(smp: SmpProcess) -> Path:
@@ -444,7 +444,7 @@ Address = Callable[[SmpProcess], Any]
 
 
 def replies(heard: bytes) -> list[Message]:
-    """The messages in what an SMP said."""
+    """The messages in an SMP's answer."""
     found = []
     while heard:
         length, payload = struct.unpack("<IQ", heard[4:16])
@@ -454,7 +454,7 @@ def replies(heard: bytes) -> list[Message]:
 
 
 def serves(smp: SmpProcess) -> bool:
-    """Whether it answers on every one of its sockets."""
+    """Whether an SMP answers on every one of its sockets."""
     client = SmpClient(smp.arena, smp.job)
     stream = connect(smp.bulk)
     peers = PeerClient(smp.job)
@@ -593,7 +593,7 @@ class TestAnSmpIsToldNonsense:
 
     def test_it_serves_again_after_it_has_run_out_of_files(self, ground: Ground) -> None:
         smp = ground.prepare()
-        smp.owner_pid = None  # watching it takes files too, a little after it is ready
+        smp.owner_pid = None  # watching the owner takes files too, a little after the SMP is ready
         smp.launch().wait_ready().wait_settled()
         client = smp.client()
         open_files = len(list(Path(f"/proc/{smp.process.pid}/fd").iterdir()))
@@ -671,7 +671,7 @@ terms = st.fixed_dictionaries(
 
 @st.composite
 def messages(draw: st.DrawFn, job: str) -> Message:
-    """Objects that look like messages: known operations, known fields, most of them with nonsense in them."""
+    """Objects that look like messages: known operations and known fields, most with nonsense in them."""
     message: Message = {name: draw(values) for name in draw(st.sets(st.sampled_from(FIELDS)))}
     likely: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
         ("unit", "stripe", "position", "group", "digest"), numbers
@@ -682,13 +682,13 @@ def messages(draw: st.DrawFn, job: str) -> Message:
         if draw(st.integers(0, 3)):
             message[name] = draw(strategy)
     if isinstance(message.get("epoch"), int) and 0 <= message["epoch"] <= MAX_COUNT:
-        message["epoch"] = 1  # one far ahead would be obeyed or waited for, and no newer one could begin
+        message["epoch"] = 1  # a far later epoch would be obeyed or waited for, and no newer one could begin
     return {"op": draw(st.sampled_from(OPERATIONS)), **message}
 
 
 def spoil(data: st.DataObject, message: Message, keys: Collection[str] = ()) -> Message:
-    """A message in which one value, somewhere, is another, as a rule of its own kind; within `keys` if any are given.
-    Of lengths that could be reserved only small ones."""
+    """A message with one value, at any depth, replaced, mostly by one of its type, within `keys` if any are given.
+    2 GiB is never used, as it is a length that could be reserved."""
     spoilt: Any = json.loads(json.dumps(message))
     inside: Any = spoilt
     while True:
@@ -703,11 +703,11 @@ def spoil(data: st.DataObject, message: Message, keys: Collection[str] = ()) -> 
             return dict(spoilt)
 
 
-# ---------------------------------------------------------------------- an SMP that is told what is almost right
+# ---------------------------------------------------------------------- an SMP that is sent what is almost right
 
 
 class Protected:
-    """Two SMPs that hold a protected snapshot, and what one may say to them of it."""
+    """Two SMPs that hold a protected snapshot, and valid messages about it."""
 
     def __init__(self, ground: Ground) -> None:
         self.smps = ground.smps(2)
@@ -743,7 +743,7 @@ class Protected:
         }
 
     def say(self, message: Message) -> Message:
-        """The reply to a message, on a connection of its own; a unit with it goes along where there must be one."""
+        """Send a message on a connection of its own, with a unit where one is needed; return the reply."""
         if message["op"] in ("adopt", "encode", "release"):
             return ask_control(self.smps[0].control, message)
         local = message["op"] in ("recover", "repair_parity")
@@ -754,7 +754,7 @@ class Protected:
         return reply
 
     def refused(self, op: str, **changes: Any) -> str:
-        """With what error a message that was right is refused once something in it is changed."""
+        """The error message for a valid message with `changes`, which must be refused."""
         reply = self.say({"op": op, **self.messages[op], **changes})
         assert reply["error"] == "ProtocolError", reply
         return str(reply["message"])
@@ -780,7 +780,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         "op", ["accumulate", "shard_unit", "parity_unit", "partial", "adopt", "release", "recover"]
     )
     def test_what_is_right_is_done(self, protected: Protected, op: str) -> None:
-        """Or the tests below would prove little. All of it is harmless said twice."""
+        """Otherwise the tests below would prove little. All of it is harmless if repeated."""
         assert "error" not in protected.say({"op": op, **protected.messages[op]})
 
     @pytest.mark.parametrize(
@@ -799,7 +799,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
     def test_what_is_almost_right_is_answered_and_spoils_nothing(
         self, protected: Protected, op: str, keys: list[str]
     ) -> None:
-        """Of what is accumulated in, what would be waited for is left as it is."""
+        """For ``accumulate``, values that the SMP would wait for are left as they are."""
 
         @quick
         @given(st.data())
@@ -816,7 +816,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         assert (found["damaged"], found["repaired"]) == (0, 0)
 
     def test_a_layout_that_is_not_for_this_snapshot_is_not_kept(self, protected: Protected) -> None:
-        """One of a later epoch would displace the one that the job works with."""
+        """A layout of a later epoch would displace the one that the job works with."""
         layout: Message = protected.messages["adopt"]["layout"]
         before = protected.client.inventory().layouts
         for op in ("adopt", "release"):

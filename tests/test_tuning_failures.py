@@ -1,4 +1,4 @@
-"""Failure models: published shares, logs of one's own, spare nodes."""
+"""Failure models: published shares, a user's own logs, spare nodes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_without_incidents_a_class_falls_below_the_prior() -> None:
 
 
 def test_shrinkage_is_the_mean_of_the_posterior() -> None:
-    """Events and exposures are drawn from the prior; where a log has 3 memory losses the mean of the true rates is what
+    """Events and exposures are drawn from the prior. Over logs with 3 memory losses, the mean of the true rates is what
     is learnt."""
     generator = np.random.default_rng(4)
     total = PRIOR.process + PRIOR.memory + PRIOR.shock

@@ -56,7 +56,7 @@ def test_the_optimum_is_where_time_per_work_is_least(cost: float, mtbf: float) -
 
 @pytest.mark.parametrize("cost", [1e-12, 1e-9, 1e-6, 1e-3])
 def test_the_optimum_is_youngs_for_tiny_costs_without_cancellation(cost: float) -> None:
-    ratio = math.sqrt(2 * cost)  # of a second of MTBF; the next term is -cost / 3 * 2
+    ratio = math.sqrt(2 * cost)  # for an MTBF of 1 s; the next term is -cost / 3 * 2
     assert optimal(cost, 1.0) == pytest.approx(ratio - 2 * cost / 3, rel=max(1e-9, cost))
     assert young(cost, 1.0) == pytest.approx(ratio)
 
@@ -73,8 +73,8 @@ def test_an_expected_time_beyond_all_floats_is_infinite() -> None:
 
 
 def slots_in_use(interval: int, commit: int, encode: int, every: int, count: int = 240) -> int:
-    """The most slots held at once, counted tick by tick: a snapshot's from its boundary until it is neither the
-    newest sealed one, nor the newest protected one, nor about to become either."""
+    """The most slots held at once, counted tick by tick. A snapshot holds its slot from its boundary until it is
+    neither the newest sealed one, nor the newest protected one, nor about to become either."""
     most = 0
     for now in range(interval * count // 2, interval * count):
         taken = [i for i in range(count) if i * interval < now]
@@ -126,7 +126,7 @@ def test_each_bound_is_kept_and_named() -> None:
         "budget",
     )
     slow = choose_interval(**options, commit_s=1.0, encode_s=700.0)
-    assert (slow.steps, slow.bound) == (70, "slots")  # the next may not start to be encoded before
+    assert (slow.steps, slow.bound) == (70, "slots")  # the encoding of the next cannot start earlier
     two = choose_interval(**options, commit_s=500.0, encode_s=400.0, slots=2)
     assert (two.steps, two.bound) == (90, "slots")  # with two slots each is protected before the next begins
     assert choose_interval(**options, longest=7).steps == 7
@@ -136,7 +136,7 @@ def test_each_bound_is_kept_and_named() -> None:
 
 
 def test_what_costs_nothing_is_done_at_every_step_and_what_never_fails_rarely() -> None:
-    assert choose_interval(step_s=1.0, cost_s=-0.1, failure_rate=1e-5).steps == 1  # noise of the measurement
+    assert choose_interval(step_s=1.0, cost_s=-0.1, failure_rate=1e-5).steps == 1  # measurement noise
     assert choose_interval(step_s=1.0, cost_s=0.0, failure_rate=0.0).steps == 1
     assert choose_interval(step_s=1.0, cost_s=0.1, failure_rate=0.0, longest=5000).steps == 5000
 

@@ -1,4 +1,4 @@
-"""The measured profile, and what it and assumptions make of costs."""
+"""The measured profile, and the costs that follow from it and from assumptions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_no_profile_is_refused() -> None:
 
 def test_a_snapshot_costs_what_its_busy_steps_take_beyond_quiet_ones() -> None:
     assert RUN.visible_s() == pytest.approx(0.2)  # two busy steps a snapshot, 0.1 s each
-    assert replace(RUN, snapshot_step_s=1.9).visible_s() == 0.01  # noise; the stall is certain
+    assert replace(RUN, snapshot_step_s=1.9).visible_s() == 0.01  # noise; only the stall is certain
     assert RUN.visible_error_s() is None
     spread = replace(RUN, step_sd_s=0.1, snapshot_step_sd_s=0.2)
     assert spread.visible_error_s() == pytest.approx(2 * (0.01 / 50 + 0.04 / 100) ** 0.5)
@@ -99,7 +99,7 @@ def test_assumed_costs_follow_from_rates() -> None:
     given = Assumptions(step_s=1.0, state_bytes=400e9, interference=0.1, copy_rate=10e9, network_rate=25e9)
     costs = assume(replace(given, persist_rate=2e9))
     assert costs.commit_s == pytest.approx(2.0 + 40.0)
-    assert costs.snapshot_cost_s == pytest.approx(2.0 - 0.9 + 0.1 * 42.0)  # what does not fit in a step stalls
+    assert costs.snapshot_cost_s == pytest.approx(2.0 - 0.9 + 0.1 * 42.0)  # what does not fit in a step stalls training
     assert (costs.encode_s, costs.encode_cost_s, costs.persist_s) == pytest.approx((16.0, 1.6, 200.0))
 
 

@@ -18,10 +18,11 @@ from holdfast.snapshot.interval.samples import EVIDENCE, Recent, Timing
 
 
 class Job:
-    """Ranks that train in step, take snapshots after the steps they agreed on, and agree where one is on its way.
+    """Ranks that train in step, take snapshots after the steps they agreed on, and agree while one is in progress.
 
     Attributes:
-        step_s, cost_s, protect_s: of a step, and of a snapshot; they may be changed while it runs.
+        step_s, cost_s, protect_s: seconds per step, and seconds that a snapshot costs and takes to be protected; they
+            may be changed between runs.
         taken: after which steps each rank took a snapshot.
     """
 
@@ -159,7 +160,7 @@ def test_it_keeps_within_the_budget() -> None:
 def test_where_no_step_is_quiet_it_looks_for_some_and_comes_back() -> None:
     job = Job(step_s=1.0, protect_s=18.0, cost_s=0.0, mtbf_s=1e5)
     job.run(2000)
-    assert job.interval == 9  # two slots must be free in turn
+    assert job.interval == 9  # two slots must be free, in turn
     wide = [later - earlier for earlier, later in pairwise(job.taken[0]) if later < 400]
     assert max(wide) >= 32
     job.run(3 * STALE_STEPS)

@@ -183,7 +183,7 @@ def test_the_command_says_what_to_do_and_why_in_one_screen(tmp_path: Path, capsy
 
 
 def check_plot(text: str) -> None:
-    """Well-formed, and everything that was promised is in it."""
+    """The plot is well-formed, and has everything that was promised."""
     texts = " ".join(element.text or "" for element in ElementTree.fromstring(text).iter())
     for word in ("chosen", "Young", "Daly", "copies:1", "seed 1", "m = 4"):
         assert word in texts, word
@@ -220,7 +220,7 @@ def test_a_log_moves_the_failure_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*JOB, "--log", str(log), "--log-span", "500h"]) == 0
     printed = capsys.readouterr().out
     assert "499 incidents of 64 nodes in 20.8 d" in printed
-    assert re.search(r"of processes [23]\.\d+ h", printed)  # hourly in the log, once in 8 days before
+    assert re.search(r"of processes [23]\.\d+ h", printed)  # hourly in the log, once in 8 days in the prior
 
 
 @pytest.mark.parametrize(

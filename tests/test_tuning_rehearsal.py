@@ -1,4 +1,4 @@
-"""Simulated months: ``every="auto"`` beside the best fixed interval and Daly's; the game itself beside a formula."""
+"""Simulated months: ``every="auto"`` against the best fixed interval and Daly's; the simulation against a formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def wasted() -> dict[str, float]:
-    """Seconds over all seeds: of auto, of the best fixed interval of each month, and by Daly's formula."""
+    """Seconds wasted over all seeds: by auto, by the best fixed interval of each month, and by Daly's formula."""
     found = {"auto": 0.0, "best": 0.0, "visible": 0.0, "whole": 0.0}
     for seed in SEEDS:
         weather = draw(CLIMATE, seed)
@@ -38,7 +38,7 @@ def test_auto_is_better_than_dalys_interval(wasted: dict[str, float]) -> None:
 
 
 def test_without_weather_what_is_wasted_is_what_the_formula_says() -> None:
-    """First order: ``c/T + rate (T/2 + latency + R)``, of useful and of wall time."""
+    """To first order: ``c/T + rate (T/2 + latency + R)``, of useful and of wall time."""
     calm = replace(CLIMATE, month_s=900 * DAY_S, steps=1.0, costs=1.0, failures=1.0, noise=0.0)
     weather = draw(calm, 4)
     found = play_fixed(weather, 4)
@@ -63,5 +63,5 @@ def test_a_snapshot_without_a_free_slot_is_not_taken() -> None:
     slow = replace(CLIMATE, encode_s=200.0, steps=1.0, costs=1.0)
     weather = draw(slow, 1)
     possible = slow.cost_s * slow.month_s / slow.step_s
-    assert play_fixed(weather, 1).snapshots == pytest.approx(possible / 2, rel=0.1)  # two in 3.5 steps
-    assert play_fixed(weather, 3).snapshots == pytest.approx(possible / 3, rel=0.1)  # all of them
+    assert play_fixed(weather, 1).snapshots == pytest.approx(possible / 2, rel=0.1)  # two snapshots in 3.5 steps
+    assert play_fixed(weather, 3).snapshots == pytest.approx(possible / 3, rel=0.1)  # every snapshot that is due

@@ -101,11 +101,11 @@ def test_expected_losses_of_a_thousand_nodes_come_out(minutes: float, published:
 
 
 def play_group(size: int, tolerated: int, rate: float, *, seed: int, losses: int) -> tuple[float, float]:
-    """How often a group loses data, per second, with its standard error: node by node, until `losses` were seen.
+    """A group's data losses per second and their standard error, simulated node by node until `losses` were seen.
 
-    Every node that is up fails at `rate`; one that failed is up again, its bytes rebuilt, after exactly a second. When
+    Every node that is up fails at `rate`; a failed one is up again, its bytes rebuilt, after exactly a second. When
     more than `tolerated` are down at once the data is lost, and the group starts anew with all nodes up. 512 groups are
-    played side by side.
+    simulated side by side.
     """
     generator = np.random.default_rng(seed)
     groups = np.arange(512)
@@ -129,7 +129,7 @@ def play_group(size: int, tolerated: int, rate: float, *, seed: int, losses: int
 )
 def test_the_loss_rate_agrees_with_what_is_played(size: int, tolerated: int, rate: float) -> None:
     played, error = play_group(size, tolerated, rate, seed=17, losses=1500)
-    # In the formula the others stay down when data is lost; a group that is played starts anew, with all nodes up.
+    # In the formula the others stay down when data is lost; a simulated group starts anew, with all nodes up.
     slack = tolerated * size * rate * 0.5 * played
     assert -3 * error < loss_rate(size, tolerated, rate, 1.0) - played < 3 * error + slack
 
@@ -164,7 +164,7 @@ def test_shocks_that_are_spread_cost_data_only_with_others_in_the_window() -> No
 
 @pytest.mark.parametrize(("tolerated", "hit"), [(1, 1), (2, 1), (2, 2), (3, 2)])
 def test_the_chance_of_others_in_the_window_agrees_with_playing_it(tolerated: int, hit: int) -> None:
-    """One group of 6; the shock is at 0, its nodes are down until 1; others fail at random times and are down for 1."""
+    """One group of 6. The shock is at 0, its nodes are down until 1; others fail at random times and are down for 1."""
     rate, size, trials = 0.02, 6, 60_000
     draw = random.Random(tolerated * 10 + hit)
     fatal = 0
@@ -178,7 +178,7 @@ def test_the_chance_of_others_in_the_window_agrees_with_playing_it(tolerated: in
         fatal += any(hit + sum(t <= now < t + 1.0 for t in times) > tolerated for now in moments)
     error = math.sqrt(max(1, fatal)) / trials
     expected = shock_spread((size,), tolerated, hit, rate, 1.0)
-    assert abs(fatal / trials - expected) < 4 * error + 0.08 * expected  # of order size * rate: more than one other
+    assert abs(fatal / trials - expected) < 4 * error + 0.08 * expected  # of order size * rate: several others
 
 
 def test_survival_falls_exponentially() -> None:

@@ -1,4 +1,4 @@
-"""Predicted waste: published points, an independent Monte Carlo, and brute force over plans."""
+"""Predicted waste: published points, an independent Monte Carlo simulation, and brute force over plans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_first_order_is_a_little_pessimistic_and_within_six_percent_of_what_is_p
 
 
 def test_the_published_simulation_is_met_within_its_error() -> None:
-    """0.0492 for the example; the same played here gives 0.0484, 2 % less."""
+    """0.0492 for the published example; simulated here it gives 0.0484, 2 % less."""
     played = play(LEVELS, (66, 132, 3960), 1.0, seed=5, runs=256, failures=200)
     assert 1 / played.mean - 1 == pytest.approx(0.0492, rel=0.03)
 
@@ -71,15 +71,15 @@ def test_levels_that_count_from_each_recovery_starve() -> None:
     ("mtbf", "cost", "work", "restart"), [(1000, 20, 190, 50), (300, 20, 110, 30), (200, 5, 40, 90)]
 )
 def test_what_is_played_agrees_with_the_exact_time_of_one_level(mtbf: int, cost: int, work: int, restart: int) -> None:
-    """A snapshot that stops training and counts when it is over is Daly's model, for which the time is known."""
+    """A snapshot that stops training and counts once it is over is Daly's model, whose expected time is known."""
     level = Level("all", cost, cost, restart, 1 / mtbf)
     played = play([level], [work * 10], 0.1, seed=3, runs=256, failures=300)
     exact = work / expected_time(work, cost, mtbf, restart)
-    assert abs(played.mean - exact) < 4 * played.error + 0.0015  # of 0.1 s steps, and where runs end
+    assert abs(played.mean - exact) < 4 * played.error + 0.0015  # for steps of 0.1 s, and where runs end
 
 
 class Run:
-    """One run, step by step: a second witness, which shares nothing with `play`."""
+    """One run, step by step: an independent check, which shares nothing with `play`."""
 
     def __init__(self, levels: Sequence[Level], periods: Sequence[int], step_s: float, seed: int) -> None:
         self.levels, self.periods, self.step_s = levels, periods, step_s
@@ -169,7 +169,7 @@ def test_a_plan_waits_for_a_free_slot_and_for_the_encoding() -> None:
     free = Level("process", 0.0, 10.0, 60.0, 1e-4), Level("memory", 0.0, 40.0, 60.0, 1e-5)
     assert best_periods(free, Limits(1.0, 10.0, 30.0, None, slots=3, encode_every=(1,))) == (30, 30)
     assert best_periods(free, Limits(1.0, 10.0, 30.0, None, slots=2, encode_every=(1,))) == (40, 40)
-    assert best_periods(free, Limits(1.0, 10.0, 30.0, None, slots=4))[0] == 10  # some are not encoded
+    assert best_periods(free, Limits(1.0, 10.0, 30.0, None, slots=4))[0] == 10  # some snapshots are not encoded
 
 
 def test_what_cannot_be_had_is_said() -> None:

@@ -1,7 +1,7 @@
-"""Versions of holdfast that meet: neighbours go on as if nothing was, others say so before anything is done.
+"""Versions of holdfast that meet: neighbours work together, others refuse each other before anything is done.
 
-The other version is this one's code, copied, with other numbers in `smp_daemon.shared.versions`. Its SMPs are processes
-of that copy.
+The other version is a copy of this one's code, with other numbers in `smp_daemon.shared.versions`. Its SMPs are
+processes of that copy.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ NEXT, AFTER = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
 
 
 class Installation:
-    """A copy of holdfast of another version."""
+    """A copy of holdfast as another version."""
 
     def __init__(self, folder: Path, release: str, **numbers: int) -> None:
-        """`numbers`: of `versions`, such as ``PROTOCOL_VERSION=5``."""
+        """`numbers`: values for constants of `versions`, such as ``PROTOCOL_VERSION=5``."""
         self._folder = folder
         ignored = shutil.ignore_patterns("__pycache__", "*.html", "*.png", "*.c")
         shutil.copytree(ROOT / "holdfast", folder / "holdfast", ignore=ignored)
@@ -58,7 +58,7 @@ class Installation:
         path.write_text(text)
 
     def replace(self, smp: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> SmpProcess:
-        """End an SMP, and start one of this version in its arena; it need not come to serve."""
+        """Kill an SMP, and launch one of this version in its arena, without waiting until it serves."""
         smp.kill()
         with monkeypatch.context() as changed:
             changed.setenv("PYTHONPATH", str(self._folder))
@@ -87,11 +87,11 @@ def neighbour(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """A later one, which does not."""
+    """A later release, which does not."""
     return Installation(tmp_path_factory.mktemp("after"), "9.2.0", PROTOCOL_VERSION=AFTER, OLDEST_PROTOCOL=NEXT)
 
 
-# ---------------------------------------------------------------------- who may meet
+# ---------------------------------------------------------------------- which versions may meet
 
 
 @pytest.mark.parametrize("said", [spoken(), (OLDEST_PROTOCOL, AFTER), (0, OLDEST_PROTOCOL), (PROTOCOL_VERSION, NEXT)])
@@ -116,7 +116,7 @@ def test_others_are_told_what_both_are_and_what_to_do(said: tuple[int, int], tex
 
 
 def test_the_first_release_is_understood_and_understands() -> None:
-    """It says one number, which must be 4, and reads no others."""
+    """The first release sends one number, which must be 4, and reads no others."""
     assert decode_json(Hello, b'{"op":"hello","job":"j","version":4}', "a greeting").speaks == (4, 4)
     said = json.loads(encode_json(Hello(job="j", version=OLDEST_PROTOCOL, newest=PROTOCOL_VERSION, release=RELEASE)))
     assert (said["op"], said["version"]) == ("hello", 4)
@@ -146,7 +146,7 @@ def test_smps_are_upgraded_one_by_one_under_a_running_job(
 def test_and_back_again(
     ground: Ground, launcher: Launcher, neighbour: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job is restarted on the newer SMPs, and goes on on this version's."""
+    """The job restarts on the newer SMPs, and continues on this version's."""
     with job(ground, launcher) as made:
         for smp in (made.victim, made.other):
             neighbour.replace(smp, monkeypatch).wait_ready()
@@ -166,7 +166,7 @@ def test_and_back_again(
 def test_one_that_is_too_new_does_not_end_the_job(
     ground: Ground, launcher: Launcher, stranger: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is protected while it is there; what was is still held, and is again once the right one is back."""
+    """Nothing is protected while it runs. What was is still held, and protection resumes once the right one is back."""
     with job(ground, launcher) as made:
         made.launch()
         made.train()
@@ -176,7 +176,7 @@ def test_one_that_is_too_new_does_not_end_the_job(
             SmpClient(made.victim.arena, JOB)
         step = _last_step(made)
         made.wait(lambda: _last_step(made) > step + 20, "the job does not go on")
-        made.grow()  # which takes a new layout, and for that all SMPs
+        made.grow()  # needs a new layout, and for that all SMPs
         step = _last_step(made)
         made.wait(lambda: _last_step(made) > step + 20, "the job does not go on with a new layout")
         text = "the other side runs holdfast 9.2.0, which speaks protocols"
@@ -209,7 +209,7 @@ def test_smps_refuse_each_other_on_every_path(ground: Ground, monkeypatch: pytes
 
 
 def test_a_trainer_refuses_an_smp_that_does_not_ask(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first release does not, which understands 4 alone and says nothing."""
+    """Like the first release, which understands 4 alone and does not ask for a range."""
     smp = ground.smp()
     monkeypatch.setattr("holdfast.smp_daemon.shared.versions.spoken", lambda: (NEXT, AFTER))
     with pytest.raises(VersionMismatch, match=rf"the SMP of {smp.arena} runs holdfast {RELEASE}, which speaks"):

@@ -1,4 +1,4 @@
-"""``holdfast chaos run --seed N -- COMMAND``: what is drawn, what is judged, and a real job under torchrun."""
+"""``holdfast chaos run --seed N -- COMMAND``: what is drawn, how it is judged, and a real job under torchrun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def notes(first: int, last: int, *, epoch: int = 1, protected: int = 0, loss: str = "") -> Notes:
-    """Of a process that began with `first` and computed up to `last`."""
+    """The notes of a process that began with `first` and computed up to `last`."""
     values: dict[int, Values] = {step: {"weights": f"w{step}"} for step in range(first, last)}
     computed: dict[int, Values] = {step: {"loss": f"l{step}{loss}"} for step in range(first + 1, last + 1)}
     return Notes(values, computed, epoch, first, pid=epoch, protected=protected)
@@ -45,7 +45,7 @@ WHOLE = [notes(0, 10)]
 
 
 def judged(*ranks: list[Notes], ignore: tuple[str, ...] = (), **seen: Any) -> CommandVerdict:
-    """Of ranks that all computed `WHOLE` when nothing was done to them."""
+    """The verdict on ranks that all computed `WHOLE` when undisturbed."""
     plan = CommandPlan(("train",), 0, faults=1, steps=10, ignore=ignore)
     return judge(plan, WHOLE * len(ranks), WHOLE * len(ranks), CommandRun(ranks, **seen))
 
@@ -166,7 +166,7 @@ def test_a_job_under_torchrun_is_killed_over_and_over_and_ends_the_same(
     assert found["faults_asked"] == found["faults_injected"] == len(found["injected"]) == 2
     assert found["starts"] == 3
     assert found["values_compared"] > 300
-    base.rmdir()  # nothing is left in it
+    base.rmdir()  # fails unless it is empty
 
 
 @pytest.mark.cluster

@@ -1,4 +1,4 @@
-"""The network between virtual nodes: what is done to packets, and that nothing of it is left."""
+"""The network between virtual nodes: what is done to packets, and that nothing of it is left behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ wired = pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces h
 
 
 def packet(data: bytes, *, sequence: int = 0, source: bytes = A, target: bytes = B, port: int = 5000) -> bytes:
-    """An IPv4 packet with TCP in it, and the checksum that belongs to it."""
+    """An IPv4 packet that carries TCP, with the right checksum."""
     tcp = struct.pack(">HHIIBBHHH", port, 6000, sequence, 0, 5 << 4, 0x10, 1000, 0, 0) + data
     tcp = tcp[:16] + struct.pack(">H", checksum(source, target, tcp)) + tcp[18:]
     ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 20 + len(tcp), 0, 0, 64, 6, 0, source, target)
@@ -44,7 +44,7 @@ def packet(data: bytes, *, sequence: int = 0, source: bytes = A, target: bytes =
 
 
 def checksum(source: bytes, target: bytes, tcp: bytes) -> int:
-    """Of a segment whose checksum field is 0; 0 if it has one that is right (RFC 9293)."""
+    """The checksum of a segment whose checksum field is 0; 0 for a segment whose checksum is right (RFC 9293)."""
     text = source + target + struct.pack(">BBH", 0, 6, len(tcp)) + tcp
     total = sum(struct.unpack(f">{(len(text) + 1) // 2}H", text.ljust((len(text) + 1) // 2 * 2, b"\0")))
     while total >> 16:
@@ -85,7 +85,7 @@ def test_raw_bytes_are_found_and_nothing_else_is(first: int) -> None:
     stream = head + raw + frame(b"{}", 0) + head + raw
     kinds = "f" * len(head) + "r" * 1000 + "f" * 18 + "f" * len(head) + "r" * 1000
     units = UnitTracker()
-    for size in (700, 300, 61, len(stream)):  # the same again in other pieces, as after losses
+    for size in (700, 300, 61, len(stream)):  # the same bytes again in other pieces, as after losses
         seen = 0
         for start in range(0, len(stream), size):
             piece = stream[start : start + size]
@@ -187,7 +187,7 @@ def test_each_fault_of_the_wire_is_an_impairment() -> None:
     assert {kind.name for kind in CATALOGUE.values() if kind.wired} == KINDS.keys()
 
 
-# ---------------------------------------------------------------------- a real one
+# ---------------------------------------------------------------------- a real network
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def connected(here: str, there: str) -> tuple[socket.socket, socket.socket]:
 
 
 def carry(one: socket.socket, other: socket.socket, data: bytes) -> bytes:
-    """What comes out of a connection."""
+    """Send `data` through a connection; return what comes out."""
     sending = threading.Thread(target=one.sendall, args=(data,))
     sending.start()
     found = bytearray()
@@ -263,7 +263,7 @@ def test_nothing_comes_through_until_it_is_over(wire: Wire, kind: str, node: int
         with pytest.raises(TimeoutError):
             other.recv(1)
         other.settimeout(DEADLINE_S)
-        assert other.recv(1) == b"x"  # the kernel sends it again
+        assert other.recv(1) == b"x"  # the kernel retransmits it
     assert wire.hits()[0][1] > 0
 
 
@@ -316,7 +316,7 @@ def test_nothing_is_left_when_its_owner_is_killed() -> None:
         forwarder, inode = (int(word) for word in owner.stdout.readline().split())
     ended = os.pidfd_open(forwarder)
     try:
-        assert inhabitants({inode}) == []  # nobody is in it, and it lives by the forwarder's descriptor
+        assert inhabitants({inode}) == []  # no process is in it: the forwarder's descriptor keeps it alive
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(DEADLINE_S)
         assert select.select([ended], [], [], DEADLINE_S)[0], "the forwarder lives on"
@@ -369,7 +369,7 @@ def test_nothing_is_left_of_a_run_that_is_killed() -> None:
         for ended in waiting.values():
             os.close(ended)
         for path in (*arena_base().glob(f".virtual-{runner.pid}-*"), *arena_base().glob(f".launcher-{runner.pid}-*")):
-            shutil.rmtree(path, ignore_errors=True)  # an SMP may be removing its own
+            shutil.rmtree(path, ignore_errors=True)  # an SMP may be removing its own meanwhile
     assert inhabitants(set(told["inodes"])) == []
 
 

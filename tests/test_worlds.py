@@ -1,4 +1,4 @@
-"""Who goes on for whom when the number of data-parallel ranks changes, and with which random streams."""
+"""Which ranks continue for which when the number of data-parallel ranks changes, and with which random streams."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_whoever_stays_takes_its_own_and_the_others_take_the_firsts(before: int,
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=8))
 def test_a_stream_is_carried_by_just_one_rank_until_its_own_is_back(sizes: list[int]) -> None:
-    """Worlds of any sizes, one after another: no stream that ever was is lost."""
+    """Worlds of any sizes, one after another: no stream that ever existed is lost."""
     carried: dict[str, str] = {}
     ever = set(world(sizes[0], MEGATRON))
     for before, after in pairwise(sizes):

@@ -1,4 +1,4 @@
-"""Slots that are written on demand: what a write has promised stays until the next one has."""
+"""Slots that are written on demand: the snapshot that a write promised stays until the next write has promised one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def held(smp: SmpProcess) -> set[SnapshotId]:
 def test_after_a_restart_neither_what_was_promised_nor_what_is_newer_is_given_up(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that dies while it writes leaves a snapshot that may lack parity, and nobody can tell."""
+    """A job that dies while it writes leaves a snapshot that may lack parity, and nothing shows it."""
     smp = ground.smp()
     first = writer(smp)
     write(first)

@@ -1,4 +1,4 @@
-"""ZeRO-1: each rank keeps the optimizer's state of some parameters, and gets back exactly that."""
+"""ZeRO-1: each rank keeps the optimizer's state of some parameters, and gets exactly that back."""
 
 from __future__ import annotations
 
