@@ -32,7 +32,7 @@ class Proof(NamedTuple):
 
 PROMISES = {
     "any-instruction": Promise(
-        "README.md", "its state is restored bit for bit if all trainers die at any instruction and each group tolerates"
+        "README.md", "its state is restored bit for bit if all trainers die at any instruction and at most m nodes"
     ),
     "trainers-die": Promise("README.md", "| trainers or launchers die | restored from their own node's memory |"),
     "an-smp-dies": Promise(
@@ -80,17 +80,19 @@ PROMISES = {
     "all-or-refused": Promise(
         "docs/loops.md", "A restore puts all of it back, or is refused with an error that names what differs."
     ),
-    "start-up-may-draw": Promise("docs/loops.md", "whatever start-up has drawn from them"),
+    "start-up-may-draw": Promise("docs/loops.md", "no matter what start-up has drawn from them"),
     "cut-and-back": Promise(
         "docs/elastic.md",
         "and back to four, without a step in between, every rank has the very bytes that it had.",
     ),
-    "streams": Promise("docs/elastic.md", "Who stays keeps its streams."),
+    "streams": Promise("docs/elastic.md", "A rank that stays keeps its streams."),
     "crash-loops": Promise("docs/restarts.md", "the next one is refused on every rank, before anything is restored"),
     "budget": Promise("docs/interval.md", "Where they would take more, the ranks lengthen the interval together"),
     "never-waits": Promise("docs/interval.md", "the step is skipped; training never waits for one."),
     "checked-on-arrival": Promise("docs/loading.md", "Every unit is checked against its digest when it arrives."),
-    "stragglers": Promise("docs/loading.md", "the late unit is asked of others, and the first whole answer is used."),
+    "stragglers": Promise(
+        "docs/loading.md", "the late unit is requested from others, and the first whole answer is used."
+    ),
     "survivors": Promise(
         "docs/in-process.md", "Instead the survivors can leave, join a new process group and enter again"
     ),
