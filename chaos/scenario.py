@@ -163,12 +163,12 @@ def from_json(data: Mapping[str, Any]) -> Scenario:
         )
         return Scenario(**{**data, "faults": faults})
     except (TypeError, KeyError) as error:
-        raise ConfigError(f"this is no scenario: {error!r}") from error
+        raise ConfigError(f"this is not a scenario: {error!r}") from error
 
 
 def _scenario(name: str, table: Any, where: str) -> Scenario:
     if not isinstance(table, dict):
-        raise ConfigError(f"{where}: {name} is no table")
+        raise ConfigError(f"{where}: {name} is not a table")
     known = {item.name for item in fields(Scenario)} - {"name", "faults"} | {"fault"}
     if unknown := table.keys() - known:
         raise ConfigError(f"{where}: [{name}] has the unknown keys {sorted(unknown)}; known are {sorted(known)}")

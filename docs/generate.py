@@ -49,8 +49,8 @@ def support() -> Iterator[str]:
     yield from _scripts()
     yield from _jobs()
     yield (
-        "Another release of megatron-core is said to be untried, once, as a job begins. What would come back wrong is "
-        "refused by name before the first step."
+        "With another release of megatron-core, a job warns once, as it begins, that the release was never tried. What "
+        "would come back wrong is refused by name before the first step."
     )
     yield from _kinds()
 
@@ -62,9 +62,9 @@ def _kinds() -> Iterator[str]:
     yield "## Megatron, kind by kind"
     yield (
         f"*{table.SupportStatus.EXACT}*: killed and restored as above, with megatron-core's own code. "
-        f"*{table.SupportStatus.STRUCTURES}*: so, too, or by tests, with megatron-core's own code; what it needs of "
-        f"Transformer Engine or of a GPU is stood in for. *{table.SupportStatus.DEVICE}*: not run so far. "
-        f"*{table.SupportStatus.REFUSED}*: a job that has it ends before its first step, with what to leave out."
+        f"*{table.SupportStatus.STRUCTURES}*: the same, or by tests, with stand-ins for what megatron-core needs of "
+        f"Transformer Engine or of a GPU. *{table.SupportStatus.DEVICE}*: not run so far. "
+        f"*{table.SupportStatus.REFUSED}*: a job that has it ends before its first step, and is told what to leave out."
     )
     head = ["| kind | option | status | run with | jobs and tests | |", "|---|---|---|---|---|---|"]
     yield "\n".join([*head, *(_kind(kind, exact) for kind in table.KINDS)])

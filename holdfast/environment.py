@@ -33,7 +33,7 @@ class VariableGroup(NamedTuple):
 GROUPS = (
     VariableGroup(
         "The job",
-        "Read by trainers and SMPs. Set them alike on every rank and on every restart, except for the name, the "
+        "Read by trainers and SMPs. Set the same values on every rank and on every restart, except for the name, the "
         "address and the failure domains of a node.",
         (
             Variable(
@@ -83,8 +83,8 @@ GROUPS = (
             Variable(
                 "HOLDFAST_MAX_REPEATS",
                 "5",
-                "After this many starts in a row that ended alike at the same step, the next one is refused: a "
-                "crash-loop ends. `0`: never. [Why](restarts.md).",
+                "After this many starts in a row that ended in the same way at the same step, the next one is refused: "
+                "a crash-loop ends. `0`: never. [Why](restarts.md).",
             ),
             Variable(
                 "HOLDFAST_ELASTIC",

@@ -85,7 +85,7 @@ class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
         if snap.restored.snapshot is not None:
             train_state = context.state.train_state
             update_num_microbatches(train_state.consumed_train_samples, consistency_check=False)
-            log.info("Megatron-Bridge goes on after step %d, from memory", train_state.step)
+            log.info("Megatron-Bridge continues after step %d, from memory", train_state.step)
             _make_quiet_what_went_on(sys.modules[LOADERS])
 
     def on_train_step_start(self, context: CallbackContext) -> None:

@@ -172,7 +172,7 @@ class TrainerSnapshots:
         self._replace("batch_generator", self._reading)
         if snap.restored.snapshot is None:
             return False
-        log.info("torchtitan goes on after step %d, from memory", self._trainer.step)
+        log.info("torchtitan continues after step %d, from memory", self._trainer.step)
         return True
 
     def leave(self, error: BaseException | None) -> None:

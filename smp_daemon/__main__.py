@@ -344,9 +344,9 @@ def _log_backend(backend: str) -> None:
 
 _LET_IN = {
     "loopback": "only this user's processes on this machine",
-    "token": "whoever has the token",
-    "mTLS": "whoever has a certificate of the CA",
-    "token and mTLS": "whoever has the token and a certificate of the CA",
+    "token": "anyone with the token",
+    "mTLS": "anyone with a certificate of the CA",
+    "token and mTLS": "anyone with the token and a certificate of the CA",
 }
 """Who may connect, by the result of `smp_daemon.shared.credentials.access_of`."""
 

@@ -42,7 +42,7 @@ def check_reachable(hosts: str, spans: str, what: str = "the SMP of this node wo
     if spans and parse_hosts(hosts)[0] == LOOPBACK:
         raise ConfigError(
             f"the job spans several hosts ({spans}), and {what} on {LOOPBACK}, where no other host reaches it. "
-            "Say on every host, to trainers and SMP alike:\n"
+            "Set on every host, for trainers and SMP:\n"
             "    export HOLDFAST_HOST=$(hostname -I | cut -d' ' -f1)   # this host's address, as the others reach it\n"
             "    export HOLDFAST_TOKEN_FILE=$HOME/.holdfast-token      # the same secret everywhere, chmod 600\n"
             "(If all nodes are on this one host, give each a loopback address of its own: HOLDFAST_HOST=127.0.0.2, ...)"

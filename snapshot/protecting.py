@@ -496,7 +496,7 @@ class Protecting:
         step = self._progress.step
         if usable and not self._usable:
             self._ever = True
-            self.episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", step)
+            self.episodes.end("layout", "memory is reserved again: snapshots are taken from step %d on", step)
             if not reserving.is_small:
                 self._say("memory for the first slot is reserved: snapshots are taken from step %d on", step)
         self._usable = usable

@@ -58,7 +58,7 @@ def test_a_wrong_mtbf_or_interval_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="every=0"):
         Options(job="job", every=0)
     monkeypatch.setenv(MTBF_ENV, "soon")
-    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon' is no time"):
+    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon' is not a time"):
         Options(job="job", every="auto")
     monkeypatch.setenv(MTBF_ENV, "0s")
     with pytest.raises(ConfigError, match="HOLDFAST_MTBF='0s': give more than 0"):

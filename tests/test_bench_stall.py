@@ -102,7 +102,7 @@ def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     ET.fromstring(plot.read_text())
     source.write_text('{"date": 1}')
     assert main(command) == 2
-    assert "is no result of `holdfast bench stall" in capsys.readouterr().err
+    assert "is not a result of `holdfast bench stall" in capsys.readouterr().err
 
 
 def test_what_is_committed_is_what_the_program_makes_of_its_result() -> None:

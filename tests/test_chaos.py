@@ -271,7 +271,7 @@ def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
         ("[a]\nwhat = ''\nexpect = 'luck'", "expect = 'luck': choose identical, unrecoverable or persisted"),
         ("[a]\nwhat = ''\nprotect = 'x'", "protect='x'"),
         ("[a]\nfault = []", "missing"),
-        ("a = 3", "a is no table"),
+        ("a = 3", "a is not a table"),
     ],
 )
 def test_a_bad_file_is_refused(text: str, message: str) -> None:
@@ -287,9 +287,9 @@ def test_a_bad_file_is_refused(text: str, message: str) -> None:
         (["run", "pause", "--seed", "1"], "leave out 'pause', or --seed"),
         (["run", "--seed", "1", "--faults", "0"], "0 faults: choose 1 to 20"),
         (["run", "--seed", "1", "--count", "0"], "--count 0"),
-        (["run", "--seed", "1", "--profile", "x"], "'x' is no failure profile"),
+        (["run", "--seed", "1", "--profile", "x"], "'x' is not a failure profile"),
         (["run", "/no/such.toml"], "cannot be read"),
-        (["replay", "/no/such.json"], "is no file"),
+        (["replay", "/no/such.json"], "is not a file"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

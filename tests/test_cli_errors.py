@@ -63,19 +63,19 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "smp status": (["--job", "a/b"], WRONG, "'a/b' cannot be a job id"),
     "drain": (["nosuch"], NOT_FOUND, "has a node 'nosuch': there are none"),
     "export": (["--job", "nosuch", "out"], NOT_FOUND, "no SMP of job 'nosuch' has an arena"),
-    "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is no time"),
+    "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is not a time"),
     "doctor": (["--", "train"], WRONG, "no command is taken here"),
     "bench ec": (["--seed", "x"], WRONG, "--seed: invalid int value: 'x'"),
     "bench node": (["--nodes", "3"], WRONG, "3 nodes: measure with 2 or 4"),
     "bench stall": (["--systems", "nosuch"], WRONG, "nosuch"),
     "chaos list": (["surplus"], WRONG, "unrecognized arguments: surplus"),
     "chaos run": (["nosuch"], WRONG, "nosuch"),
-    "chaos replay": (["nosuch.json"], WRONG, "nosuch.json is no file"),
+    "chaos replay": (["nosuch.json"], WRONG, "nosuch.json is not a file"),
     "plan": (["--model", "nosuch"], WRONG, "--model 'nosuch'"),
     "profile": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
-    "tune": (["--measured", "nosuch.json"], WRONG, "--measured: nosuch.json is no file"),
+    "tune": (["--measured", "nosuch.json"], WRONG, "--measured: nosuch.json is not a file"),
     "deploy": (["nosuch"], WRONG, "kind: invalid choice: 'nosuch'"),
-    "simulate": (["--profile", "nosuch"], WRONG, "'nosuch' is no failure profile"),
+    "simulate": (["--profile", "nosuch"], WRONG, "'nosuch' is not a failure profile"),
 }
 """Wrong arguments for each command."""
 
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_done(
 def test_an_arena_that_is_no_directory_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ["node0"] if name == "drain" else []
     assert main([*name.split(), *needed, "--arena", __file__]) == WRONG
-    assert f"--arena: {__file__} is no directory" in capsys.readouterr().err
+    assert f"--arena: {__file__} is not a directory" in capsys.readouterr().err
 
 
 def test_a_result_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

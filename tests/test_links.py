@@ -312,7 +312,7 @@ class TestAConnectionThatBreaks:
 
     def test_is_no_reason_to_wait_for_what_cannot_be_an_address(self, links: Links) -> None:
         for address in (("127.0.0.1", 1 << 31), ("127.0.0.1", -1), ("no\0host", 80)):
-            with pytest.raises(SmpUnavailable, match="is no address"):
+            with pytest.raises(SmpUnavailable, match="is not an address"):
                 links.call(address, Asked())
 
 

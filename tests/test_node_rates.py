@@ -293,4 +293,4 @@ def test_a_file_that_is_no_json_is_refused(command: str, tmp_path: Path, capsys:
 @pytest.mark.parametrize("text", ["0", "-1", "many", "nan", "inf"])
 def test_a_number_of_cores_that_is_none_is_refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, f"--smp-cores={text}"]) == 2
-    assert f"--smp-cores: '{text}' is no number of cores" in capsys.readouterr().err
+    assert f"--smp-cores: '{text}' is not a number of cores" in capsys.readouterr().err

@@ -239,7 +239,7 @@ def test_those_that_only_their_place_tells_apart_are_warned_of(arena: Path, capl
     model, others = net(), net()
     with caplog.at_level(logging.WARNING):
         InMemorySnapshot(model, adam(model.parameters(), others.parameters()))
-    assert "4 parameters that Adam updates are in none of the modules given, and alike in shape" in caplog.text
+    assert "4 parameters that Adam updates are in none of the given modules, and have the same shape" in caplog.text
 
 
 # ------------------------------------------------------------------ forms of state

@@ -148,7 +148,7 @@ def test_a_number_of_links_that_cannot_be_is_refused(ground: Ground, links: int)
 def test_links_are_a_whole_number_or_left_to_the_machine() -> None:
     assert parse_links("3") == 3
     assert 1 <= parse_links("auto") <= 4
-    with pytest.raises(ConfigError, match="'many' is no number of links"):
+    with pytest.raises(ConfigError, match="'many' is not a number of links"):
         parse_links("many")
 
 

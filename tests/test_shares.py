@@ -204,7 +204,7 @@ def test_what_is_complete_has_no_problems() -> None:
         ([WHOLE[:2]], ["empty, which is empty, is kept by 0 replicas instead of one"]),
         ([WHOLE, WHOLE[2:]], ["empty, which is empty, is kept by 2 replicas instead of one"]),
         ([WHOLE, [Part("a", 16, 32)]], ["a[16:32] is kept by replicas 0 and 1"]),
-        ([WHOLE, [Part("c", 0, 1)]], ["c of replica 1 is no leaf"]),
+        ([WHOLE, [Part("c", 0, 1)]], ["c of replica 1 is not a leaf"]),
         (
             [WHOLE[1:], [Part("a", 0, 16)], [Part("a", 17, 31)]],
             ["a[16:17] is kept by no replica", "a[31:32] is kept by no replica"],

@@ -201,7 +201,7 @@ def test_a_name_is_taken_once(arena: Path) -> None:
         ({"get": None}, "belong together; get is missing"),
         ({"get": None, "set": None}, "give get and set, or tensors"),
         ({"tensors": [torch.zeros(1)]}, "tensors is a list: give a module, or a dict"),
-        ({"changes": "often"}, "changes='often': choose of 'any'"),
+        ({"changes": "often"}, "changes='often': choose one of 'any'"),
         ({"when": "later"}, "when='later': choose 'forward' or 'step'"),
     ],
 )

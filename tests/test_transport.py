@@ -307,7 +307,7 @@ class TestACall:
 class TestConnecting:
     @pytest.mark.parametrize("address", [("127.0.0.1", 1 << 16), ("127.0.0.1", -1), ("no\0host", 80), ("ä" * 100, 80)])
     def test_to_what_is_no_address_is_unavailable(self, address: tuple[str, int]) -> None:
-        with pytest.raises(SmpUnavailable, match="is no address"):
+        with pytest.raises(SmpUnavailable, match="is not an address"):
             connect(address)
 
     def test_where_nobody_listens_is_unavailable(self, tmp_path: Path, ground: Ground) -> None:
@@ -865,7 +865,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         assert "error" not in reply, "a sum of nothing is one too"
         nobody = {**second, "at": ["no\0host", 80]}
         reply = protected.say({"op": "partial", **protected.messages["partial"], "terms": [first, nobody]})
-        assert (reply["error"], "is no address" in reply["message"]) == ("SmpUnavailable", True)
+        assert (reply["error"], "is not an address" in reply["message"]) == ("SmpUnavailable", True)
 
     def test_units_that_end_in_the_middle_take_no_buffer_with_them(self, protected: Protected) -> None:
         length = protected.lengths[1]

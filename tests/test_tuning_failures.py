@@ -83,8 +83,8 @@ def test_a_log_is_read_by_class_or_by_cause() -> None:
         ("time,class\nyesterday,process\n", "line 2: time is 'yesterday'"),
         ("time_h,class\n36h,process\n", "line 2: time_h is '36h': give a number from 0 on, without a unit"),
         ("time_h,class\n-3,process\n", "line 2: time_h is '-3'"),
-        ("time_h,class\n3,bad luck\n", "line 2: 'bad luck' is no class"),
-        ("time_h,cause\n3,gremlins\n", "line 2: 'gremlins' is no class"),
+        ("time_h,class\n3,bad luck\n", "line 2: 'bad luck' is not a class"),
+        ("time_h,cause\n3,gremlins\n", "line 2: 'gremlins' is not a class"),
         ("time_h,class,nodes\n3,memory,0\n", "line 2: nodes is 0"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_damaged_profile_is_refused_with_its_key(change: dict[str, Any], messa
 
 
 def test_what_is_no_profile_is_refused() -> None:
-    with pytest.raises(ConfigError, match="list is no measured profile"):
+    with pytest.raises(ConfigError, match="list is not a measured profile"):
         Measured.from_json([])
     data = RUN.to_json()
     del data["copy_s"]

@@ -120,7 +120,7 @@ class StallReport:
             copies = [CopyRow(**row) for row in told["copies"]]
             return cls(told["date"], told["machine"], rows, copies, told["failed"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no result of `holdfast bench stall --json {path}`: {error!r}") from error
+            raise ConfigError(f"{path} is not a result of `holdfast bench stall --json {path}`: {error!r}") from error
 
 
 def quick(device: str = "cpu") -> StallBenchmark:

@@ -89,7 +89,7 @@ def input_file(text: str) -> Path:
     """A file that exists."""
     path = Path(text)
     if not path.is_file():
-        raise ConfigError(f"{text} is no file: name one that is there")
+        raise ConfigError(f"{text} is not a file: name one that is there")
     return path
 
 
@@ -98,7 +98,7 @@ def arena_folder(text: str) -> Path:
     """A directory that holds arenas, or a path that does not exist yet."""
     path = Path(text)
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{text} is no directory: name one that holds arenas")
+        raise ConfigError(f"{text} is not a directory: name one that holds arenas")
     return path
 
 

@@ -97,7 +97,7 @@ def _counts(text: str) -> tuple[int, ...]:
     except ValueError:
         counts = ()
     if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers such as 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
     return counts
 
 

@@ -187,7 +187,7 @@ def run_again(parsed: argparse.Namespace) -> int:
     try:
         cases = json.loads(parsed.report.read_text())["cases"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{parsed.report} is no report of `holdfast chaos run --json`: {error!r}") from error
+        raise ConfigError(f"{parsed.report} is not a report of `holdfast chaos run --json`: {error!r}") from error
     failed = [from_json(case["definition"]) for case in cases if case["problems"]]
     if not failed:
         raise ConfigError(f"nothing failed in {parsed.report}")

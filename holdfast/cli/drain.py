@@ -109,6 +109,6 @@ def _address_of(overview: Overview, node: str) -> Address:
         if status.inventory.node == node:
             return status.inventory.control
     raise SmpUnavailable(
-        f"the SMP of {node} does not answer, so nothing can be moved from it. {overview.sentence()}: "
-        "if that is enough, the survivors re-form their groups by themselves"
+        f"the SMP of {node} does not answer, so nothing can be moved from it. What the others can restore without it, "
+        f"they protect again on their own: {overview.sentence()}"
     )

@@ -26,7 +26,7 @@ def _cores(text: str) -> float:
     except ValueError:
         count = math.nan
     if not 0 < count < math.inf:
-        raise ConfigError(f"{text!r} is no number of cores: give one such as 4")
+        raise ConfigError(f"{text!r} is not a number of cores: give one such as 4")
     return count
 
 

@@ -152,7 +152,7 @@ def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
 
     names = list(NAMES) if parsed.strategies == "all" else parsed.strategies.split(",")
     if unknown := [name for name in names if name not in NAMES]:
-        raise ConfigError(f"--strategies: there is no {unknown[0]!r}: choose of {', '.join(NAMES)}")
+        raise ConfigError(f"--strategies: there is no {unknown[0]!r}: choose one of {', '.join(NAMES)}")
     persist_s = parsed.persist or math.inf
     codes = [(text, parse_protect(text)) for text in parsed.protect.split(",")]
     if unfit := [text for text, code in codes if not code.data or not code.parity]:
@@ -181,7 +181,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise ConfigError(f"{option} {text!r} is no list of numbers such as 1,10") from None
+        raise ConfigError(f"{option} {text!r} is not a list of numbers such as 1,10") from None
 
 
 def _describe(sweep: Sweep, parsed: argparse.Namespace) -> str:

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     start = kinds.add_parser(
         "start",
         parents=[_options()],
-        help="run one here, in the foreground or, with --detach, by itself",
+        help="run one here, in the foreground or, with --detach, in the background",
         description="Runs the SMP of a job on this node; trainers that start later find it by the job's id. In the "
         "foreground this process becomes the SMP. With --detach it is started in a session of its own, and if one runs "
         "already that is fine. All other options are those of `python -m holdfast.smp_daemon`.",

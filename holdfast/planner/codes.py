@@ -44,7 +44,7 @@ class Domains:
         if self.nodes < 1:
             raise ConfigError(f"{self.nodes} nodes fail together: give 1 or more")
         if self.placement not in PLACEMENTS:
-            raise ConfigError(f"{self.placement!r} is no placement: choose one of {', '.join(PLACEMENTS)}")
+            raise ConfigError(f"{self.placement!r} is not a placement: choose one of {', '.join(PLACEMENTS)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,8 +252,8 @@ def warn_of_unnamed(states: Sequence[OptimizerState]) -> None:
         shapes = Counter(tuple(parameter.shape) for _, parameter in state.unnamed())
         if alike := sum(count for count in shapes.values() if count > 1):
             text = (
-                "%d parameters that %s updates are in none of the modules given, and alike in shape: a restart tells "
-                "them apart by their place in it alone. Give the module that they are in, too, or keep their order"
+                "%d parameters that %s updates are in none of the given modules, and have the same shape: a restart "
+                "tells them apart only by their order in the optimizer. Give their module, too, or keep that order"
             )
             log.warning(text, alike, type(state.optimizer).__qualname__)
 

@@ -51,8 +51,8 @@ class HybridState(OptimizerState):
         for each in self.inside:
             if getattr(each, "_scales", None):
                 raise ConfigError(
-                    f"{self._prefix}: {type(each).__qualname__} keeps moments in 16 or 8 bits inside a "
-                    "HybridDeviceOptimizer, which nobody tried: use moments in 32 bits, or no --optimizer-cpu-offload"
+                    f"{self._prefix}: {type(each).__qualname__} inside a HybridDeviceOptimizer keeps moments in 16 or "
+                    "8 bits, which was never tested: use moments in 32 bits, or no --optimizer-cpu-offload"
                 )
         copies = {id(copy) for copy in self.optimizer.param_to_inner_param.values()}
         return (each for each in super().tensors() if id(each.tensor) not in copies)

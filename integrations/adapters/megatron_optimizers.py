@@ -62,7 +62,7 @@ def check_quantizes(optim: Any) -> None:
     """Raises `ConfigError` unless weights in 8 or 4 bits are made from known main parameters."""
     if layer_wise(optim):
         raise ConfigError(
-            "weights in 8 or 4 bits that are stepped layer by layer are not captured, as nobody tried them: train "
+            "weights in 8 or 4 bits that are stepped layer by layer are not captured, as that was never tested: train "
             "without --fp8-param-gather, or without a layer-wise optimizer"
         )
     if any(getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False) for part in parts(optim)):

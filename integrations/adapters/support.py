@@ -58,7 +58,7 @@ KINDS: tuple[SupportedKind, ...] = (
     SupportedKind("32-bit weights", "no --bf16", SupportStatus.EXACT, ("TP2 PP2 DP2, fp32",)),
     SupportedKind("16-bit weights with a loss scale", "--fp16", SupportStatus.EXACT, ("TP2 PP2 DP2, fp16",)),
     SupportedKind(
-        "optimizer alike on all data-parallel ranks",
+        "the same optimizer state on all data-parallel ranks",
         "no --use-distributed-optimizer",
         SupportStatus.EXACT,
         (
@@ -104,14 +104,14 @@ KINDS: tuple[SupportedKind, ...] = (
             f"{OPTIMIZERS}::test_an_offloaded_optimizer_goes_on_bit_for_bit",
             f"{OPTIMIZERS}::test_another_fraction_than_the_snapshots_is_refused",
         ),
-        "FusedAdam, which steps the rest, is stood in for. The fraction must be that of the snapshot",
+        "a stand-in for FusedAdam steps the rest. The fraction must be that of the snapshot",
     ),
     SupportedKind(
         "Muon",
         "--optimizer muon",
         SupportStatus.EXACT,
         ("Muon, TP2 DP2",),
-        note="with 0.16 its package, emerging_optimizers 0.1, is stood in for",
+        note="with 0.16, a stand-in for its package, emerging_optimizers 0.1",
     ),
     SupportedKind(
         "Muon, layer by layer (LayerWiseDistributedOptimizer)",
@@ -137,7 +137,7 @@ KINDS: tuple[SupportedKind, ...] = (
             "precision aware, remainders, overlap, TP2 DP2",
         ),
         (f"{OPTIMIZERS}::test_narrow_moments_come_back_with_their_scales",),
-        "FusedAdam is stood in for",
+        "a stand-in for FusedAdam",
     ),
     SupportedKind(
         "weights in 8 bits: delayed, tensorwise and MXFP8 recipes",
@@ -149,7 +149,7 @@ KINDS: tuple[SupportedKind, ...] = (
             "weights in 8 bits, MXFP8, PP2 DP2",
         ),
         (f"{OPTIMIZERS}::test_weights_that_are_quantized_anew_are_the_same_or_refused",),
-        "Transformer Engine's tensors are stood in for. Whether quantizing anew gives the same bytes is checked as a "
+        "stand-ins for Transformer Engine's tensors. Whether quantizing anew gives the same bytes is checked as a "
         "job begins",
     ),
     SupportedKind(
@@ -162,7 +162,7 @@ KINDS: tuple[SupportedKind, ...] = (
             "test_extras.py::test_it_may_be_anything_that_can_be_kept",
             "test_extras.py::test_what_forward_changes_of_it_is_as_it_was_when_the_step_began",
         ),
-        "its layers are stood in for",
+        "stand-ins for its layers",
     ),
     SupportedKind(
         "random generators that CUDA graphs know",

@@ -49,7 +49,7 @@ def parse_spares(text: str) -> list[Address]:
     for part in filter(None, text.split(",")):
         host, _, port = part.strip().rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(f"{part!r} is no address of an SMP: say HOST:PORT, as `holdfast status` shows it")
+            raise ConfigError(f"{part!r} is not an address of an SMP: say HOST:PORT, as `holdfast status` shows it")
         found.append((host, int(port)))
     return found
 

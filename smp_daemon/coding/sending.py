@@ -385,7 +385,7 @@ def parse_links(text: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r} is no number of links: use 1 to {MAX_LINKS} connections, or auto") from error
+        raise ConfigError(f"{text!r} is not a number of links: use 1 to {MAX_LINKS} connections, or auto") from error
 
 
 def _outbound_units(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[OutboundUnit]:

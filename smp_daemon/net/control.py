@@ -108,7 +108,7 @@ def _address(peer: str) -> tuple[str, int] | None:
         return host, int(port)
     if kind == "ipv6" and not ipaddress.ip_address(host.strip("[]")).is_loopback:
         return None
-    raise ProtocolError(f"nobody can say whose process is at {peer}")
+    raise ProtocolError(f"cannot tell whose process is at {peer}")
 
 
 def _host(peer: str) -> str:

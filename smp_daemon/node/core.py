@@ -78,7 +78,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.rebuild not in METHODS:
-            raise ConfigError(f"{self.rebuild!r} is no way to rebuild: use one of {', '.join(METHODS)}")
+            raise ConfigError(f"{self.rebuild!r} is not a way to rebuild: use one of {', '.join(METHODS)}")
         if not 1 <= self.turns <= MAX_TURNS:
             raise ConfigError(f"{self.turns} turns: use 1 to {MAX_TURNS}, 1 for all groups at once")
         if not 1 <= self.links <= MAX_LINKS:

@@ -209,7 +209,7 @@ class Monitor:
             StaleEpoch: this SMP has seen a newer epoch.
         """
         if self.trainers():
-            raise ConfigError(f"{self._store.node} has trainers and is no spare: name another, or stop them first")
+            raise ConfigError(f"{self._store.node} has trainers and is not a spare: name another, or stop them first")
         self._store.join(epoch)
 
     # ------------------------------------------------------------------ in charge
@@ -268,7 +268,7 @@ class Monitor:
             try:
                 self._peers.ask(address, Enlist(job=self._store.job, epoch=self._store.epoch), PING_DEADLINE_S)
             except HoldfastError as error:
-                log.warning("%s:%d is no spare: %s", *address, error)
+                log.warning("%s:%d is not a spare: %s", *address, error)
                 self._spares.discard(address)
 
     def _everywhere(self, regrouping: Regrouping, message: Phase) -> None:

@@ -48,7 +48,7 @@ COUNTERS = {
     "units_damaged": "units that did not match their digest",
     "units_repaired": "damaged units that were computed again",
     "bytes_scrubbed": "bytes read by the scrub",
-    "reconnects": "connections to other SMPs made anew",
+    "reconnects": "connections to other SMPs that were made again",
     "units_requested_again": "requests for units that had been requested of somebody else, who was late or failed",
     "pauses": "times that encoding made way for a trainer that communicates",
     "regroups": "times that this node took part in regrouping",

@@ -124,7 +124,7 @@ def read_header(read: Read) -> Header:
     """Read and check the header of a file. Raises `DamagedSnapshot` if it is damaged, or exceeds a limit."""
     start = _exactly(read, len(MAGIC) + _LENGTH.size)
     if start[: len(MAGIC)] != MAGIC:
-        raise DamagedSnapshot("it is no persisted shard: its first bytes are wrong")
+        raise DamagedSnapshot("it is not a persisted shard: its first bytes are wrong")
     (length,) = _LENGTH.unpack(start[len(MAGIC) :])
     if length > MAX_HEADER_BYTES:
         raise DamagedSnapshot(f"its header claims {length} bytes; the limit is {MAX_HEADER_BYTES}")

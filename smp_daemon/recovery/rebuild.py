@@ -64,7 +64,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
         Unrecoverable: too little is left to compute the shard from.
     """
     if method not in METHODS:
-        raise ConfigError(f"{method!r} is no way to rebuild: use one of {', '.join(METHODS)}")
+        raise ConfigError(f"{method!r} is not a way to rebuild: use one of {', '.join(METHODS)}")
     key = ShardKey(sources.snapshot, coord)
     if store.holdings.holds(key):
         if not check:

@@ -486,7 +486,7 @@ class SmpClient:
         reply, payload = call(stream, message)
         if payload:
             stream.close()
-            raise ProtocolError("the SMP sent bytes that nobody asked for")
+            raise ProtocolError("the SMP sent bytes that were not requested")
         return reply
 
     def _connected(self) -> SocketStream:

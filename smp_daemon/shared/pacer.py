@@ -74,4 +74,6 @@ def parse_turns(text: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r} is no number of turns: use 1 to {MAX_TURNS}, 1 for all groups at once") from error
+        raise ConfigError(
+            f"{text!r} is not a number of turns: use 1 to {MAX_TURNS}, 1 for all groups at once"
+        ) from error

@@ -35,7 +35,7 @@ class _Quantity:
                 raise ConfigError(f"{begin} has no unit: give a {self.name} such as {self.examples}")
             if unit in self.units and math.isfinite(number * self.units[unit]):
                 return number * self.units[unit]
-        raise ConfigError(f"{begin} is no {self.name}: give one such as {self.examples}")
+        raise ConfigError(f"{begin} is not a {self.name}: give one such as {self.examples}")
 
 
 _POWERS = {letter: power for power, letter in enumerate("KMGTP", 1)}

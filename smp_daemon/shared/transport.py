@@ -294,7 +294,7 @@ def connect(
         except OSError as error:
             raise _mapped(error) from error
         except (OverflowError, TypeError, ValueError) as error:
-            raise SmpUnavailable(f"{target!r} is no address: {error}") from error
+            raise SmpUnavailable(f"{target!r} is not an address: {error}") from error
         if unix:
             _check_server(sock, target)
             return SocketStream(sock, deadline_s, system)

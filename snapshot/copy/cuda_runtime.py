@@ -90,7 +90,7 @@ class TorchRuntime:
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(f"{device} is no usable CUDA device: torch.cuda.is_available() must be true")
+            raise ConfigError(f"{device} is not a usable CUDA device: torch.cuda.is_available() must be true")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._speck: torch.Tensor | None = None
 

@@ -263,7 +263,7 @@ def _kind(line: int, name: str, cause: str) -> str:
     if not name and cause in _PUBLISHED:
         return "memory" if cause in MEMORY_CAUSES else "process"
     raise ConfigError(
-        f"failure log, line {line}: {name or cause!r} is no class of failures: use {', '.join(CLASSES)}, or a "
+        f"failure log, line {line}: {name or cause!r} is not a class of failures: use {', '.join(CLASSES)}, or a "
         f"published "
         f"cause such as {', '.join(sorted(MEMORY_CAUSES))}"
     )

@@ -98,7 +98,7 @@ class Measured:
     def from_json(cls, data: Any) -> Measured:
         """The profile that `to_json` wrote. Raises `ConfigError`, which names the key, if `data` is anything else."""
         if not isinstance(data, dict):
-            raise ConfigError(f"profile: {type(data).__name__} is no measured profile: it must be a JSON object")
+            raise ConfigError(f"profile: {type(data).__name__} is not a measured profile: it must be a JSON object")
         if data.get("format") != FORMAT:
             raise ConfigError(f"profile: format is {data.get('format')!r}, and this version reads {FORMAT}")
         hints = get_type_hints(cls)

@@ -116,4 +116,4 @@ def profile(name: str) -> FailureProfile:
     try:
         return PROFILES[name]
     except KeyError:
-        raise ConfigError(f"{name!r} is no failure profile: choose one of {', '.join(PROFILES)}") from None
+        raise ConfigError(f"{name!r} is not a failure profile: choose one of {', '.join(PROFILES)}") from None

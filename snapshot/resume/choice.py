@@ -80,7 +80,7 @@ def agree(everyones: Sequence[StartOptions]) -> StartOptions:
         others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
         raise ConfigError(
             f"ranks were started with different {MAX_REPEATS_ENV}, {GENERATIONS_ENV} or {RESTORE_STEP_ENV} "
-            f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set them alike on all"
+            f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set the same values on all ranks"
         )
     return everyones[0]
 
@@ -206,7 +206,9 @@ class RestoreAttempts:
             return None
         if len(places) > 1:
             named = ", ".join(sorted(place or "nowhere" for place in places))
-            raise ConfigError(f"the SMPs of this job persist at different places ({named}): set HOLDFAST_PERSIST alike")
+            raise ConfigError(
+                f"the SMPs of this job persist at different places ({named}): set the same HOLDFAST_PERSIST on all"
+            )
         for reason in sorted({reason for answer in answers for reason in answer.others}):
             self.note(f"{reason} ({PERSISTED})")
         seen = frozenset.intersection(*(answer.snapshots for answer in answers))

@@ -99,7 +99,7 @@ def missing(leaves: Sequence[Leaf], parts_of_each: Sequence[Sequence[Part]]) -> 
     for replica, parts in enumerate(parts_of_each):
         for part in parts:
             if part.name not in by_name:
-                problems.append(f"{part.name} of replica {replica} is no leaf")
+                problems.append(f"{part.name} of replica {replica} is not a leaf")
             else:
                 kept[part.name].append((part.start, part.stop, replica))
     for name in sorted(by_name):

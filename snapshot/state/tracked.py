@@ -87,7 +87,7 @@ def make(
     if not isinstance(tensors, torch.nn.Module | dict | None):
         raise ConfigError(f"track({name!r}): tensors is a {type(tensors).__qualname__}: give a module, or a dict")
     if changes not in CHANGES:
-        raise ConfigError(f"track({name!r}): changes={changes!r}: choose of {', '.join(map(repr, CHANGES))}")
+        raise ConfigError(f"track({name!r}): changes={changes!r}: choose one of {', '.join(map(repr, CHANGES))}")
     if when not in WHEN:
         raise ConfigError(f"track({name!r}): when={when!r}: choose 'forward' or 'step'")
     return Tracked(name, get, set, tensors, CHANGES[changes], when == "forward")

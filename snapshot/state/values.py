@@ -145,13 +145,13 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
 def _dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)  # not getattr, which may import a module of that name
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return dtype
 
 
 def _number_type(text: str) -> np.dtype[Any]:
     if _NUMBER_TYPE.fullmatch(text) is None:  # NumPy accepts many other texts as types
-        raise ValueError(f"{text[:80]!r} is no type of numbers")
+        raise ValueError(f"{text[:80]!r} is not a type of numbers")
     return np.dtype(text)
 
 
