@@ -408,8 +408,9 @@ class Session:
             log.warning(
                 "no forward of the model was seen in step %d: it may be compiled, or trained by another method. So "
                 "copies cannot run beside the step, changes to buffers between two steps are not captured, a step that "
-                "is skipped before its gradients are computed is not counted, and a restart cannot check that its "
-                "first step is given the right batch: %s",
+                "is skipped before its gradients are computed is not counted, and a restart is refused if values of "
+                "`extra` or `track` change inside a step, and cannot check that its first step is given the right "
+                "batch: %s",
                 self.progress.step,
                 BEGIN,
             )

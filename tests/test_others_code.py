@@ -118,7 +118,7 @@ def test_data_that_begins_anew_is_refused_though_no_forward_was_seen(
 
     with pytest.raises(StateMismatch, match="the random generator of torch: no longer what was restored"):
         trial(loop, Unseen)
-    assert any("a restart cannot check that its first step is given" in text for text in warnings_of(caplog))
+    assert any("cannot check that its first step is given" in text for text in warnings_of(caplog))
 
 
 def test_a_closure_that_runs_forward_is_seen(caplog: pytest.LogCaptureFixture) -> None:

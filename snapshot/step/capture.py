@@ -6,7 +6,7 @@ Everything here runs in the training thread, except `Capture.over` and the funct
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,7 +80,7 @@ class Capture:
         self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
         self._early: Values | HoldfastError = LayoutChanged("nothing was marked")
-        self._noted: _Noted | None = None
+        self._marked: tuple[SlotTensor, ...] = ()
         self._restless: set[str] = set()
         self._roams = False
         self._staging = Staging()
@@ -117,15 +117,14 @@ class Capture:
         """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`.
 
         Args:
-            blind: also capture what forward may change, as nothing will tell when forward begins.
+            blind: also copy the tensors that are copied at once, as nothing will tell when forward begins.
         """
         try:
             self._early = capture_early(self._adapter, self.loop())
             if blind and self._form is not None:
                 at_once = self._current().at_once
-                if self._noted is not None:
-                    self._staging.give_back(self._noted.tensors)
-                self._noted = _Noted(self._staging.take(at_once), capture_late(self._adapter))
+                self._staging.give_back(self._marked)
+                self._marked = self._staging.take(at_once)
         except HoldfastError as error:
             self._early = error
 
@@ -160,13 +159,13 @@ class Capture:
         early = with_loop(self._early, self.loop())
         settled = capture_late(self._adapter)
         late = with_beginning(settled, began)
-        noted = self._noted  # before `_current`, which drops it if weights have moved
+        before = self._marked  # read before `_current`, which drops it if weights have moved
         placed = self._current()
         self._check_leaves(early)
         self._check_leaves(late)
         if marked:
-            self._noted = None
-            staged = self._before_forward(noted, placed.at_once, settled)
+            self._marked = ()
+            staged = _before_forward(before, placed.at_once, self._restless)
         else:
             staged = self._staging.take(placed.at_once)
         self._taken = _Taken(settled, began, WatchedPieces(placed.at_once).versions())
@@ -189,34 +188,6 @@ class Capture:
             release=[partial(self._staging.give_back, staged)],
             system=self._system,
         )
-
-    def _before_forward(
-        self, noted: _Noted | None, at_once: tuple[SlotTensor, ...], late: Values
-    ) -> tuple[SlotTensor, ...]:
-        """The tensors that are copied at once, as `mark` copied them; forward has run unseen since then.
-
-        Raises:
-            LayoutChanged: `mark` did not copy them.
-            GivenUp: other state that forward may change has changed since then, in forward or before it.
-        """
-        if noted is None:
-            if at_once or any(late.encoded.get(kind) for kind in FORWARDS):
-                raise LayoutChanged("forward ran unseen, and has changed buffers")
-            return ()
-        if [(p.name, p.offset) for p in noted.tensors] != [(p.name, p.offset) for p in at_once]:
-            raise LayoutChanged("forward ran unseen, and has changed buffers")
-        unsure = [
-            now.name
-            for before, now in zip(noted.tensors, at_once, strict=True)
-            if (now.name.startswith(PREFIX) or now.name in self._restless) and not _same(before.tensor, now.tensor)
-        ]
-        if unsure := unsure + sorted(_differing(noted.late, late) & FORWARDS):
-            raise GivenUp(
-                f"{some(unsure, between=', ')} changed after optim.step(), and no forward was seen, so it is unknown "
-                f"whether that was before the next step or in it: {BEGIN}; or, for tensors that no forward changes, "
-                "`track(..., changes='after step')`"
-            )
-        return noted.tensors
 
     def entered(self) -> None:
         """Note the states of the random generators as the loop is entered, for `drawn`."""
@@ -302,7 +273,7 @@ class Capture:
         self._engine.cover({item.tensor.device for item in manifest.items})
         self._placed = place(manifest, form, self._restless)
         self._staging = Staging()
-        self._noted = None
+        self._marked = ()
         return self._placed
 
     def _check_leaves(self, values: Values) -> None:
@@ -347,19 +318,39 @@ def read_state(early: Tree) -> Tree:
     return found
 
 
+def _before_forward(
+    marked: tuple[SlotTensor, ...], now: tuple[SlotTensor, ...], restless: Collection[str]
+) -> tuple[SlotTensor, ...]:
+    """The tensors that are copied at once, as they were `marked`; forward has run unseen since then.
+
+    Buffers are changed by forward. Other tensors may have been changed before it, as averages are, or in it; which of
+    these is unknown.
+
+    Raises:
+        LayoutChanged: not all of them were marked.
+        GivenUp: others than buffers have changed.
+    """
+    if [(piece.name, piece.offset) for piece in marked] != [(piece.name, piece.offset) for piece in now]:
+        raise LayoutChanged("forward ran unseen, and has changed buffers")
+    unsure = [
+        after.name
+        for before, after in zip(marked, now, strict=True)
+        if (after.name.startswith(PREFIX) or after.name in restless) and not _same(before.tensor, after.tensor)
+    ]
+    if unsure:
+        raise GivenUp(
+            f"{some(unsure, between=', ')} changed after optim.step(), and no forward was seen, so it is unknown "
+            f"whether that was before the next step or in it: {BEGIN}; or, for tensors that no forward changes, "
+            "`track(..., changes='after step')`"
+        )
+    return marked
+
+
 def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether two tensors of one shape hold the same bytes; not a number is equal to itself where both are dense."""
     if before.is_contiguous() and now.is_contiguous():
         return torch.equal(before.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8))
     return torch.equal(before, now)
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """What `Capture.mark` captured of state that a forward may change: copies of tensors, and plain values."""
-
-    tensors: tuple[SlotTensor, ...]
-    late: Values
 
 
 @dataclass(frozen=True, slots=True)
