@@ -6,3 +6,5 @@ and rebuilds shards. It never imports torch or unpickles anything, and never tru
 Start reading at `smp_daemon.service` (the process), then `smp_daemon.shared`: `slotfile` and `records` (the files of
 the arena), `layout` (the shape of a job) and `client` (the trainer's side).
 """
+
+__all__ = ["__main__", "service"]

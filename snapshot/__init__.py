@@ -4,3 +4,5 @@ It talks to the SMP only through `smp_daemon.shared`, and to the frameworks only
 with `snapshot.hook`. The decisions are in pure modules: `snapshot.step.ledger`, `snapshot.resume.arrange`,
 `smp_daemon.shared.plan`.
 """
+
+__all__ = ["connect", "hook", "launchers", "options", "protecting", "session", "writer"]

@@ -1,1 +1,3 @@
 """Other SMPs: connections, authentication, gRPC."""
+
+__all__ = ["authenticator", "links", "listener", "peers"]

@@ -5,3 +5,5 @@ memory is lost.
 are pure. `place` accesses the storage; `writing`, `reading` and `persister` use it. Nothing here depends on torch, or
 on groups and parity: the sealed bytes are what is persisted. Start reading at `persister`.
 """
+
+__all__ = ["manifest", "options", "persister", "place", "reading"]
