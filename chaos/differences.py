@@ -52,4 +52,4 @@ def longest_interval(history: History) -> int:
 def most_held_up(history: History) -> float | None:
     """The fraction of the last start's time for which the hook held up the loop, on the rank where it was largest;
     None if no rank reached the end."""
-    return max((event["held_up"] for event in history.of("end") if "held_up" in event), default=None)
+    return max((event["held_up"] for event in history.of("end") if event.get("held_up") is not None), default=None)

@@ -24,6 +24,10 @@ class Where(enum.Flag):
     SIMULATION = enum.auto()
 
 
+STEP_POINTS = ("train.step", "copy.before", "copy.middle", "copy.done")
+"""Failpoints that a trainer passes in every step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One entry of the catalogue.

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.faults import CATALOGUE, Fault, check
+from holdfast.chaos.faults import CATALOGUE, STEP_POINTS, Fault, check
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
 from holdfast.snapshot.interval.profiles import FailureProfile
@@ -210,7 +210,6 @@ def witness(kind: str, targets: tuple[int, ...], at: str, ranks_per_node: int) -
 
 # ---------------------------------------------------------------------- drawn from a seed
 
-TRAINER_FAILPOINTS = ("train.step", "copy.before", "copy.middle", "copy.done")
 AGAIN = ("restore.before", "restore.middle", "rebuild.middle")
 """Points at which a second fault strikes the recovery from the first."""
 
@@ -371,7 +370,7 @@ def _lose(source: random.Random, nodes: int, count: int, step: int) -> Fault:
 def _on_the_network(source: random.Random, nodes: int, step: int) -> Fault:
     kind = source.choice(list(ON_THE_NETWORK))
     targets = tuple(sorted(source.sample(range(nodes), source.randint(1, nodes - 1))))
-    point = source.choice(TRAINER_FAILPOINTS)
+    point = source.choice(STEP_POINTS)
     amount, seed = source.randint(*ON_THE_NETWORK[kind]), source.randrange(1 << 30)
     for_s = 0.0 if kind == "flip-in-flight" else source.uniform(0.3, 0.8)
     return Fault(f"rank{targets[0]}", point, step, kind, targets, for_s=for_s, amount=amount, seed=seed)
@@ -393,7 +392,7 @@ def _one(source: random.Random, kind: str, nodes: int, parity: int, step: int, d
         yield Fault(f"rank{target}", "train.step", step, kind, (target,), amount=1 + source.randrange(3), seed=seed)
         yield Fault(f"rank{target}", "train.step", step, "kill-trainer", (target,))
         return
-    point = source.choice(TRAINER_FAILPOINTS)
+    point = source.choice(STEP_POINTS)
     delay = source.choice([0.0, 0.0, source.uniform(0.0, 0.01)])
     for_s = source.uniform(0.1, 0.4)
     yield Fault(f"rank{target}", point, step, kind, (target,), delay_s=delay, for_s=for_s)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.audit import AuditReport, Notes, compare_rank, together
-from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.faults import CATALOGUE, STEP_POINTS
 from holdfast.chaos.verdict import Findings
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -27,9 +27,8 @@ MOST_NODES = 16
 PAUSE_S = 1.5
 """How long a process that is stopped stands still, in seconds."""
 
-IN_A_STEP = ("train.step", "copy.before", "copy.middle", "copy.done")
 IN_A_RECOVERY = ("restore.before", "restore.middle")
-STEP = IN_A_STEP[0]
+STEP = STEP_POINTS[0]
 
 
 KINDS = (
@@ -184,7 +183,7 @@ def draw(
     found: list[CommandFault] = []
     for step in sorted(source.sample(range(FIRST_STEP, steps), faults)):
         kind = source.choice(kinds)
-        found.append(CommandFault(kind, source.randrange(ranks), source.choice(IN_A_STEP), step))
+        found.append(CommandFault(kind, source.randrange(ranks), source.choice(STEP_POINTS), step))
         if double and CATALOGUE[kind].ends_job:
             found.append(CommandFault("kill-trainer", source.randrange(ranks), source.choice(IN_A_RECOVERY), step))
     return tuple(found)
