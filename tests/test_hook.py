@@ -134,8 +134,8 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
 def test_what_is_in_help() -> None:
     """Where people look for the attributes of `snap`."""
     text = " ".join(re.sub(".\b", "", pydoc.render_doc(InMemorySnapshot)).split())  # without overstriking
-    assert "restored | How this rank started: from which ``snapshot``" in text
-    assert "statistics | Counters since it was entered" in text
+    assert "restored | How this rank started: which ``snapshot`` was restored" in text
+    assert "statistics | Counters since the hook was entered" in text
 
 
 def test_a_restore_says_one_line_with_nothing_set_up(arena: Path) -> None:
@@ -507,7 +507,8 @@ def test_a_second_run_of_the_same_job_is_refused_while_the_first_is_at_work(aren
 
         assert [step() for _ in range(3)] == ["1\n", "2\n", "3\n"]
         named = (
-            rf"already: process {first.pid} is its trainer dp0, after step 3. .*HOLDFAST_JOB.* end process {first.pid}"
+            rf"already running .*: process {first.pid} is its trainer dp0, after step 3. .*HOLDFAST_JOB.* end process "
+            rf"{first.pid}"
         )
         with pytest.raises(ConfigError, match=named):
             InMemorySnapshot(*small()).__enter__()

@@ -117,7 +117,7 @@ def test_a_wrapper_that_never_steps_is_refused_where_it_can_be_heard() -> None:
     with watching(model, sam):
         grads(model)
         sam.base.step()
-        with pytest.raises(ConfigError, match=r"Sharpness\.base steps, and the optimizer around it.*does not"):
+        with pytest.raises(ConfigError, match=r"Sharpness\.base steps, but the given optimizer that wraps it does not"):
             sam.base.step()
     with watching(model, sam):
         sam.step()

@@ -127,7 +127,7 @@ def test_there_is_a_level_for_each_class_that_can_be_served() -> None:
         ({"persist_rate": -1.0}, "persist rate is -1"),
         ({"interference": 1.5}, "interference is 1.5: give 0 to 1"),
         ({"slots": 17}, "slots is 17: give 2 to 16"),
-        ({}, "say --step, such as 12s"),
+        ({}, "give --step, such as 12s"),
     ],
 )
 def test_impossible_assumptions_are_refused(options: dict[str, Any], message: str) -> None:
