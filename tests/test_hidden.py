@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,47 @@ def test_a_class_is_registered_once_and_rightly(centred: None) -> None:
         register(Centred, tensors=lambda module: module.means)
     with pytest.raises(ConfigError, match="set is missing"):
         register(torch.nn.Linear, get=lambda module: 1)
+
+
+class Skipping(torch.nn.Module):
+    """Skips half of what it is given, by generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine, self.numpys, self.unused = random.Random(3), np.random.RandomState(3), random.Random(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.mine.random() < 0.5) + float(self.numpys.rand())
+
+
+def skip(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+    with snap:
+        for _ in snap.steps(4):
+            model(torch.ones(4, 2)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+
+
+def test_a_generator_of_a_module_that_is_drawn_from_is_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), Skipping())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    skip(InMemorySnapshot(model, optim), model, optim)
+    assert [text for text in warnings_of(caplog) if "drawn from, but not captured" in text] == [
+        "model0.1.mine; model0.1.numpys: drawn from, but not captured, so a restart draws other numbers: name it by "
+        "snap.track"
+    ]
+
+
+def test_a_generator_of_a_module_that_is_tracked_is_not_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    skipping = Skipping()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), skipping)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    snap = InMemorySnapshot(model, optim)
+    snap.track("mine", get=skipping.mine.getstate, set=lambda state: skipping.mine.setstate(state))
+    snap.track("numpys", get=lambda: skipping.numpys.get_state(legacy=False), set=skipping.numpys.set_state)
+    skip(snap, model, optim)
+    assert not any("drawn from" in text for text in warnings_of(caplog))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -243,6 +244,45 @@ def test_those_that_only_their_place_tells_apart_are_warned_of(arena: Path, capl
 
 
 # ------------------------------------------------------------------ forms of state
+
+
+class Remembering(torch.optim.SGD):
+    """Clips by the norms it has seen, scales by a number of NumPy's, and goes through phases."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.norms: list[float] = []
+        self.seen = self.norms
+        self.scale: Any = 1.0
+        self.phase, self.device = "warm", "cpu"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.norms.append(float(sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])))
+        self.scale = np.float64(self.scale) * np.exp(-0.1)
+        self.phase = "main" if len(self.norms) > 1 else self.phase
+        super().step(closure)
+
+
+def test_what_an_optimizer_remembers_in_attributes_comes_back(arena: Path) -> None:
+    def job() -> tuple[torch.nn.Module, Remembering]:
+        torch.manual_seed(1)
+        model = net()
+        return model, Remembering(model.parameters())
+
+    model, optim = job()
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        for _ in snap.steps(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+    again, other = job()
+    other.device = "meta"  # it never changed in the run, so it is the job's own
+    with InMemorySnapshot(again, other) as snap:
+        assert snap.step == 3
+        assert other.norms == optim.norms and len(other.norms) == 3
+        assert other.seen is other.norms
+        assert other.scale == optim.scale and type(other.scale) is np.float64
+        assert (other.phase, other.device) == ("main", "meta")
 
 
 class Odd(torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, local
 from holdfast.snapshot.state import rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
-from holdfast.snapshot.state.hidden import owners
+from holdfast.snapshot.state.hidden import ModuleGenerators, owners
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Stateful, Tree, Updated
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
@@ -58,6 +58,7 @@ class BaseAdapter:
         self._with_extra_state = _with_extra_state(self._roots())
         _warn_of_own_tensors(self._roots())
         self._episodes = Episodes(log)
+        self._generators = ModuleGenerators((), ())
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -118,6 +119,9 @@ class BaseAdapter:
         }
 
     def late(self) -> Tree:
+        if drawn := self._generators.drawn():
+            text = "%s: drawn from, but not captured, so a restart draws other numbers: name it by snap.track"
+            self._episodes.begin("generators", text, some(drawn))
         return {
             "optim": [state.plain() for state in self._states],
             "scheduler": [each.state_dict() for each in self._schedulers],
@@ -130,7 +134,10 @@ class BaseAdapter:
         }
 
     def verify(self) -> None:
-        """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured."""
+        """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured. From now on
+        `late` warns of generators in modules that are drawn from."""
+        getters = [part.get for part in self._tracked.values()]
+        self._generators = ModuleGenerators(self._roots(), [*getters, *self._extra.values()])
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
         if not (self._tracked or self._schedulers or schedules):
             for state in self._states:

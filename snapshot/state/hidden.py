@@ -3,6 +3,8 @@ where the class is registered."""
 
 from __future__ import annotations
 
+import random
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +14,15 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.tensors import local
+from holdfast.snapshot.state import own_generators, streams
 from holdfast.snapshot.state.optimizers import OWN, find, nested
+from holdfast.snapshot.state.own_generators import GENERATORS
 from holdfast.snapshot.state.tracked import Tracked, make
 
 KNOWN = frozenset({"_parameters", "_buffers", "_modules"}) | OWN
 """Attributes of modules and optimizers that are captured as such."""
 
-KEPT = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator)
+KEPT = (torch.Tensor, np.ndarray, *GENERATORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,44 @@ def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[torch.Tensor]
                 inside = find(f"{name}.{attribute}", value, lambda each: isinstance(each, KEPT))
                 found += [place for place, each in inside if _memory(each) not in held]
     return found
+
+
+class ModuleGenerators:
+    """Random generators in attributes of modules, which are not captured. Used by the training thread.
+
+    Args:
+        modules: by name; their submodules are searched, too.
+        named: what the user has named, such as the getters of `track`. Generators that these refer to are left out, and
+            all generators of modules that a function among them refers to.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, torch.nn.Module]], named: Iterable[Any]) -> None:
+        captured = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
+        roots = list(named)
+        captured.update(id(each) for root in roots for each in own_generators.find(root).values())
+        functions = [root for root in roots if isinstance(root, types.FunctionType)]
+        referred = [part for each in functions for part in own_generators.referred(each)]
+        seen = {id(owner) for _, owner in owners(part for part in referred if isinstance(part[1], torch.nn.Module))}
+        self._known: dict[str, tuple[Any, str]] = {}
+        for name, owner in owners(modules):
+            if id(owner) in seen or not _registry.keys().isdisjoint(type(owner).__mro__):
+                continue
+            for attribute, value in vars(owner).items():
+                if attribute not in KNOWN:
+                    for place, each in find(f"{name}.{attribute}", value, lambda part: isinstance(part, GENERATORS)):
+                        if id(each) not in captured:
+                            self._known[place] = each, _digest(each)
+
+    def drawn(self) -> list[str]:
+        """The names of those that were drawn from since this was made. Each is returned once."""
+        found = [place for place, (each, before) in self._known.items() if _digest(each) != before]
+        for place in found:
+            del self._known[place]
+        return found
+
+
+def _digest(generator: Any) -> str:
+    return streams.digest(own_generators.capture({"": generator}))
 
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

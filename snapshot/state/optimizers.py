@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
@@ -134,7 +135,7 @@ class OptimizerState:
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
         self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
         self._before: dict[Any, dict[str, Any]] = {}
-        self._made_with = _numbers(optimizer)
+        self._made_with = _attributes(optimizer)
         self._counts: set[str] = set()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -220,7 +221,7 @@ class OptimizerState:
         Options that are classes, such as the class of inner optimizers, are the job's code, not state. Numbers in
         attributes are state if they change, such as the count of steps since weights were last merged.
         """
-        numbers = _numbers(self.optimizer)
+        numbers = _attributes(self.optimizer)
         self._counts |= {name for name, value in numbers.items() if self._made_with.get(name) != value}
         return {
             "numbers": {name: numbers[name] for name in sorted(self._counts & numbers.keys())},
@@ -270,7 +271,11 @@ class OptimizerState:
         """Load what `plain` and `fixed` returned. Options that are tensors are filled in place."""
         self._before = {}  # else it would keep replaced tensors alive
         for name, number in plain.get("numbers", {}).items():  # earlier releases did not keep them
-            setattr(self.optimizer, name, number)
+            held = getattr(self.optimizer, name, None)
+            if type(held) is list and type(number) is list:
+                held[:] = number  # others may refer to the same list
+            else:
+                setattr(self.optimizer, name, number)
             self._counts.add(name)
         order = fixed["order"]
         for group, saved in zip(self.optimizer.param_groups, self._matching(plain, fixed), strict=True):
@@ -323,11 +328,20 @@ class OptimizerState:
         self.optimizer.state.update(self._before)
 
 
-def _numbers(optimizer: Any) -> dict[str, Any]:
-    """Numbers in an optimizer's attributes. torch's own optimizers keep nothing there that lasts."""
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    """Numbers, texts, and copies of lists of these, in an optimizer's attributes. torch's own optimizers keep nothing
+    there that lasts."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
-    return {name: value for name, value in vars(optimizer).items() if type(value) in (bool, int, float)}
+    return {
+        name: list(value) if type(value) is list else value
+        for name, value in vars(optimizer).items()
+        if _is_plain(value) or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (bool, int, float, str) or (isinstance(value, np.generic) and value.dtype.kind in "biufc")
 
 
 def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:

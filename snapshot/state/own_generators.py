@@ -40,7 +40,7 @@ _FOREIGN = (
 )
 """Packages whose functions and classes do not refer to generators of the user."""
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 
 
 def find(root: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def find(root: Any) -> dict[str, Any]:
             continue
         seen.add(id(value))
         keep.append(value)
-        if isinstance(value, _KINDS):
+        if isinstance(value, GENERATORS):
             if not isinstance(value, random.SystemRandom):
                 found[path.removeprefix(".") or "itself"] = value
         elif depth < DEEPEST:
@@ -131,7 +131,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield from ((".__self__", value.__self__), (".__func__", value.__func__))
     elif isinstance(value, types.FunctionType):
-        yield from _names(value)
+        yield from referred(value)
     elif hasattr(value, "__dict__") and not _is_left_alone(value):
         yield from ((f".{name}", part) for name, part in vars(value).items() if name not in _SKIPPED)
         for kind in type(value).__mro__:
@@ -139,7 +139,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", part) for name, part in vars(kind).items() if not name.startswith("__dict"))
 
 
-def _names(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def referred(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The objects that a function refers to besides its arguments."""
     if _is_foreign(function):
         return
