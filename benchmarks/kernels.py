@@ -1,4 +1,4 @@
-"""Small concurrent kernels of holdfast under an independent scheduler: frontrun (pypi.org/project/frontrun).
+"""Small concurrent kernels of holdfast under an independent scheduler: frontrun, a package on PyPI.
 
 ``pip install frontrun==0.7.0; frontrun python -m pytest benchmarks/kernels.py``. frontrun explores interleavings of
 threads opcode by opcode: exhaustively with partial order reduction, and at random. Each kernel is explored unchanged,
