@@ -68,7 +68,10 @@ class TrainerZygote:
             self._reap()
 
     def _listen(self) -> bool:
-        data = self._channel.recv(1 << 16)
+        try:
+            data = self._channel.recv(1 << 16)
+        except ConnectionResetError:  # the other end was closed before it had read everything
+            return False
         self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -619,6 +620,30 @@ def test_an_optimizer_without_hooks_has_its_boundaries_too() -> None:
         assert loop.optims[0].step(scale=3.0) == (True, 3.0)
         assert loop.optims[0].step(4.0) == (True, 4.0)
         assert loop.take() == ["forward", *STEP, *STEP]
+
+
+class HookedLate(torch.optim.Optimizer):
+    """Like timm's ``Lookahead``: it makes the lists of hooks itself, and ``zero_grad`` makes torch call them."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = torch.optim.SGD(parameters)
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self.defaults = self.optimizer.defaults
+        self.param_groups = self.optimizer.param_groups
+        self.state = self.optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_steps_count_before_torch_calls_hooks_for_them_and_afterwards() -> None:
+    loop = Loop(HookedLate)
+    for _ in range(3):
+        loop.backward()
+        loop.optims[0].step()
+        assert loop.take() == ["forward", *STEP]
+        loop.optims[0].zero_grad()
 
 
 def test_several_optimizers_without_hooks_end_one_step() -> None:

@@ -133,9 +133,10 @@ def test_whoever_dies_and_whenever(kills: dict[int, list[Any]]) -> None:
     check(survive("slow", kills), kills)
 
 
-def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
-    monkeypatch.setenv(ARENA_ENV, str(base))
+def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ARENA_ENV, str(shm))
     monkeypatch.setenv("HOLDFAST_JOB", "test")
     model = torch.nn.Linear(8, 8)
     optim = torch.optim.Adam(model.parameters())
@@ -151,15 +152,14 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(monkeypatc
                     model(torch.ones(2, 8))
                     snap.drain(60)
                     raise RuntimeError
-            held = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(base) in line]
+            held = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(shm) in line]
             assert not [line for line in held if "board" not in line]
     finally:
-        owner = read_owner(base / "test")
+        owner = read_owner(shm / "test")
         if owner is not None:
             smp = psutil.Process(owner.pid)
             smp.kill()
             smp.wait(DEADLINE_S)
-        shutil.rmtree(base, ignore_errors=True)
 
 
 def test_process_groups_can_be_given_up_where_there_are_none() -> None:

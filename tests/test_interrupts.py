@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -168,6 +170,26 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
 
 
 # ---------------------------------------------------------------------- how commands are ended
+
+
+@pytest.mark.parametrize(
+    ("module", "question"), [("holdfast.chaos.zygote", "written"), ("holdfast.chaos.network.forwarder", "hits")]
+)
+def test_a_helper_ends_quietly_if_nobody_reads_its_answer(module: str, question: str) -> None:
+    """A command that a signal ends closes the sockets of its helpers, whatever they have written to them."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        helper = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
+        )
+    with helper:
+        try:
+            ours.sendall(json.dumps({"op": question}).encode() + b"\n")
+            assert select.select([ours], [], [], DEADLINE_S)[0]
+        finally:
+            ours.close()
+        assert helper.communicate(timeout=DEADLINE_S)[1] == b""
+        assert helper.returncode == 0
 
 
 def test_a_signal_is_an_exception_and_what_was_started_is_ended(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

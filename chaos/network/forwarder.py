@@ -96,11 +96,14 @@ class Forwarder:
     # ------------------------------------------------------------------ requests
 
     def _listen(self) -> bool:
-        data = self._channel.recv(1 << 16)
-        self._buffer += data
-        *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:
-            self._channel.sendall(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
+        try:
+            data = self._channel.recv(1 << 16)
+            self._buffer += data
+            *lines, self._buffer = self._buffer.split(b"\n")
+            for line in lines:
+                self._channel.sendall(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
+        except (ConnectionResetError, BrokenPipeError):  # the other end was closed before it had read everything
+            return False
         return bool(data)
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:

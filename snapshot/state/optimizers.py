@@ -65,8 +65,11 @@ def unwrapped(*optimizers: Any) -> list[torch.optim.Optimizer]:
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether torch calls hooks for its steps. That takes the constructor of `torch.optim.Optimizer`, which some
-    wrappers that inherit from it do not call."""
-    return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
+    wrappers that inherit from it do not call: it makes the lists of hooks and the `step` that calls them. timm's
+    ``Lookahead`` makes the lists itself, and torch gives its class that `step` only in the first ``zero_grad()``."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
+        return False
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def says_more(optimizer: Any) -> bool:
