@@ -173,7 +173,11 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("module", "question"), [("holdfast.chaos.zygote", "written"), ("holdfast.chaos.network.forwarder", "hits")]
+    ("module", "question"),
+    [
+        pytest.param("holdfast.chaos.zygote", "written", marks=pytest.mark.cluster),
+        ("holdfast.chaos.network.forwarder", "hits"),
+    ],
 )
 def test_a_helper_ends_quietly_if_nobody_reads_its_answer(module: str, question: str) -> None:
     """A command that a signal ends closes the sockets of its helpers, whatever they have written to them."""
