@@ -170,7 +170,8 @@ class SnapshotHook:
 
         Most are not state, such as tables of positions; `track` those that are. `holdfast audit` tells which matter.
         """
-        return untracked(self._roots(), (item.tensor for item in self._adapter.tensors()))
+        tensors = [item.tensor for item in self._adapter.tensors()]
+        return untracked(self._roots(), [*tensors, *self._adapter.generators().values()])
 
     def _roots(self) -> list[tuple[str, Any]]:
         modules = [(f"model{i}", module) for i, module in enumerate(self._adapter.modules())]

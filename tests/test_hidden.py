@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast import ConfigError, InMemorySnapshot, register
+from holdfast import ConfigError, InMemorySnapshot, StateMismatch, register
 from holdfast.snapshot.state.hidden import unregister, untracked
 
 
@@ -104,39 +104,126 @@ class Skipping(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mine, self.numpys, self.unused = random.Random(3), np.random.RandomState(3), random.Random(4)
+        self.mine, self.others = random.Random(3), {"numpy": np.random.RandomState(3)}
+        self.seed = random.SystemRandom()  # has no state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.mine.random() < 0.5) + float(self.numpys.rand())
+        return x * (self.mine.random() < 0.5) + float(self.others["numpy"].rand())
 
 
-def skip(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
-    with snap:
-        for _ in snap.steps(4):
-            model(torch.ones(4, 2)).sum().backward()
-            optim.step()
-            optim.zero_grad()
+class Noisy(torch.optim.SGD):
+    """Adds noise to gradients, by generators of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.noise, self.scale = torch.Generator().manual_seed(1), np.random.default_rng(1)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad += torch.randn(parameter.shape, generator=self.noise) * float(self.scale.random())
+        return super().step(closure)
 
 
-def test_a_generator_of_a_module_that_is_drawn_from_is_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+def draw(count: int, killed: bool, track: bool = False) -> list[torch.Tensor]:
+    """Train until `count` steps are done, from where the last call was killed, and return the weights."""
+    skipping = Skipping()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), skipping)
+    optim = Noisy(model.parameters())
+    snap = InMemorySnapshot(model, optim, strict=True)
+    if track:
+        snap.track("mine", get=skipping.mine.getstate, set=lambda state: skipping.mine.setstate(state))
+    snap.__enter__()
+    while snap.step < count:
+        step(snap, model, optim)
+    if killed:
+        model(torch.ones(4, 2))  # begins the next step, and draws
+        assert snap.drain(60)
+    snap.__exit__(RuntimeError if killed else None, RuntimeError("killed") if killed else None, None)
+    return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("track", [False, True])
+def test_generators_of_modules_and_optimizers_come_back(arena: Path, track: bool) -> None:
+    torch.manual_seed(0)
+    whole = draw(6, killed=False, track=track)
+    torch.manual_seed(0)
+    draw(3, killed=True, track=track)
+    torch.manual_seed(99)
+    again = draw(6, killed=False, track=track)
+    assert all(map(torch.equal, again, whole))
+
+
+def test_a_generator_that_is_gone_is_refused_by_name(arena: Path) -> None:
+    draw(3, killed=True)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Identity())
+    with pytest.raises(StateMismatch, match=r"the snapshot has the generator model0\.1\.mine"):
+        InMemorySnapshot(model, Noisy(model.parameters())).__enter__()
+
+
+def test_a_generator_that_is_captured_is_not_listed(arena: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), Skipping())
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    skip(InMemorySnapshot(model, optim), model, optim)
-    assert [text for text in warnings_of(caplog) if "drawn from, but not captured" in text] == [
-        "model0.1.mine; model0.1.numpys: drawn from, but not captured, so a restart draws other numbers: name it by "
-        "snap.track"
+    assert InMemorySnapshot(model, Noisy(model.parameters())).untracked == []
+
+
+class Recurrent(torch.nn.Module):
+    """Reads in each step what the one before has left in attributes; others only say what a step has done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.hidden = torch.zeros(2)
+        self.means, self.calls = {"x": np.zeros(2)}, 0
+        self.table, self.width = torch.arange(3), 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x + self.hidden)
+        self.hidden = y.detach().mean(0)
+        self.means["x"] += 1
+        self.calls += 1
+        self.penalty = y.square().mean()  # requires gradients
+        self.slowly = torch.tensor(self.calls // 2)
+        return y
+
+
+class Merging(torch.optim.SGD):
+    """Merges weights into a slow copy every third step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.copies = [each.detach().clone() for each in self.param_groups[0]["params"]]
+        self.same = [each.detach() for each in self.param_groups[0]["params"]]
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            for copy, parameter in zip(self.copies, self.param_groups[0]["params"], strict=True):
+                copy += parameter.detach()
+        return super().step(closure)
+
+
+def test_attributes_that_change_are_named_once(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Recurrent()
+    optim = Merging(model.parameters())
+    with InMemorySnapshot(model, optim) as snap:
+        for _ in range(9):
+            step(snap, model, optim)
+    said = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
+    assert [text.partition(":")[0] for text in said] == [
+        "optim.copies[0]; optim.copies[1]",
+        "model0.calls; model0.hidden; model0.means['x']",
     ]
 
 
-def test_a_generator_of_a_module_that_is_tracked_is_not_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
-    skipping = Skipping()
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), skipping)
+def test_attributes_that_are_tracked_are_not_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Recurrent()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     snap = InMemorySnapshot(model, optim)
-    snap.track("mine", get=skipping.mine.getstate, set=lambda state: skipping.mine.setstate(state))
-    snap.track("numpys", get=lambda: skipping.numpys.get_state(legacy=False), set=skipping.numpys.set_state)
-    skip(snap, model, optim)
-    assert not any("drawn from" in text for text in warnings_of(caplog))
+    snap.track("kept", get=lambda: (model.hidden, model.means, model.calls), set=lambda values: None)
+    with snap:
+        for _ in range(9):
+            step(snap, model, optim)
+    assert not any("not captured" in text for text in warnings_of(caplog))
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -89,6 +89,12 @@ class Toy:
     def late(self) -> Tree:
         return self.late_tree
 
+    def generators(self) -> dict[str, Any]:
+        return {}
+
+    def watch(self) -> None:
+        pass
+
     def verify(self) -> None:
         if self.problem is not None:
             raise self.problem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,15 +16,17 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, local
-from holdfast.snapshot.state import rng, tracked
+from holdfast.snapshot.state import own_generators, rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
-from holdfast.snapshot.state.hidden import ModuleGenerators, owners
+from holdfast.snapshot.state.hidden import ChangingAttributes, generators, owners
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Stateful, Tree, Updated
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
 
 log = get_log(__name__)
+
+OWNER = "the model and the optimizers"
 
 SCALING = "fp8"
 """Key of the late state under which the results of `transformer_engine.scaling` are kept."""
@@ -58,7 +59,9 @@ class BaseAdapter:
         self._with_extra_state = _with_extra_state(self._roots())
         _warn_of_own_tensors(self._roots())
         self._episodes = Episodes(log)
-        self._generators = ModuleGenerators((), ())
+        self._generators: dict[str, Any] | None = None
+        self._watches: list[ChangingAttributes] = []
+        self._told: set[str] = set()
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -71,6 +74,10 @@ class BaseAdapter:
         return self._modules
 
     def optimizers(self) -> Sequence[Any]:
+        """Defined by each framework's adapter."""
+        raise NotImplementedError
+
+    def tensors(self) -> Iterator[LiveTensor]:
         """Defined by each framework's adapter."""
         raise NotImplementedError
 
@@ -104,6 +111,7 @@ class BaseAdapter:
 
     def fixed(self) -> Tree:
         self._flags = Flags(self._modules)
+        self._generators = self._find_generators()
         return {
             "flags": self._flags.names(),
             "optim": [state.fixed() for state in self._states],
@@ -115,13 +123,11 @@ class BaseAdapter:
             "rng": rng.capture(),
             "extra": self._extras(late=False),
             "tracked": tracked.values(self._tracked, late=False),
+            "generators": own_generators.capture(self.generators()),
             **({"streams": self.carried} if self.carried else {}),
         }
 
     def late(self) -> Tree:
-        if drawn := self._generators.drawn():
-            text = "%s: drawn from, but not captured, so a restart draws other numbers: name it by snap.track"
-            self._episodes.begin("generators", text, some(drawn))
         return {
             "optim": [state.plain() for state in self._states],
             "scheduler": [each.state_dict() for each in self._schedulers],
@@ -134,10 +140,11 @@ class BaseAdapter:
         }
 
     def verify(self) -> None:
-        """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured. From now on
-        `late` warns of generators in modules that are drawn from."""
-        getters = [part.get for part in self._tracked.values()]
-        self._generators = ModuleGenerators(self._roots(), [*getters, *self._extra.values()])
+        """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured."""
+        captured = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
+        self._watches = [
+            ChangingAttributes(roots, self._named(), captured, patience) for roots, patience in self._to_watch()
+        ]
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
         if not (self._tracked or self._schedulers or schedules):
             for state in self._states:
@@ -145,6 +152,35 @@ class BaseAdapter:
                     kind = type(state.optimizer).__qualname__
                     text = "a schedule changes options of %s, and is not captured: give it as scheduler="
                     self._episodes.begin("schedule", text, kind)
+
+    def watch(self) -> None:
+        found = {place for watch in self._watches for place in watch.look()} - self._told
+        if found:
+            self._told |= found
+            log.warning(
+                "%s: changed by steps, and not captured. If a step reads what an earlier one left there, a restart "
+                "gives other results: then name it by snap.track. `holdfast audit` tells whether it does",
+                some(sorted(found)),
+            )
+
+    def _to_watch(self) -> list[tuple[Iterable[tuple[str, Any]], int]]:
+        """What has attributes to be watched, and with which patience; see `ChangingAttributes`."""
+        return [(self._roots(), 3)]
+
+    def generators(self) -> Mapping[str, Any]:
+        if self._generators is None:
+            self._generators = self._find_generators()
+        return self._generators
+
+    def _find_generators(self) -> dict[str, Any]:
+        return generators([*self._roots(), *self._named_optimizers()], self._named())
+
+    def _named(self) -> list[Any]:
+        """What the user has named beside modules and optimizers."""
+        return [*(part.get for part in self._tracked.values()), *self._extra.values()]
+
+    def _named_optimizers(self) -> list[tuple[str, Any]]:
+        return [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self.optimizers())]
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         for state in self._states:
@@ -171,6 +207,8 @@ class BaseAdapter:
         names = [name for name, _ in self._with_extra_state]
         check_names("what has get_extra_state", late["get_extra_state"], names)
         tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
+        self._generators = self._find_generators()
+        own_generators.check(self._generators, early.get("generators", {}), OWNER)
         if len(late["optim"]) != len(self._states):
             raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._states)} in this job")
         for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
@@ -191,10 +229,14 @@ class BaseAdapter:
             put_back_scaling(name, module, late.get(SCALING, {}).get(name, {}))
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
         self.carried = early.get("streams", {})
-        rng.restore(early["rng"])
+        self.rewinding(early)()
 
     def rewinding(self, early: Tree) -> Callable[[], None]:
-        return partial(rng.restore, early["rng"])
+        def rewind() -> None:
+            rng.restore(early["rng"])
+            own_generators.restore(self.generators(), early.get("generators", {}), OWNER)  # older releases kept none
+
+        return rewind
 
     def _extras(self, *, late: bool) -> Tree:
         """The states of the extras that settle late (see `settles_late`), or of the others."""

@@ -121,6 +121,7 @@ class MegatronAdapter(BaseAdapter):
         return super().late() | {"scaler": scalers}
 
     def verify(self) -> None:
+        super().verify()
         self._verify_quantized()
         for part in self._parts:
             for name, weight, main in casts(part):

@@ -72,6 +72,14 @@ class Adapter(Protocol):
         """State that code between two steps changes: schedules, group options."""
         ...
 
+    def generators(self) -> Mapping[str, Any]:
+        """The random generators in attributes of modules and optimizers that are captured, by name."""
+        ...
+
+    def watch(self) -> None:
+        """Called as a snapshot is taken: warn of attributes that change from step to step and are not captured."""
+        ...
+
     def verify(self) -> None:
         """Check that state that is not captured can be derived bit for bit. Raises `StateMismatch` if it cannot."""
         ...

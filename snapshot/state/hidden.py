@@ -14,15 +14,17 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.tensors import local
-from holdfast.snapshot.state import own_generators, streams
-from holdfast.snapshot.state.optimizers import OWN, find, nested
+from holdfast.snapshot.state import own_generators
+from holdfast.snapshot.state.inputs import SAMPLED, is_dense, thinned
+from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, find, nested
 from holdfast.snapshot.state.own_generators import GENERATORS
 from holdfast.snapshot.state.tracked import Tracked, make
 
-KNOWN = frozenset({"_parameters", "_buffers", "_modules"}) | OWN
+KNOWN = frozenset({"_parameters", "_buffers", "_modules", "training"}) | OWN
 """Attributes of modules and optimizers that are captured as such."""
 
-KEPT = (torch.Tensor, np.ndarray, *GENERATORS)
+EACH = 4
+"""So many boundaries are looked at one after the other for attributes that change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,54 +84,120 @@ def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
                 break
 
 
-def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[torch.Tensor]) -> list[str]:
-    """Names of tensors, arrays and generators in attributes that are not views of captured tensors."""
-    held = {_memory(tensor) for tensor in captured}
+def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[Any]) -> list[str]:
+    """Names of tensors, arrays and generators in attributes that are not captured: neither these tensors and
+    generators, nor views of the tensors."""
+    held = {_memory(each) for each in captured}
     found = []
     for name, owner in owners(roots):
         for attribute, value in getattr(owner, "__dict__", {}).items():
             if attribute not in KNOWN:
-                inside = find(f"{name}.{attribute}", value, lambda each: isinstance(each, KEPT))
+                inside = find(f"{name}.{attribute}", value, lambda each: _is_data(each) or _is_generator(each))
                 found += [place for place, each in inside if _memory(each) not in held]
     return found
 
 
-class ModuleGenerators:
-    """Random generators in attributes of modules, which are not captured. Used by the training thread.
+def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str, Any]:
+    """The random generators in attributes of named modules, their submodules, and optimizers, by name.
 
     Args:
-        modules: by name; their submodules are searched, too.
         named: what the user has named, such as the getters of `track`. Generators that these refer to are left out, and
-            all generators of modules that a function among them refers to.
+            all generators of modules and optimizers that a function among them refers to.
+    """
+    named = list(named)
+    taken = {id(each) for each in (random._inst, np.random.mtrand._rand, torch.default_generator)}
+    taken.update(id(each) for root in named for each in own_generators.find(root).values())
+    return {
+        place: each
+        for name, _, value in _attributes(roots, named)
+        for place, each in find(name, value, _is_generator)
+        if id(each) not in taken
+    }
+
+
+class ChangingAttributes:
+    """Finds attributes that change from step to step and are not captured: numbers, tensors and arrays.
+
+    Attributes of torch's own classes and of modules with a ``get_extra_state`` are left out; so are tensors that
+    require gradients, which every step computes anew. Of tensors and arrays, a sample is compared. Used by the training
+    thread.
+
+    Args:
+        roots, named: as for `generators`.
+        captured: the tensors that are captured, whose views are left out, and the optimizers whose numbers are.
+        patience: an attribute is reported once it has differed at this many looks in a row from the look before.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, torch.nn.Module]], named: Iterable[Any]) -> None:
-        captured = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
-        roots = list(named)
-        captured.update(id(each) for root in roots for each in own_generators.find(root).values())
-        functions = [root for root in roots if isinstance(root, types.FunctionType)]
-        referred = [part for each in functions for part in own_generators.referred(each)]
-        seen = {id(owner) for _, owner in owners(part for part in referred if isinstance(part[1], torch.nn.Module))}
-        self._known: dict[str, tuple[Any, str]] = {}
-        for name, owner in owners(modules):
-            if id(owner) in seen or not _registry.keys().isdisjoint(type(owner).__mro__):
+    def __init__(
+        self, roots: Iterable[tuple[str, Any]], named: Iterable[Any], captured: Iterable[Any], patience: int
+    ) -> None:
+        self._roots = list(roots)
+        self._named = list(named)
+        self._captured = {_memory(each) for each in captured}
+        self._patience = patience
+        self._boundaries = 0
+        self._before: dict[str, bytes] = {}
+        self._in_a_row: dict[str, int] = {}
+
+    def look(self) -> list[str]:
+        """Called at every boundary. Returns the names of attributes to report.
+
+        It looks at the first `EACH` boundaries, and from then on at doubling distances, since it walks all modules.
+        """
+        self._boundaries += 1
+        if self._boundaries > EACH and self._boundaries & (self._boundaries - 1):
+            return []
+        now = dict(self._samples())
+        changed = [place for place, part in now.items() if self._before.get(place, part) != part]
+        self._before = now
+        self._in_a_row = {place: self._in_a_row.get(place, 0) + 1 for place in changed}
+        return [place for place, count in self._in_a_row.items() if count >= self._patience]
+
+    def _samples(self) -> Iterator[tuple[str, bytes]]:
+        for name, owner, value in _attributes(self._roots, self._named):
+            if type(owner).__module__.startswith(WITH_TABLES) or _has_extra_state(owner):
                 continue
-            for attribute, value in vars(owner).items():
+            for place, each in find(name, value, _is_data):
+                if _memory(each) not in self._captured and (part := _sample(each)) is not None:
+                    yield place, part
+            if isinstance(value, bool | int | float | np.generic) and id(owner) not in self._captured:
+                yield name, repr(value).encode()
+
+
+def _attributes(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The attributes of modules and optimizers that may be state: their paths, owners and values. Owners of registered
+    classes are left out, and those that a function in `named` refers to."""
+    functions = [each for each in named if isinstance(each, types.FunctionType)]
+    referred = [part for each in functions for part in own_generators.referred(each)]
+    inner = owners(part for part in referred if isinstance(part[1], torch.nn.Module | torch.optim.Optimizer))
+    seen = {id(owner) for _, owner in inner}
+    for name, owner in owners(roots):
+        if id(owner) not in seen and _registry.keys().isdisjoint(type(owner).__mro__):
+            for attribute, value in getattr(owner, "__dict__", {}).items():
                 if attribute not in KNOWN:
-                    for place, each in find(f"{name}.{attribute}", value, lambda part: isinstance(part, GENERATORS)):
-                        if id(each) not in captured:
-                            self._known[place] = each, _digest(each)
-
-    def drawn(self) -> list[str]:
-        """The names of those that were drawn from since this was made. Each is returned once."""
-        found = [place for place, (each, before) in self._known.items() if _digest(each) != before]
-        for place in found:
-            del self._known[place]
-        return found
+                    yield f"{name}.{attribute}", owner, value
 
 
-def _digest(generator: Any) -> str:
-    return streams.digest(own_generators.capture({"": generator}))
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+def _has_extra_state(owner: Any) -> bool:
+    return getattr(type(owner), "get_extra_state", None) not in (None, torch.nn.Module.get_extra_state)
+
+
+def _sample(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes | None:
+    """Bytes that differ if the value does, most probably; None if it is computed anew in each step, or is no data."""
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.hasobject else value.reshape(-1)[:: 1 + value.size // SAMPLED].tobytes()
+    part = local(value).detach()
+    if value.requires_grad or not is_dense(part):
+        return None
+    return thinned(part).cpu().view(torch.uint8).numpy().tobytes()
 
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

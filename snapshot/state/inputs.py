@@ -83,8 +83,8 @@ def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
     by the training thread; does not wait for a GPU.
     """
     tensors = [local(tensor).detach() for tensor in tensors_in(given) if not tensor.requires_grad]
-    dense = [t for t in tensors if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in DEVICES]
-    elements = engine.fetch([_thinned(tensor) for tensor in dense]) if dense else list
+    dense = [tensor for tensor in tensors if is_dense(tensor)]
+    elements = engine.fetch([thinned(tensor) for tensor in dense]) if dense else list
     return Inputs(tuple(f"{t.dtype} {list(t.shape)}" for t in dense), elements)
 
 
@@ -115,7 +115,12 @@ def _is_data(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType)
 
 
-def _thinned(tensor: torch.Tensor) -> torch.Tensor:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it can be sampled: not sparse, no subclass, and in memory that can be read."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type in DEVICES
+
+
+def thinned(tensor: torch.Tensor) -> torch.Tensor:
     """A dense one-dimensional copy of about `SAMPLED` elements, spread evenly."""
     if not tensor.dim():
         return tensor.resolve_conj().resolve_neg().clone().reshape(1)

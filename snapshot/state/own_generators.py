@@ -1,7 +1,8 @@
-"""Random generators that a data source keeps to itself: found through its attributes, captured and restored.
+"""Random generators that a data source, a module or an optimizer keeps to itself: captured and restored.
 
-Examples are a loader's ``generator=``, a sampler's generator, a data set's ``self.rng``, and a generator that a
-function refers to. `snapshot.state.rng` handles the global generators.
+Those of a data source are found through its attributes: a loader's ``generator=``, a sampler's generator, a data set's
+``self.rng``, and a generator that a function refers to. `snapshot.state.hidden` finds those of modules and optimizers.
+`snapshot.state.rng` handles the global generators.
 """
 
 from __future__ import annotations
@@ -77,10 +78,7 @@ def restore(generators: Mapping[str, Any], states: Mapping[str, Any], owner: str
     Raises:
         StateMismatch: a generator is missing or of another kind; the message names it and `owner`.
     """
-    if missing := sorted(states.keys() - generators.keys()):
-        raise StateMismatch(
-            f"{owner}: the snapshot has the generator {missing[0]}, which is not there now: make it before the loop"
-        )
+    check(generators, states, owner)
     for path, state in states.items():
         try:
             _put(generators[path], state)
@@ -88,6 +86,14 @@ def restore(generators: Mapping[str, Any], states: Mapping[str, Any], owner: str
             raise StateMismatch(
                 f"{owner}: {path} is another kind of generator than in the snapshot: {error}"
             ) from error
+
+
+def check(generators: Mapping[str, Any], states: Mapping[str, Any], owner: str) -> None:
+    """Raises `StateMismatch` if one of the captured generators is missing; the message names it and `owner`."""
+    if missing := sorted(states.keys() - generators.keys()):
+        raise StateMismatch(
+            f"{owner}: the snapshot has the generator {missing[0]}, which is not there now: make it before the loop"
+        )
 
 
 def _state(generator: Any) -> Any:

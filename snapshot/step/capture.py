@@ -158,6 +158,7 @@ class Capture:
         # A batch was read since `mark`; the loop describes it now.
         early = with_loop(self._early, self.loop())
         settled = capture_late(self._adapter)
+        self._adapter.watch()
         late = with_beginning(settled, began)
         before = self._marked  # read before `_current`, which drops it if weights have moved
         placed = self._current()
