@@ -3,7 +3,7 @@
 A replica that joins or returns receives the state of a healthy one. The healthy replica only copies its state into the
 memory of its node's SMP and trains on. The receiver reads it there and checks each unit, even if the sending process
 has died in the meantime. Nothing is pickled: states consist of numbers, strings, bytes, arrays and tensors, and lists,
-tuples, sets and dicts of them.
+tuples, sets, deques and dicts of them.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class SnapshotHook:
         Args:
             name: the same in every run of the job.
             get, set: ``get()`` returns plain values (numbers, texts, bytes, arrays, small tensors, and lists, tuples,
-                sets and dicts of them), and ``set(values)`` puts them back when the job is restored.
+                sets, deques and dicts of them), and ``set(values)`` puts them back when the job is restored.
             tensors: a module, or a dict of tensors by name; copied and restored in place, of any size.
             changes: when `tensors` change. ``"any"``: at any time, for example in backward hooks; they are copied at
                 once when the next forward begins. ``"after step"``: only in ``optim.step()`` and in code between it and

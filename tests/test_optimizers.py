@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -309,6 +309,46 @@ def test_entries_may_have_any_key(arena: Path) -> None:
         assert torch.equal(other.state[two][0], optim.state[one][0])
         assert torch.equal(other.state[two]["a.b"], optim.state[one]["a.b"])
         assert other.state[two]["count"] == 3
+
+
+class Global(torch.optim.Optimizer):
+    """Keeps values under texts, as SPAM does, and the last gradients in a queue, as AdaShift does."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.values: Any = self.state
+        self.values["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.values["steps"] += 1
+        self.values["mean"] = torch.full((2,), float(self.values["steps"]))
+        for parameter in self.param_groups[0]["params"]:
+            queue = self.values[parameter].setdefault("queue", deque(maxlen=2))
+            queue.append(parameter.grad.clone())
+            parameter -= 0.1 * self.values["steps"] * queue[0]
+
+
+@pytest.mark.parametrize("key", ["tensor", "object"])
+def test_state_under_what_has_no_name_is_refused(key: str) -> None:
+    model = net()
+    optim: Any = torch.optim.SGD(model.parameters())
+    if key == "tensor":
+        optim.state["named"] = {next(model.parameters()): torch.zeros(4, 4)}
+    else:
+        optim.state[object()] = {"x": torch.zeros(2)}
+    with pytest.raises(ConfigError, match=f"keeps state under a {'Parameter' if key == 'tensor' else 'object'}, which"):
+        list(OptimizerState(optim, "optim", replicated=False).tensors())
+
+
+def test_values_under_texts_and_queues_come_back(arena: Path) -> None:
+    model, optim, again, other = start_anew(lambda m: Global(m.parameters()), lambda m: Global(m.parameters()))
+    assert other.values["steps"] == optim.values["steps"] == 3
+    assert torch.equal(other.values["mean"], optim.values["mean"])
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        queue = other.state[two]["queue"]
+        assert queue.maxlen == len(queue) == 2
+        assert all(map(torch.equal, queue, optim.state[one]["queue"]))
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -44,6 +44,8 @@ def same(a: Any, b: Any) -> bool:
             return bool((a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()))
         case float():
             return bool(a.hex() == b.hex())
+        case deque():
+            return same((list(a), a.maxlen), (list(b), b.maxlen))
         case list() | tuple():
             return len(a) == len(b) and all(map(same, a, b))
         case dict():
@@ -96,6 +98,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
+        st.builds(deque, st.lists(inner, max_size=4), st.none() | st.integers(0, 5)),
         mappings,
         mappings.map(OrderedDict),
         st.dictionaries(keys, huge_ints, max_size=3).map(Counter),

@@ -1,8 +1,8 @@
 """The state of a `torch.optim.Optimizer`, in place. Megatron's optimizers wrap one, so both adapters use this.
 
 A parameter has the same name as in the model, whatever its place in the optimizer. A parameter that is in no module is
-called ``<group>.<index>``, after its group and its place in the group. State that an optimizer keeps under a text key,
-as LoRA-FA does, is called ``named.<text>``.
+called ``<group>.<index>``, after its group and its place in the group. A dict that an optimizer keeps under a text key
+of its state, as LoRA-FA does, is called ``named.<text>``; any other value there is plain, as SPAM's count of steps.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class OptimizerState:
         self._prefix = prefix
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
         self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
-        self._before: dict[Any, dict[str, Any]] = {}
+        self._before: dict[Any, Any] = {}
         self._made_with = _attributes(optimizer)
         self._counts: set[str] = set()
 
@@ -159,17 +159,23 @@ class OptimizerState:
         ]
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The state of every parameter, and state under text keys. Raises `ConfigError` for any other key."""
+        """The state of every parameter, and dicts under text keys. Raises `ConfigError` for other keys, and if a tensor
+        is a key in such a dict."""
         for name, parameter in self.parameters():
             yield name, self.optimizer.state.get(parameter, {})
         for key, state in self.optimizer.state.items():
-            if isinstance(key, str):
+            if isinstance(key, str) and isinstance(state, dict):
+                if tensors := [inner for inner in state if isinstance(inner, torch.Tensor)]:
+                    raise self._nameless(tensors[0])
                 yield f"{NAMED}{key}", state
-            elif not isinstance(key, torch.Tensor):
-                raise ConfigError(
-                    f"{self._prefix} keeps state under a {type(key).__qualname__}, which has no name that would be the "
-                    "same in every run: keep it elsewhere, and track it"
-                )
+            elif not isinstance(key, torch.Tensor | str):
+                raise self._nameless(key)
+
+    def _nameless(self, key: object) -> ConfigError:
+        return ConfigError(
+            f"{self._prefix} keeps state under a {type(key).__qualname__}, which has no name that would be the same in "
+            "every run: keep it elsewhere, and track it"
+        )
 
     def tensors(self) -> Iterator[LiveTensor]:
         """The current state tensors, such as Adam's moments. Many appear only with the first step."""
@@ -196,7 +202,7 @@ class OptimizerState:
         for group in self.optimizer.param_groups:
             yield group
             yield group["params"]
-        yield from self.optimizer.state.values()
+        yield from (state for state in self.optimizer.state.values() if isinstance(state, dict))
 
     def updated(self) -> dict[str, Updated]:
         """See `snapshot.state.adapter.Adapter.updated`."""
@@ -233,6 +239,11 @@ class OptimizerState:
                 for group in self.optimizer.param_groups
             ],
             "state": {name: {key: state[key] for key in keys if key in state} for name, state, keys in self._plain},
+            "values": {
+                key: value
+                for key, value in self.optimizer.state.items()
+                if isinstance(key, str) and not isinstance(value, dict)
+            },
         }
 
     def check(self, plain: Tree, fixed: Tree) -> None:
@@ -295,6 +306,7 @@ class OptimizerState:
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
                 }
+        self.optimizer.state.update(plain.get("values", {}))  # earlier releases did not keep them
         held = dict(self.optimizer.state)  # restore the order in which steps create the entries
         self.optimizer.state.clear()
         self.optimizer.state.update({key: held.pop(key) for key in keys.values() if key in held} | held)
@@ -309,7 +321,9 @@ class OptimizerState:
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         """Create the state tensors of `leaves` that do not exist yet, uninitialised."""
-        self._before = {key: dict(state) for key, state in self.optimizer.state.items()}
+        self._before = {
+            key: dict(state) if isinstance(state, dict) else state for key, state in self.optimizer.state.items()
+        }
         parameters = dict(self.parameters())
         first = next(iter(parameters.values()), torch.empty(0))
         for leaf in leaves.values():

@@ -10,7 +10,7 @@ import base64
 import io
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -61,13 +61,15 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return _encode_items(value, path, tensors)
         case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
             return {"$": type(value).__name__, "items": _encode_items(value, path, tensors)}
+        case deque() if type(value) is deque:
+            return {"$": "deque", "items": _encode_items(value, path, tensors), "most": value.maxlen}
         case dict() if type(value) in _MAPPINGS.values():
             return _encode_mapping(value, path, tensors)
         case torch.dtype() | torch.device():
             return {"$": type(value).__name__, "data": str(value).removeprefix("torch.")}
     raise StateMismatch(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept exactly: "
-        "keep numbers, texts, bytes, arrays, tensors, or lists, tuples, sets and dicts of them"
+        "keep numbers, texts, bytes, arrays, tensors, or lists, tuples, sets, deques and dicts of them"
     )
 
 
@@ -133,6 +135,8 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
         case "tuple" | "set" | "frozenset" as kind:
             make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
             return make(decode(item, tensor) for item in value["items"])
+        case "deque":
+            return deque((decode(item, tensor) for item in value["items"]), value["most"])
         case "mapping":
             return _MAPPINGS[value["type"]]({decode(key, tensor): decode(item, tensor) for key, item in value["items"]})
         case "dtype":
