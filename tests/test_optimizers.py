@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -316,7 +316,7 @@ class Global(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         super().__init__(params, {"lr": 0.1})
-        self.values: Any = self.state
+        self.values = cast("dict[Any, Any]", self.state)
         self.values["steps"] = 0
 
     @torch.no_grad()
