@@ -99,7 +99,8 @@ class Resumed:
             return []
         read, generators = self._began[READ], {} if forward_ran else self._began[GENERATORS] or {}
         now = read_state(self._adapter.early())
-        drifted = {name for name in now if now[name] != read.get(name)}
+        # What `read` does not name was not there then: the job's code has changed, or the release.
+        drifted = {name for name in now if now[name] != read.get(name, now[name])}
         behind = {
             name: state
             for name, state in generators.items()
@@ -179,7 +180,7 @@ def check_environment() -> None:
 
 def _called(name: str) -> str:
     kind, _, rest = name.partition(" ")
-    return f"the random generator of {rest}" if kind in ("rng", "tracker") else f"{kind} {rest!r}"
+    return f"the random generator of {rest}" if kind in ("rng", "tracker", "generators") else f"{kind} {rest!r}"
 
 
 def _flat(adapter: Adapter) -> dict[str, Any]:

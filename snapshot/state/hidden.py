@@ -7,6 +7,7 @@ import random
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ from holdfast.snapshot.state.tracked import Tracked, make
 KNOWN = frozenset({"_parameters", "_buffers", "_modules", "training"}) | OWN
 """Attributes of modules and optimizers that are captured as such."""
 
-EACH = 4
+FIRST_LOOKS = 4
 """So many boundaries are looked at one after the other for attributes that change."""
+
+MOST = 1000
+"""Of so many attributes samples are taken, as each may be on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +146,12 @@ class ChangingAttributes:
     def look(self) -> list[str]:
         """Called at every boundary. Returns the names of attributes to report.
 
-        It looks at the first `EACH` boundaries, and from then on at doubling distances, since it walks all modules.
+        It looks at `FIRST_LOOKS` boundaries, and from then on at doubling distances, since it walks all modules.
         """
         self._boundaries += 1
-        if self._boundaries > EACH and self._boundaries & (self._boundaries - 1):
+        if self._boundaries > FIRST_LOOKS and self._boundaries & (self._boundaries - 1):
             return []
-        now = dict(self._samples())
+        now = dict(islice(self._samples(), MOST))
         changed = [place for place, part in now.items() if self._before.get(place, part) != part]
         self._before = now
         self._in_a_row = {place: self._in_a_row.get(place, 0) + 1 for place in changed}
