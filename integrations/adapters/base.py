@@ -143,7 +143,8 @@ class BaseAdapter:
         """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured."""
         captured = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
         self._watches = [
-            ChangingAttributes(roots, self._named(), captured, patience) for roots, patience in self._to_watch()
+            ChangingAttributes(self._roots(), self._named(), captured, patience=3),
+            ChangingAttributes(self._unknown_optimizers(), self._named(), captured, patience=1),
         ]
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
         if not (self._tracked or self._schedulers or schedules):
@@ -163,24 +164,21 @@ class BaseAdapter:
                 some(sorted(found)),
             )
 
-    def _to_watch(self) -> list[tuple[Iterable[tuple[str, Any]], int]]:
-        """What has attributes to be watched, and with which patience; see `ChangingAttributes`."""
-        return [(self._roots(), 3)]
-
     def generators(self) -> Mapping[str, Any]:
         if self._generators is None:
             self._generators = self._find_generators()
         return self._generators
 
     def _find_generators(self) -> dict[str, Any]:
-        return generators([*self._roots(), *self._named_optimizers()], self._named())
+        return generators([*self._roots(), *self._unknown_optimizers()], self._named())
 
     def _named(self) -> list[Any]:
         """What the user has named beside modules and optimizers."""
         return [*(part.get for part in self._tracked.values()), *self._extra.values()]
 
-    def _named_optimizers(self) -> list[tuple[str, Any]]:
-        return [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self.optimizers())]
+    def _unknown_optimizers(self) -> list[tuple[str, Any]]:
+        """The optimizers, by name, that may keep in attributes what the adapter does not know."""
+        return []
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         for state in self._states:

@@ -6,7 +6,7 @@ For distributed tensors, such as those of FSDP2's ``fully_shard``, each rank cap
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,14 +56,14 @@ class TorchAdapter(BaseAdapter):
 
     def verify(self) -> None:
         super().verify()
-        named = self._named_optimizers()
+        named = self._unknown_optimizers()
         roots = [(path, inner) for name, each in named for path, inner in nested(name, each) if says_more(inner)]
         if hidden := untracked(roots, [*(item.tensor for item in self.tensors()), *self.generators().values()]):
             text = "%s: kept by an optimizer beside its state, and not captured: name it by snap.track"
             self._episodes.begin("hidden", text, some(hidden))
 
-    def _to_watch(self) -> list[tuple[Iterable[tuple[str, Any]], int]]:
-        return [*super()._to_watch(), (self._named_optimizers(), 1)]
+    def _unknown_optimizers(self) -> list[tuple[str, Any]]:
+        return [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._optimizers)]
 
     def fixed(self) -> Tree:
         """The base's state and, for exporting a snapshot, whether names have DDP's prefix, and where in the whole a

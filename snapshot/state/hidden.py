@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -224,5 +225,6 @@ def _tracked(name: str, kept: _Kept, owner: Any) -> Tracked:
 def _memory(value: Any) -> int:
     """The address of a tensor's storage, equal for tensors that share memory; for other objects, their id."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-        return local(value).untyped_storage().data_ptr()
+        with suppress(RuntimeError):  # some subclasses only refer to other tensors
+            return local(value).untyped_storage().data_ptr()
     return id(value)
