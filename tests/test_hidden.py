@@ -160,6 +160,24 @@ def test_a_generator_that_is_gone_is_refused_by_name(arena: Path) -> None:
         InMemorySnapshot(model, Noisy(model.parameters())).__enter__()
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_generator_that_is_drawn_from_before_the_first_step_is_refused_by_name(arena: Path, drawn: bool) -> None:
+    draw(3, killed=True)
+    skipping = Skipping()
+    vars(skipping)["added"] = random.Random(5)  # not in the snapshot, so there is nothing to compare it with
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), skipping)
+    optim = Noisy(model.parameters())
+    with InMemorySnapshot(model, optim, strict=True) as snap:
+        if not drawn:
+            step(snap, model, optim)
+            return
+        skipping.mine.random()
+        with pytest.raises(
+            StateMismatch, match=r"the random generator of model0\.1\.mine: no longer what was restored"
+        ):
+            step(snap, model, optim)
+
+
 def test_a_generator_that_is_captured_is_not_listed(arena: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), Skipping())
     assert InMemorySnapshot(model, Noisy(model.parameters())).untracked == []

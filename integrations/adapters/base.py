@@ -27,6 +27,7 @@ from holdfast.snapshot.state.tracked import Tracked, containers
 log = get_log(__name__)
 
 OWNER = "the model and the optimizers"
+"""Who keeps the generators of `BaseAdapter.generators`, as errors name it."""
 
 SCALING = "fp8"
 """Key of the late state under which the results of `transformer_engine.scaling` are kept."""
@@ -61,7 +62,7 @@ class BaseAdapter:
         self._episodes = Episodes(log)
         self._generators: dict[str, Any] | None = None
         self._watches: list[ChangingAttributes] = []
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # by any watch: `verify` makes new ones with every layout
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -140,7 +141,8 @@ class BaseAdapter:
         }
 
     def verify(self) -> None:
-        """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured."""
+        """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured. From now on
+        `watch` compares attributes."""
         captured = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
         self._watches = [
             ChangingAttributes(self._roots(), self._named(), captured, patience=3),

@@ -1,5 +1,8 @@
-"""State in plain attributes of modules and optimizers: listed, so that the user can say what of it matters, and tracked
-where the class is registered."""
+"""State in plain attributes of modules and optimizers.
+
+Generators there are captured, and classes that are registered are tracked. Anything else is listed, so that the user
+can say what of it matters, and warned of where it changes from step to step.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, find, nested
 from holdfast.snapshot.state.own_generators import GENERATORS
 from holdfast.snapshot.state.tracked import Tracked, make
 
-KNOWN = frozenset({"_parameters", "_buffers", "_modules", "training"}) | OWN
-"""Attributes of modules and optimizers that are captured as such."""
+KNOWN = frozenset(vars(torch.nn.Module())) | OWN
+"""Attributes that every module or optimizer has: what is captured as such, and hooks."""
 
 FIRST_LOOKS = 4
-"""So many boundaries are looked at one after the other for attributes that change."""
+"""`ChangingAttributes` looks at this many boundaries in a row before it looks less often."""
 
 MOST = 1000
-"""Of so many attributes samples are taken, as each may be on a GPU."""
+"""The most attributes that are compared at one look, since reading each may wait for a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,9 @@ def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[Any]) -> list
     for name, owner in owners(roots):
         for attribute, value in getattr(owner, "__dict__", {}).items():
             if attribute not in KNOWN:
-                inside = find(f"{name}.{attribute}", value, lambda each: _is_data(each) or _is_generator(each))
+                inside = find(
+                    f"{name}.{attribute}", value, lambda each: _is_tensor_or_array(each) or _is_generator(each)
+                )
                 found += [place for place, each in inside if _memory(each) not in held]
     return found
 
@@ -124,8 +129,8 @@ class ChangingAttributes:
     """Finds attributes that change from step to step and are not captured: numbers, tensors and arrays.
 
     Attributes of torch's own classes and of modules with a ``get_extra_state`` are left out; so are tensors that
-    require gradients, which every step computes anew. Of tensors and arrays, a sample is compared. Used by the training
-    thread.
+    require gradients, which every step computes anew, and all attributes beyond the first `MOST`. Of tensors and
+    arrays, a sample is compared. Used by the training thread.
 
     Args:
         roots, named: as for `generators`.
@@ -162,7 +167,7 @@ class ChangingAttributes:
         for name, owner, value in _attributes(self._roots, self._named):
             if type(owner).__module__.startswith(WITH_TABLES) or _has_extra_state(owner):
                 continue
-            for place, each in find(name, value, _is_data):
+            for place, each in find(name, value, _is_tensor_or_array):
                 if _memory(each) not in self._captured and (part := _sample(each)) is not None:
                     yield place, part
             if isinstance(value, bool | int | float | np.generic) and id(owner) not in self._captured:
@@ -183,7 +188,7 @@ def _attributes(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> Itera
                     yield f"{name}.{attribute}", owner, value
 
 
-def _is_data(value: Any) -> bool:
+def _is_tensor_or_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray)
 
 

@@ -62,7 +62,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
             return {"$": type(value).__name__, "items": _encode_items(value, path, tensors)}
         case deque() if type(value) is deque:
-            return {"$": "deque", "items": _encode_items(value, path, tensors), "most": value.maxlen}
+            return {"$": "deque", "items": _encode_items(value, path, tensors), "maxlen": value.maxlen}
         case dict() if type(value) in _MAPPINGS.values():
             return _encode_mapping(value, path, tensors)
         case torch.dtype() | torch.device():
@@ -136,7 +136,7 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
             make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
             return make(decode(item, tensor) for item in value["items"])
         case "deque":
-            return deque((decode(item, tensor) for item in value["items"]), value["most"])
+            return deque((decode(item, tensor) for item in value["items"]), value["maxlen"])
         case "mapping":
             return _MAPPINGS[value["type"]]({decode(key, tensor): decode(item, tensor) for key, item in value["items"]})
         case "dtype":
