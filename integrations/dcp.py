@@ -37,14 +37,16 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.integrations.memory import Memory
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
-from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format, read_record
+from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_record
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
 from holdfast.snapshot.resume.arrange import coordinate_key, parse_protect
-from holdfast.snapshot.resume.entering import exchange
+from holdfast.snapshot.resume.choice import StartOptions
+from holdfast.snapshot.resume.own_run import find_own
 from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
 
@@ -169,7 +171,8 @@ class MemoryReader(StorageReader):
         Raises:
             Unrecoverable: a checkpoint was saved, but too much of it is lost.
         """
-        inventories, _, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+        memory = self._memory
+        _, _, inventories = find_own(memory.client, memory.agreement, memory.coord, StartOptions.of_run())
         return plan_restore(inventories, None) is None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -185,7 +188,8 @@ class MemoryReader(StorageReader):
             Unrecoverable: too much of the checkpoint is lost.
         """
         try:
-            inventories, coords, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+            memory = self._memory
+            entered, _, inventories = find_own(memory.client, memory.agreement, memory.coord, StartOptions.of_run())
         except AgreementLost as error:
             raise AgreementLost(f"not every rank came to load: {ALL_RANKS} ({error})") from error
         plan = plan_restore(inventories, None)
@@ -193,7 +197,7 @@ class MemoryReader(StorageReader):
             raise ConfigError(f"job {self._memory.job!r} has no checkpoint in memory")
         self._plan = plan
         node_of = {inventory.bulk: inventory.node for inventory in inventories}
-        first_on = {node: rank for rank, node in reversed(list(coords.items()))}
+        first_on = {node: rank for rank, node in reversed(list(entered.coords.items()))}
         mine = [
             coord
             for coord in plan.sources.layout.coords
@@ -276,7 +280,8 @@ class MemoryReader(StorageReader):
     def _shard(self, coord: str) -> tuple[RecoveredShard, SlotFormat]:
         if coord not in self._shards:
             shard = self._memory.client.recover(self._plan.sources, coord)
-            self._shards[coord] = shard, read_format(shard.view)[0]
+            expected = Claim.of_shard(self._plan.snapshot, coord, self._plan.sources.layout)
+            self._shards[coord] = shard, believe_slot(shard.view, expected)
         return self._shards[coord]
 
     def _record(self, coord: str) -> bytes:

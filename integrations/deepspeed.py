@@ -24,13 +24,15 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from holdfast.integrations.memory import Memory
 from holdfast.smp_daemon.recovery.reading import RemoteShard
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.plan import plan_restore
-from holdfast.smp_daemon.shared.slotfile import read_format, read_record
+from holdfast.smp_daemon.shared.slotfile import read_record
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.resume.arrange import parse_protect
-from holdfast.snapshot.resume.entering import exchange
+from holdfast.snapshot.resume.choice import StartOptions
+from holdfast.snapshot.resume.own_run import find_own
 from holdfast.snapshot.resume.restore import repair_parity
 from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
@@ -79,13 +81,15 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         self._memory = memory = Memory(job, ".deepspeed", arena, start=start)
         self._saving: dict[str, Any] = {}
         self._files: dict[str, Holder] = {}
-        inventories, coords, _ = exchange(memory.client, memory.agreement, memory.coord)
-        plan = plan_restore(inventories, coords)
+        options = StartOptions.of_run()
+        entered, _, inventories = find_own(memory.client, memory.agreement, memory.coord, options)
+        plan = plan_restore(inventories, entered.coords)
         self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
         if plan is not None:
             shard = memory.client.recover(plan.sources, memory.coord)
-            self._share(json.loads(read_record(shard.view, read_format(shard.view)[0])))
-            repair_parity(memory.client, plan, coords, memory.coord)
+            form = believe_slot(shard.view, Claim.of_shard(plan.snapshot, memory.coord, plan.sources.layout))
+            self._share(json.loads(read_record(shard.view, form)))
+            repair_parity(memory.client, plan, entered.coords, memory.coord)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begin a new checkpoint."""

@@ -112,7 +112,7 @@ class TrainerConversation:
             RepairParity: self._repair_parity,
             Persist: lambda request: Accepted(accepted=smp.persister.order(request.snapshot)),
             AskPersisted: lambda request: smp.persister.look(),
-            AskPersistedLayout: lambda request: smp.persister.layout_of(request.snapshot),
+            AskPersistedLayout: lambda request: smp.persister.layout_of(request.run, request.snapshot),
             AskCounters: lambda request: smp.store.counters.read(),
             Scrub: lambda request: scrub(self._store, lambda count: None),
             Verify: self._verify,
@@ -197,6 +197,7 @@ class TrainerConversation:
     def _configure(self, request: Configure) -> Reserved:
         layout = request.layout
         count = self._store.configure(layout)
+        self._smp.persister.configured(layout)
         if count < layout.slots and request.wait:
             limit_s = move_deadline(layout.node(self._store.node).state_bytes)
             return self._reserved(layout.epoch, layout.slots, limit_s)
@@ -232,7 +233,8 @@ class TrainerConversation:
         sources, coord = request.sources, request.coord
         self._store.note_restored(sources.snapshot)
         if sources.persisted:
-            recovered = self._smp.persister.recover(sources.snapshot, coord, request.check)
+            run = sources.layout.run.id
+            recovered = self._smp.persister.recover(run, sources.snapshot, coord, request.check)
         else:
             recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, request.check)
         self._smp.recoveries.restored(

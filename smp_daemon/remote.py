@@ -11,7 +11,7 @@ from holdfast.smp_daemon.net.peers import AtEnd
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
 from holdfast.smp_daemon.recovery.units import MICROSECONDS
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.messages import (
     Accumulate,
@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.messages import (
     Drain,
     Encode,
     Enlist,
+    GiveUpRuns,
     HeldShard,
     Move,
     ParityDone,
@@ -68,6 +69,10 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
             monitor.regroup_for(request.spares)
         case Enlist():
             monitor.enlist(request.epoch)
+        case GiveUpRuns():
+            if smp.trainers and store.run is not None and store.run.id in request.runs:
+                raise ConfigError(f"trainers of run {store.run} are connected to {store.node}: end them first")
+            store.give_up(request.runs)
         case Adopt() | Encode() | Release():
             monitor.take_part(request)
         case Drain():
@@ -164,12 +169,14 @@ class PeerConversation:
 
     def _shard(self, coord: str) -> HeldShard:
         holdings = self._store.holdings
+        run = self._store.run
         held = [key for key in holdings.held() if isinstance(key, ShardKey) and key.coord == coord]
-        if not held:
-            raise ProtocolError(f"node {self._store.node!r} holds no shard of {coord}")
-        key = max(held)
-        _, record = holdings.open(key)
-        return HeldShard(snapshot=key.snapshot, bytes=record.bytes, unit_bytes=record.unit_bytes)
+        opened = [(key, holdings.open(key)[1]) for key in held]
+        own = [(key, record) for key, record in opened if run is not None and record.run == run.id]
+        if not own:
+            raise ProtocolError(f"node {self._store.node!r} holds no shard of {coord} of its run")
+        key, record = max(own, key=lambda pair: pair[0])
+        return HeldShard(run=record.run, snapshot=key.snapshot, bytes=record.bytes, unit_bytes=record.unit_bytes)
 
     def _unit(self, key: Key, index: int) -> tuple[UnitReply, memoryview]:
         """A unit whose digest was just checked."""

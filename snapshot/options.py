@@ -12,6 +12,7 @@ from typing import Any, Literal
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.runs import given_up_ids, run_from_environment
 from holdfast.snapshot.connect import job_from_environment
 from holdfast.snapshot.interval.overlap import check_budget
 from holdfast.snapshot.interval.policy import budget_from_environment, mtbf_from_environment
@@ -53,6 +54,8 @@ class Options:
     max_repeats: int = field(default_factory=partial(whole_number, MAX_REPEATS_ENV, MAX_REPEATS))
     generations: int = field(default_factory=partial(whole_number, GENERATIONS_ENV, 1))
     restore_step: int | None = field(default_factory=partial(whole_number, RESTORE_STEP_ENV, None))
+    run: str = field(default_factory=run_from_environment)
+    give_up: tuple[str, ...] = field(default_factory=given_up_ids)
     elastic: bool = field(default_factory=elastic_from_environment)
 
     @classmethod
@@ -96,7 +99,7 @@ class Options:
     @property
     def for_start(self) -> StartOptions:
         """How to treat what earlier starts left behind."""
-        return StartOptions(self.max_repeats, self.generations, self.restore_step)
+        return StartOptions(self.max_repeats, self.generations, self.restore_step, self.run, self.give_up)
 
     @property
     def slots_with_generations(self) -> int:

@@ -136,6 +136,7 @@ class Protecting:
         self._intervals = intervals
         self._progress = progress
         self._statistics = statistics
+        self._run = restored.run
         self._repairs = restored.repairs
         # The thread of `_ask_for_repairs` writes `_repaired` and `_smp_is_away`. Only one runs at a time: it clears
         # `_asking` last, and the training thread starts no other before that.
@@ -460,6 +461,7 @@ class Protecting:
             self._options.protection,
             self._options.slots_with_generations,
             rank.domains,
+            run=self._run,
             parity_slots=self._options.parity_slots,
             protect_every=self._options.protect_every,
         )

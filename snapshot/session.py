@@ -169,7 +169,9 @@ class Session:
             rank.system,
         )
         statistics.interval = self.intervals.policy.interval
-        self.capture = Capture(adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system)
+        self.capture = Capture(
+            adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system, restored.run.id
+        )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
         self.position = Position(step, restored.loop)
         self.capture.notes = self.intervals.notes

@@ -10,15 +10,17 @@ import torch
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError
-from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.identity import next_epoch
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected, newest_whole
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
+from holdfast.smp_daemon.shared.starts import Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.resume.arrange import Protection
-from holdfast.snapshot.resume.entering import exchange
+from holdfast.snapshot.resume.choice import StartOptions
+from holdfast.snapshot.resume.own_run import check_nothing_is_left, find_own
 from holdfast.snapshot.resume.reserve import await_slots, lay_out, node_turn
 from holdfast.snapshot.state.record import place_tensors, plan_format
 
@@ -53,12 +55,16 @@ class SlotWriter:
         self._coord = coord
         self._protection = protection
         self._deadline_s = deadline_s
-        inventories: list[Inventory] = exchange(client, agreement, coord)[0]
-        self.epoch = max(inventory.epoch for inventory in inventories) + 1
+        entered, reach, inventories = find_own(client, agreement, coord, StartOptions.of_run())
         self._kept = newest_whole(inventories)
         self._protected = newest_protected(inventories)
+        if self._kept is None:
+            check_nothing_is_left(reach, (), tried=self._protected is not None)
+        now_s = entered.now_s
+        self._run = reach.begun(entered.drawn, now_s) if self._kept is None else reach.continued(now_s)
+        self.epoch = next_epoch(max(inventory.epoch for inventory in entered.inventories), entered.drawn)
         self._step = self._kept.step if self._kept else 0
-        client.join(self.epoch)
+        client.join(self.epoch, Start(self.epoch, self._step, run=self._run))
         agreement.minimum([1])()
         self._layout: Layout | None = None
         self._capacity = 0
@@ -73,7 +79,7 @@ class SlotWriter:
         """
         leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
         self._engine.cover({tensor.device for tensor in tensors.values()})
-        form = plan_format(self._job, self._coord, leaves, len(record))
+        form = plan_format(self._job, self._coord, leaves, len(record), self._run.id)
         self._reserve(form)
         self._step += 1
         snapshot = SnapshotId(self.epoch, self._step)
@@ -101,7 +107,15 @@ class SlotWriter:
             self._client.join(self.epoch)
         client, agreement = self._client, self._agreement
         layout, there = lay_out(
-            client, agreement, self._job, self.epoch, self._coord, form.total_bytes, self._protection, SLOTS
+            client,
+            agreement,
+            self._job,
+            self.epoch,
+            self._coord,
+            form.total_bytes,
+            self._protection,
+            SLOTS,
+            run=self._run,
         )
         turn = partial(node_turn, client)
         await_slots(client, agreement, layout, self._coord, there, lambda slots: self._engine.prepare(slots, turn))

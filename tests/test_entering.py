@@ -20,11 +20,28 @@ NODES = ("a", "a", "b", "b", "spare")
 """The node of each rank."""
 
 
+DRAWN, NOW_S = 12345, 1.7e9
+
+
+class Clock:
+    """Stands in for a machine. Each rank draws other bits, at another time."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def randbits(self, k: int) -> int:
+        return DRAWN + self._rank
+
+    def time(self) -> float:
+        return NOW_S + self._rank
+
+
 @dataclass
 class Client:
     """Stands in for the client of an SMP."""
 
     held: Inventory
+    system: Clock
 
     def inventory(self) -> Inventory:
         return self.held
@@ -68,7 +85,7 @@ def enter(inventories: Sequence[Inventory], coords: Sequence[str], options: Star
     """For each rank, the record of its messages, and what it has learned or its error."""
 
     def rank(member: Rank) -> Any:
-        told, client = Told(member), Client(inventories[member.rank])
+        told, client = Told(member), Client(inventories[member.rank], Clock(member.rank))
         try:
             return told, exchange(client, told, coords[member.rank], options)  # type: ignore[arg-type]
         except (ConfigError, StateMismatch, ProtocolError) as error:
@@ -83,10 +100,11 @@ COORDS = [f"dp{rank}" for rank in range(len(NODES))]
 def test_every_rank_learns_what_every_node_holds_and_where_every_rank_is() -> None:
     layouts = {"a": [layout(2), layout(3)], "b": [layout(3)], "spare": []}
     inventories = [held(node, layouts[node]) for node in NODES]
-    for _, (found, coords, options) in enter(inventories, COORDS, StartOptions(generations=2)):
-        assert found == [held(node, layouts[node]) for node in ("a", "b", "spare")]
-        assert coords == dict(zip(COORDS, NODES, strict=True))
-        assert options == [StartOptions(generations=2)] * len(NODES)
+    for _, entered in enter(inventories, COORDS, StartOptions(generations=2)):
+        assert entered.inventories == [held(node, layouts[node]) for node in ("a", "b", "spare")]
+        assert entered.coords == dict(zip(COORDS, NODES, strict=True))
+        assert entered.options == [StartOptions(generations=2)] * len(NODES)
+        assert (entered.drawn, entered.now_s) == (DRAWN, NOW_S), "those of rank 0"
 
 
 def test_what_each_has_already_is_not_sent() -> None:
@@ -108,8 +126,8 @@ def test_what_some_rank_does_not_have_is_sent_once_by_the_first_that_has() -> No
 
 
 def test_where_nothing_is_held_nothing_is_sent() -> None:
-    for told, (found, _, _) in enter([held(node, []) for node in NODES], COORDS):
-        assert told.sent == [] and [each.layouts for each in found] == [{}] * 3
+    for told, entered in enter([held(node, []) for node in NODES], COORDS):
+        assert told.sent == [] and [each.layouts for each in entered.inventories] == [{}] * 3
 
 
 def test_two_smps_with_one_name_are_refused_on_every_rank() -> None:

@@ -62,6 +62,7 @@ class Place:
     def start(self) -> None:
         self.counters = Counters()
         self.arena = Arena(self.path)
+        self.arena.add_layout(LAYOUT)  # nothing is believed that no layout names
         self.holdings = Holdings(self.arena, threading.Condition(threading.RLock()), self.counters, "numpy")
 
     def crash(self) -> None:
@@ -153,18 +154,6 @@ def test_what_is_being_written_is_not_held(place: Place) -> None:
     assert not place.holdings.holds(SHARD)
     with pytest.raises(ProtocolError, match=r"dp0 of step 1 .* is not held here"):
         place.holdings.open(SHARD)
-
-
-def test_the_newest_shards_are_those_of_the_newest_snapshot_that_has_any(place: Place) -> None:
-    assert place.holdings.newest_shards() == []
-    place.put_parity(ParityKey(THIRD, TAG, 0))
-    assert place.holdings.newest_shards() == []
-    place.put_shard(ShardKey(SECOND, "dp0"))
-    place.put_shard(SHARD)
-    place.put_shard(ShardKey(SECOND, "dp2"))
-    assert place.holdings.newest_shards() == [ShardKey(SECOND, "dp0"), ShardKey(SECOND, "dp2")]
-    place.put_shard(ShardKey(SnapshotId(2, 1), "dp1"))
-    assert place.holdings.newest_shards() == [ShardKey(SnapshotId(2, 1), "dp1")], "a younger epoch is newer"
 
 
 def test_units_are_cut_from_where_they_stand(place: Place) -> None:
@@ -266,7 +255,7 @@ def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
         view[0] ^= 1  # the next snapshot overwrites it
         return digest(unit)
 
-    monkeypatch.setattr("holdfast.smp_daemon.storage.holdings.digest", slow_digest)
+    monkeypatch.setattr("holdfast.smp_daemon.shared.belief.digest", slow_digest)
     with pytest.raises(ProtocolError, match="not held here any more"):
         place.holdings.checked_unit(SHARD, 0)
     assert place.count("units_damaged") == 0

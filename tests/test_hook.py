@@ -21,6 +21,7 @@ import torch
 from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch, prefetch
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import read_owner
@@ -176,8 +177,8 @@ def test_a_restore_says_one_line_with_nothing_set_up(arena: Path) -> None:
 )
 def test_how_a_rank_started_is_a_line(more: dict[str, Any], line: str) -> None:
     given = {"tier": "local", "how": "held", "clock": {"enter": 1.0, "load": 1.83}} | more
-    assert str(Restored(2, SnapshotId(1, 1200), **given)) == line
-    assert str(Restored(1)) == "nothing was restored: the job begins"
+    assert str(Restored(2, UNNAMED, SnapshotId(1, 1200), **given)) == line
+    assert str(Restored(1, UNNAMED)) == "nothing was restored: the job begins"
 
 
 def test_restored_tensors_do_not_alias_the_snapshot(arena: Path) -> None:

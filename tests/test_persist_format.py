@@ -22,10 +22,12 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
 from tests.strategies import layouts, snapshots, spoilt
 
+RUN = "0badcafe"
+
 
 def packed(content: bytes, unit_bytes: int, widths: list[int] | None = None) -> bytes:
     """The file of a persisted shard."""
-    header = Header("job", 3, 14, "dp0", len(content), unit_bytes)
+    header = Header("job", RUN, 3, 14, "dp0", len(content), unit_bytes)
     encoder = Encoder(header)
     units = [content[i : i + unit_bytes] for i in range(0, len(content), unit_bytes)]
     written = [
@@ -110,7 +112,7 @@ def test_every_truncation_is_noticed_and_so_is_what_follows() -> None:
     ("length", "unit_bytes"), [(0, 64), (1 << 60, 64), (100, 0), (100, 1 << 40), (-1, 64)], ids=str
 )
 def test_a_header_that_claims_too_much_is_refused(length: int, unit_bytes: int) -> None:
-    begin = Encoder(Header("job", 1, 1, "dp0", length, unit_bytes)).begin()
+    begin = Encoder(Header("job", RUN, 1, 1, "dp0", length, unit_bytes)).begin()
     with pytest.raises(DamagedSnapshot, match="its header claims"):
         shardfile.read_header(io.BytesIO(begin).read)
 
@@ -130,7 +132,7 @@ def test_a_frame_that_claims_more_than_a_unit_is_not_decompressed() -> None:
 
 def test_a_file_with_a_unit_missing_is_not_ended() -> None:
     with pytest.raises(ValueError, match="0 units of 2"):
-        Encoder(Header("job", 1, 1, "dp0", 100, 64)).end()
+        Encoder(Header("job", RUN, 1, 1, "dp0", 100, 64)).end()
 
 
 # ---------------------------------------------------------------------- what makes up a snapshot
@@ -174,7 +176,7 @@ def test_the_lists_of_all_nodes_make_the_manifest_whoever_puts_them_together(
 ) -> None:
     whole = manifest_of(layout)
     lists = [
-        manifest.node_list(whole.snapshot, {shard.coord: whole.stored[shard.coord] for shard in node.shards})
+        manifest.node_list(whole.snapshot, {shard.coord: whole.stored[shard.coord] for shard in node.shards}, layout)
         for node in layout.nodes
     ]
     names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]

@@ -13,9 +13,9 @@ from holdfast.chaos.cluster import TARGET, History, JobFailed, VirtualCluster
 from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.runner import Event
-from holdfast.smp_daemon.persist.manifest import directory, shard_name
+from holdfast.smp_daemon.persist.manifest import folder, shard_name
 from holdfast.smp_daemon.persist.place import Directory
-from holdfast.smp_daemon.persist.reading import find
+from holdfast.smp_daemon.persist.reading import find_runs
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.smp_kit import flip_a_byte
@@ -71,11 +71,13 @@ def make(
 
 def whole(place: Path) -> list[SnapshotId]:
     """The persisted snapshots, newest first."""
-    return [found.snapshot for found in find(Directory(place), JOB) if found.manifest is not None]
+    runs = find_runs(Directory(place), JOB)
+    return [found.snapshot for run in runs for found in run.snapshots if found.manifest is not None]
 
 
 def shard(place: Path, snapshot: SnapshotId, rank: int) -> Path:
-    return place / JOB / directory(snapshot) / shard_name(f"dp{rank}")
+    (run,) = find_runs(Directory(place), JOB)
+    return place / folder(JOB, run.run.id, snapshot) / shard_name(f"dp{rank}")
 
 
 def starts(history: History, generation: int = 1) -> set[tuple[int, str, str]]:

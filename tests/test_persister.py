@@ -15,7 +15,7 @@ import pytest
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.ops.overview import look as overview_of
 from holdfast.smp_daemon.persist import persister, place
-from holdfast.smp_daemon.persist.manifest import directory, shard_name
+from holdfast.smp_daemon.persist.manifest import folder, shard_name
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import Directory, Remote, open_place
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
@@ -24,7 +24,8 @@ from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
-from holdfast.smp_daemon.shared.inventory import Persisted
+from holdfast.smp_daemon.shared.identity import UNNAMED
+from holdfast.smp_daemon.shared.inventory import Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources
 from tests.deadlines import DEADLINE_S
@@ -71,15 +72,17 @@ def test_what_is_persisted_is_what_was_sealed_on_every_node(ground: Ground) -> N
     snapshot = run.protect(7)
     persist(run, snapshot)
     await_persisted(run["dp0"].client, 1)
-    (found,) = find(place_of(ground), JOB)
+    (found,) = find(place_of(ground), JOB, UNNAMED.id)
     assert found.snapshot == snapshot
     assert found.manifest is not None
     for trainer in run:
         out = memoryview(bytearray(trainer.form.total_bytes))
         read_shard(place_of(ground), found.manifest, trainer.coord, out)
         assert bytes(out) == trainer.image(snapshot)
-        assert trainer.client.persisted() == Persisted(str(ground.base / "place"), 1, frozenset({snapshot}))
-        assert trainer.client.persisted_layout(snapshot) == run.layout
+        at = tuple(node.control for node in run.layout.nodes)
+        held = PersistedRun(UNNAMED, frozenset({snapshot}), at=at)
+        assert trainer.client.persisted() == Persisted(str(ground.base / "place"), 1, (held,))
+        assert trainer.client.persisted_layout(UNNAMED.id, snapshot) == run.layout
     tiers = overview_of(JOB, smps[0].control).tiers
     assert len(tiers) == 1
     assert tiers[0].startswith(f"step 7 is persisted at {ground.base / 'place'}")
@@ -98,7 +101,7 @@ def test_a_snapshot_is_held_while_it_is_written_and_no_slot_is_missing(ground: G
     await_persisted(run["dp0"].client, 1)
     run.protect(8)
     assert first not in {snapshot for snapshot, _ in run["dp0"].client.inventory().shards}
-    (found,) = find(place_of(ground), JOB)
+    (found,) = find(place_of(ground), JOB, UNNAMED.id)
     out = memoryview(bytearray(run["dp0"].form.total_bytes))
     assert found.manifest is not None
     read_shard(place_of(ground), found.manifest, "dp0", out)
@@ -127,17 +130,18 @@ def test_half_of_a_snapshot_is_none_and_is_swept_up_when_a_newer_one_is_whole(gr
     smps[1].rules = ()
     smps[1].restart()  # the snapshot that it was writing is never finished
     client = run["dp0"].client
-    (found,) = find(place_of(ground), JOB)
+    (found,) = find(place_of(ground), JOB, UNNAMED.id)
     assert found.manifest is None
-    assert not client.persisted().snapshots
-    assert "not all of its nodes" in client.persisted().others[0]
+    (held,) = client.persisted().runs
+    assert not held.snapshots and not held.others and len(held.unfinished) == 1
+    assert not held.has_state
     smps[0].restart()  # otherwise it would wait for node1 for a minute
     for trainer in run:
         trainer.client.reconnect()
     second = run.protect(2)
     persist(run, second)
     await_persisted(client, 1)
-    await_(lambda: [found.snapshot for found in find(place_of(ground), JOB)] == [second])
+    await_(lambda: [found.snapshot for found in find(place_of(ground), JOB, UNNAMED.id)] == [second])
 
 
 def test_memory_is_bounded_however_large_the_shard_is(ground: Ground) -> None:
@@ -179,7 +183,7 @@ def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Gr
     smp.launch().wait_ready()
     client.reconnect()
     client.join(2)
-    file = ground.base / "place" / JOB / directory(snapshot) / shard_name("dp0")
+    file = ground.base / "place" / folder(JOB, UNNAMED.id, snapshot) / shard_name("dp0")
     flip_a_byte(file, at=file.stat().st_size // 2)
     with pytest.raises(DamagedSnapshot, match=r"dp0 of step 1 .* is damaged: unit 0"):
         client.recover(sources, "dp0")
@@ -281,7 +285,7 @@ def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, R
     at.goes_on.set()
     persist(run, run.protect(6))  # waits until one is due again
     await_persisted(client, 1)
-    assert [found.snapshot.step for found in find(at, JOB) if found.manifest is not None] == [6]
+    assert [found.snapshot.step for found in find(at, JOB, UNNAMED.id) if found.manifest is not None] == [6]
 
 
 # ---------------------------------------------------------------------- places
@@ -340,8 +344,8 @@ def test_what_is_not_whole_says_why(ground: Ground) -> None:
     snapshot = run.protect(1)
     persist(run, snapshot)
     await_persisted(run["dp0"].client, 1)
-    at, folder = place_of(ground), ground.base / "place" / JOB / directory(snapshot)
-    assert look(at, JOB, snapshot).reason == ""
-    flip_a_byte(folder / "snapshot.json", at=20)
-    assert "its manifest is damaged" in look(at, JOB, snapshot).reason
-    assert tidy(at, JOB, 1) == []  # the newest is always kept
+    at, there = place_of(ground), ground.base / "place" / folder(JOB, UNNAMED.id, snapshot)
+    assert look(at, JOB, UNNAMED.id, snapshot).reason == ""
+    flip_a_byte(there / "snapshot.json", at=20)
+    assert "its manifest is damaged" in look(at, JOB, UNNAMED.id, snapshot).reason
+    assert tidy(at, JOB, UNNAMED.id, 1) == []  # the newest is always kept

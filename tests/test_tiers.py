@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, StateMismatch
-from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
+from holdfast.smp_daemon.shared.identity import Run
+from holdfast.smp_daemon.shared.inventory import Inventory, Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_persisted, plan_restore
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.resume.choice import ATTEMPTS, RestoreAttempts, tier_of
 
+RUN = Run("5ca1ab1e", 100)
 OLD, NEW = SnapshotId(1, 10), SnapshotId(1, 20)
 NODES = tuple(Node(f"n{i}", f"10.0.0.{i}", 1, 2, (Shard(f"dp{i}", 100),)) for i in range(3))
 LAYOUT = Layout("job", 1, 0, NODES, ((0, 1, 2),), 2, 1, 64, 3)
@@ -21,7 +23,7 @@ COORDS = {f"dp{i}": f"n{i}" for i in range(3)}
 
 
 def seen(*snapshots: SnapshotId, place: str = "/p", others: tuple[str, ...] = (), problem: str = "") -> Persisted:
-    return Persisted(place, 1, frozenset(snapshots), others, problem)
+    return Persisted(place, 1, (PersistedRun(RUN, frozenset(snapshots), others),), problem)
 
 
 def inventory(index: int, *snapshots: SnapshotId, parity: bool = True) -> Inventory:
@@ -48,30 +50,30 @@ def in_memory(snapshot: SnapshotId) -> RestorePlan:
 
 def test_the_newest_that_every_rank_sees_is_chosen() -> None:
     course = RestoreAttempts()
-    assert course.choose_persisted([seen(OLD, NEW), seen(OLD, NEW)]) == NEW
-    assert course.choose_persisted([seen(OLD, NEW), seen(OLD)]) == OLD
-    assert course.choose_persisted([seen(NEW), seen(OLD)]) is None
+    assert course.choose_persisted([seen(OLD, NEW), seen(OLD, NEW)], RUN.id) == NEW
+    assert course.choose_persisted([seen(OLD, NEW), seen(OLD)], RUN.id) == OLD
+    assert course.choose_persisted([seen(NEW), seen(OLD)], RUN.id) is None
     assert course.passed_over == []
 
 
 def test_without_the_tier_there_is_none() -> None:
-    assert RestoreAttempts().choose_persisted([seen(place=""), seen(place="")]) is None
+    assert RestoreAttempts().choose_persisted([seen(place=""), seen(place="")], RUN.id) is None
 
 
 def test_nodes_that_persist_at_different_places_are_told() -> None:
     with pytest.raises(ConfigError, match=r"different places \(/p, nowhere\)"):
-        RestoreAttempts().choose_persisted([seen(OLD), seen(place="")])
+        RestoreAttempts().choose_persisted([seen(OLD), seen(place="")], RUN.id)
 
 
 def test_what_cannot_be_seen_is_not_taken_for_nothing() -> None:
     with pytest.raises(PlaceError, match="what is persisted cannot be seen: it hangs"):
-        RestoreAttempts().choose_persisted([seen(OLD), seen(place="?", problem="it hangs"), seen(OLD)])
+        RestoreAttempts().choose_persisted([seen(OLD), seen(place="?", problem="it hangs"), seen(OLD)], RUN.id)
 
 
 def test_what_is_not_whole_is_noted_once() -> None:
     course = RestoreAttempts()
     for _ in range(2):
-        course.choose_persisted([seen(OLD, others=("step 20 (epoch 1): half",)), seen(OLD)])
+        course.choose_persisted([seen(OLD, others=("step 20 (epoch 1): half",)), seen(OLD)], RUN.id)
     assert course.passed_over == ["step 20 (epoch 1): half (persisted)"]
 
 
@@ -79,11 +81,11 @@ def test_a_damaged_one_is_not_tried_again_and_one_that_failed_once_is() -> None:
     answers = [seen(OLD, NEW)]
     course = RestoreAttempts()
     course.failed(persisted(NEW), "slow", damaged=False)
-    assert course.choose_persisted(answers) == NEW
+    assert course.choose_persisted(answers, RUN.id) == NEW
     course.failed(persisted(NEW), "slow again", damaged=False)
-    assert course.choose_persisted(answers) == OLD
+    assert course.choose_persisted(answers, RUN.id) == OLD
     course.failed(persisted(OLD), "a flipped bit", damaged=True)
-    assert course.choose_persisted(answers) is None
+    assert course.choose_persisted(answers, RUN.id) is None
     assert [reason.rpartition(": ")[2] for reason in course.passed_over] == ["slow", "slow again", "a flipped bit"]
 
 
@@ -91,7 +93,7 @@ def test_persisted_ones_are_tried_so_often_and_no_more() -> None:
     course = RestoreAttempts()
     many = [SnapshotId(1, step) for step in range(20)]
     tried = 0
-    while (snapshot := course.choose_persisted([seen(*many)])) is not None:
+    while (snapshot := course.choose_persisted([seen(*many)], RUN.id)) is not None:
         course.failed(persisted(snapshot), "unreachable", damaged=False)
         tried += 1
     assert tried == ATTEMPTS

@@ -54,6 +54,7 @@ class SimSystem(System):
     Pool: Any = threads.ThreadPoolExecutor
     monotonic = staticmethod(threads.monotonic)
     time = staticmethod(threads.monotonic)
+    randbits = staticmethod(lambda k: active().random.getrandbits(k))
 
     socket: Any = SimSocket
     is_of_this_user = staticmethod(lambda sock: True)

@@ -253,17 +253,25 @@ class SimCapture:
     """`snapshot.step.capture.Capture` for a `SimAdapter`."""
 
     def __init__(
-        self, adapter: SimAdapter, agreement: SimMember, engine: SimEngine, job: str, coord: str, system: object
+        self,
+        adapter: SimAdapter,
+        agreement: SimMember,
+        engine: SimEngine,
+        job: str,
+        coord: str,
+        system: object,
+        run: str,
     ) -> None:
         self._adapter = adapter
         self._engine = engine
         self._job = job
         self._coord = coord
+        self._run = run
         self._form: SlotFormat | None = None
         self.on_begin: Callable[[SnapshotId, str, Bytes], None] = captured
 
     def plan(self, snapshot: SnapshotId) -> SlotFormat:
-        self._form = _form(self._job, self._coord, len(self._adapter.live))
+        self._form = _form(self._job, self._coord, self._run, len(self._adapter.live))
         return self._form
 
     def entered(self) -> None:
@@ -319,8 +327,8 @@ def captured(snapshot: SnapshotId, coord: str, content: Bytes) -> None:
 
 
 @lru_cache(1024)
-def _form(job: str, coord: str, length: int) -> SlotFormat:
-    return plan_slot(job, coord, [Leaf(LEAF, "U8", (length,))], RECORD_CAPACITY)
+def _form(job: str, coord: str, run: str, length: int) -> SlotFormat:
+    return plan_slot(job, coord, [Leaf(LEAF, "U8", (length,))], RECORD_CAPACITY, run)
 
 
 class SimEngine:

@@ -11,7 +11,7 @@ from typing import Protocol
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.place import PersistPlace
-from holdfast.smp_daemon.persist.reading import find, read_shard
+from holdfast.smp_daemon.persist.reading import find_runs, read_shard
 from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.counters import Counters
@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.paths import find_owners
 from holdfast.smp_daemon.shared.plan import candidates, choose_sources, plan_restore, undecodable
+from holdfast.smp_daemon.shared.runs import given_up, own_inventories, own_run, run_from_environment, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Sources
 
 
@@ -94,14 +95,17 @@ def list_memory(job: str, arena: Path | None) -> list[Listed]:
 
 
 def _inventories(job: str, arena: Path | None) -> list[Inventory]:
-    """Inventories of the job's SMPs: of those on this machine, and of all that these know of. Raises `NotFound`."""
+    """What the job's SMPs hold of the run that a start would go on with: those on this machine, and all that these know
+    of. Raises `NotFound`; `ConfigError` as `own_run`."""
     owners = [owner.control for owner in find_owners(arena, job)]
     if not owners:
         raise NotFound(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
     here = gather_inventories(job, owners)
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
     known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
-    return list((known | {inventory.node: inventory for inventory in here}).values())
+    everyone = list((known | {inventory.node: inventory for inventory in here}).values())
+    own = own_run(runs_in_reach(everyone), run_from_environment(), given_up(everyone))
+    return own_inventories(everyone, own.run if own is not None else None)
 
 
 def _choose(job: str, inventories: Sequence[Inventory], step: int | None) -> Sources:
@@ -138,22 +142,25 @@ class PersistedSource:
 
 
 def from_place(place: PersistPlace, job: str | None, step: int | None) -> PersistedSource:
-    """The newest whole snapshot at a place, or the one of `step`. Raises `ConfigError` if there is none."""
+    """The newest whole snapshot at a place, of the run that was begun last, or the one of `step`. Raises `ConfigError`
+    if there is none."""
     name = job or _only_job(place)
-    found = [each.manifest for each in find(place, name) if each.manifest is not None]
+    runs = find_runs(place, name)
+    found = [each.manifest for each in runs[0].snapshots if each.manifest is not None] if runs else []
     for whole in found:
         if step is None or whole.snapshot.step == step:
             return PersistedSource(place, whole)
     held = ", ".join(str(whole.snapshot.step) for whole in found) or "none"
     wanted = "a snapshot" if step is None else f"step {step}"
-    raise ConfigError(f"{wanted} of job {name!r} is not persisted at {place.name}: there are {held}")
+    run = f" (run {runs[0].run})" if runs else ""
+    raise ConfigError(f"{wanted} of job {name!r}{run} is not persisted at {place.name}: there are {held}")
 
 
 def list_place(place: PersistPlace, job: str | None) -> list[Listed]:
     """Every snapshot at a place, by job, the newest first."""
     found = []
     for name in [job] if job else sorted(place.directories("")):
-        for each in find(place, name):
+        for each in (found_ for run in find_runs(place, name) for found_ in run.snapshots):
             whole = each.manifest
             if whole is None:
                 found.append(Listed(name, each.snapshot, 0, 0, 0, each.reason))

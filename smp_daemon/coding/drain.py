@@ -18,6 +18,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, Hol
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import System
 
@@ -166,7 +167,8 @@ class Draining:
         mine = self._inventory()
         name = mine.node
         addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.control}
-        inventories = [mine, *gather_inventories(self._job, sorted(addresses), system=self._system)]
+        answers = [mine, *gather_inventories(self._job, sorted(addresses), system=self._system)]
+        inventories = own_inventories(answers, mine.run)
         result = moved(inventories)
         if result is not None and not mine.trainers:
             return Drained(name, result.snapshot, result.holders, result.tolerates)

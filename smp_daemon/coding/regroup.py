@@ -144,7 +144,7 @@ def moved(inventories: Sequence[Inventory]) -> Moved | None:
             return Moved(None, (), 0)
         raise Unrecoverable(
             f"{protected} was protected, but the nodes that answer, this one included, cannot restore all of it, so "
-            "this node must stay. Bring the others back first, or give the run up with `holdfast gc`"
+            "this node must stay. Bring the others back first, or give the run up with `holdfast give-up`"
         )
     staying = [inventory for inventory in inventories if not inventory.leaving]
     sources = choose_sources(staying, snapshot)

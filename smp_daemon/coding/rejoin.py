@@ -89,7 +89,7 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
         HoldfastError: something cannot be recovered now, or another epoch has begun.
     """
     whole = True
-    newest = max((key.snapshot for key in store.holdings.held()), default=None)
+    newest = max((key.snapshot for key in store.own_keys()), default=None)
     for snapshot in sorted({snapshot for snapshot in (newest, store.protected) if snapshot is not None}):
         store.check_epoch(epoch)
         with store.changed:

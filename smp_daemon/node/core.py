@@ -193,6 +193,8 @@ class Core:
                 never_acknowledged=frozenset(self.store.never_acknowledged()),
                 leaving=self.drainer.leaving,
                 record=self.store.record,
+                run=self.store.run,
+                given_up=self.store.given_up,
             )
 
     def record_http_address(self, host: str, port: int) -> None:

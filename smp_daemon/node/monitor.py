@@ -17,10 +17,12 @@ from holdfast.smp_daemon.recovery.inventories import AT_ONCE, addresses_of, gath
 from holdfast.smp_daemon.recovery.rebuild import recover
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import Adopt, Encode, Enlist, Move, Phase, Regroup, Release
+from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.codings import Coding
@@ -142,7 +144,7 @@ class Monitor:
 
     def _is_cluttered(self, layout: Layout) -> bool:
         """Whether this node still holds old parity, because a regrouping was interrupted before its last phase."""
-        held = self._store.holdings.held()
+        held = self._store.own_keys()
         newest = max((key.snapshot for key in held), default=None)
         parities = (key for key in held if isinstance(key, ParityKey))
         return newest is not None and newest.epoch == layout.epoch and is_cluttered(parities, newest, layout)
@@ -251,7 +253,8 @@ class Monitor:
             failpoint("regroup.declined", self._declined)
             return None
         self._episodes.end("declined", "no trainer is connected any more")
-        regrouping = plan_regroup([inventory for inventory in inventories if inventory.epoch == store.epoch])
+        present = [inventory for inventory in inventories if inventory.epoch == store.epoch]
+        regrouping = plan_regroup(own_inventories(present, store.run))
         if regrouping is None:
             return None
         extra = about(regrouping.snapshot, revision=regrouping.layout.revision)
@@ -295,7 +298,9 @@ class Monitor:
         store, epoch, sources, layout = self._store, phase.epoch, phase.sources, phase.layout
         store.check_epoch(epoch)
         if layout.job != store.job or not layout.epoch == sources.layout.epoch == sources.snapshot.epoch <= epoch:
-            raise ProtocolError(f"a layout of job {layout.job!r} in epoch {layout.epoch} is not for {sources.snapshot}")
+            raise ProtocolError(
+                f"a layout of job {layout.job!r} in epoch {epoch_text(layout.epoch)} is not for {sources.snapshot}"
+            )
         layout.node(store.node)
         if isinstance(phase, Adopt):
             failpoint("regroup.adopt", sources.snapshot.step)

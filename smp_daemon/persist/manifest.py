@@ -2,13 +2,16 @@
 
 ::
 
-    <place>/<job>/e<epoch>-s<step>/
-        <coord>.shard     one per shard
-        node-<i>.json     lists what node i of the layout has written; made when its shards are there
-        snapshot.json     the layout, and every shard's length; made when all nodes' lists are there
+    <place>/<job>/<run>/
+        run.json              the run, and the addresses of the SMPs that write here
+        e<epoch>-s<step>/
+            <coord>.shard     one per shard
+            node-<i>.json     lists what node i of the layout has written and read back
+            snapshot.json     the layout, and every shard's length; made when all nodes' lists are there
 
-The directory counts as a snapshot only if it has ``snapshot.json`` and every shard has the length stated in it. Any
-node that sees all lists writes ``snapshot.json``; all nodes would write the same. So no coordinator is needed.
+Each run of a job has a folder of its own, so no run touches what another has persisted. A snapshot's directory counts
+only if it has ``snapshot.json`` and every shard has the length stated in it. Any node that sees all lists writes
+``snapshot.json``; all nodes would write the same. So no coordinator is needed.
 """
 
 from __future__ import annotations
@@ -22,18 +25,31 @@ from typing import Any
 import xxhash
 
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError
+from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT
-from holdfast.smp_daemon.shared.plain import Count, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, Count, from_plain, to_plain
 
 SNAPSHOT = "snapshot.json"
+RUN = "run.json"
 MAX_MANIFEST_BYTES = 64 << 20
+_NODE = re.compile(r"node-\d{5,}\.json")
 _DIRECTORY = re.compile(r"e(\d{1,16})-s(\d{1,16})")
+
+
+def run_folder(job: str, run: str) -> str:
+    """The folder of a run; `run` is its id."""
+    return f"{job}/{run}"
+
+
+def folder(job: str, run: str, snapshot: SnapshotId) -> str:
+    """The directory of a snapshot of that run."""
+    return f"{run_folder(job, run)}/{directory(snapshot)}"
 
 
 def directory(snapshot: SnapshotId) -> str:
     """The name of a snapshot's directory."""
-    return f"e{snapshot.epoch:06}-s{snapshot.step:012}"
+    return f"e{snapshot.epoch:016}-s{snapshot.step:012}"
 
 
 def snapshot_of(name: str) -> SnapshotId | None:
@@ -70,6 +86,19 @@ def unseal(content: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedSnapshot(f"it is not JSON: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A run that persists at a place, and the addresses of its SMPs."""
+
+    run: Run
+    at: tuple[Address, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> RunFile:
+        """The run of `layout`, and the SMPs of its nodes."""
+        return cls(layout.run, tuple(node.control for node in layout.nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +151,16 @@ class PersistManifest:
         ]
 
 
-def node_list(snapshot: SnapshotId, stored: Mapping[str, int]) -> dict[str, Any]:
-    """A node's list: the snapshot, and the length of each shard's file that it has written."""
-    return {"snapshot": list(snapshot), "stored": dict(stored)}
+def node_list(snapshot: SnapshotId, stored: Mapping[str, int], layout: Layout) -> dict[str, Any]:
+    """A node's list: the snapshot, the length of each shard's file that it has written, and how many nodes write
+    one."""
+    writers = sum(bool(node.shards) for node in layout.nodes)
+    return {"snapshot": list(snapshot), "stored": dict(stored), "writers": writers}
+
+
+def node_lists(files: Collection[str]) -> list[str]:
+    """The names of nodes' lists among `files`."""
+    return sorted(name for name in files if _NODE.fullmatch(name))
 
 
 def missing_nodes(layout: Layout, files: Collection[str]) -> list[str]:

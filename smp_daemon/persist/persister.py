@@ -18,12 +18,12 @@ from typing import Any
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import PersistPlace, open_place, place_name
-from holdfast.smp_daemon.persist.reading import find, look, read_shard
-from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
+from holdfast.smp_daemon.persist.reading import FoundRun, find_runs, look, read_shard
+from holdfast.smp_daemon.persist.writing import note_run, publish, tidy, write_node
 from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, recovered
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.inventory import Persisted
+from holdfast.smp_daemon.shared.inventory import Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
@@ -82,6 +82,7 @@ class Persister:
         self._closed = system.Event()
         self._order: tuple[SnapshotId, Layout] | None = None
         self._accepted: SnapshotId | None = None
+        self._noted: Layout | None = None  # a layout whose run is still to be noted at the place
         self._episodes = Episodes(log)
         self._state = TierState(place_name(options.url), options.every_s, options.keep) if options else None
         self._store: Store
@@ -110,6 +111,14 @@ class Persister:
         with self._changed:
             self._changed.notify_all()
 
+    def configured(self, layout: Layout) -> None:
+        """A layout begins: one node notes its run at the place, so that no other run shares the place. Returns at
+        once."""
+        with self._changed:
+            if self._options is not None and self._store.node == _first(layout):
+                self._noted = layout
+                self._changed.notify_all()
+
     def order(self, snapshot: SnapshotId) -> bool:
         """Accept the order to persist `snapshot`, which the trainers have agreed on. Returns at once; False if this
         node declines."""
@@ -133,22 +142,32 @@ class Persister:
         if self._options is None:
             return Persisted("")
         place = self._its_place
-        found = find(place, self._store.job)
+        runs = find_runs(place, self._store.job)
         return Persisted(
             place.name,
-            max((each.snapshot.epoch for each in found), default=0),
-            frozenset(each.snapshot for each in found if each.manifest is not None),
-            tuple(f"{each.snapshot}: {each.reason}" for each in found if each.manifest is None),
+            max((each.snapshot.epoch for run in runs for each in run.snapshots), default=0),
+            tuple(
+                PersistedRun(
+                    found.run,
+                    frozenset(each.snapshot for each in found.snapshots if each.manifest is not None),
+                    _reasons(found, unfinished=False),
+                    _reasons(found, unfinished=True),
+                    found.at,
+                )
+                for found in runs
+            ),
         )
 
-    def layout_of(self, snapshot: SnapshotId) -> Layout:
-        """The layout of a persisted snapshot. Blocks. Raises `PlaceError`; `DamagedSnapshot` if it is not whole."""
-        return self._manifest(snapshot).layout
+    def layout_of(self, run: str, snapshot: SnapshotId) -> Layout:
+        """The layout of a persisted snapshot of the run with that id. Blocks. Raises `PlaceError`; `DamagedSnapshot` if
+        it is not whole."""
+        return self._manifest(run, snapshot).layout
 
-    def recover(self, snapshot: SnapshotId, coord: str, check: bool) -> RecoveredSlot:
+    def recover(self, run: str, snapshot: SnapshotId, coord: str, check: bool) -> RecoveredSlot:
         """Make sure that this node holds a shard of a persisted snapshot. Blocks.
 
         Args:
+            run: id of the snapshot's run.
             check: check a shard that is held already, and read it from the place again if it is damaged.
 
         Raises:
@@ -160,7 +179,7 @@ class Persister:
             if not check or not store.holdings.damaged_units(key):
                 return recovered(store, key, "held", 0)
             store.holdings.drop(key)
-        whole = self._manifest(snapshot)
+        whole = self._manifest(run, snapshot)
         store.keep_layout(whole.layout)
         with store.receiving_shard(key, whole.layout) as view:
             count = read_shard(self._its_place, whole, coord, view)
@@ -183,8 +202,8 @@ class Persister:
                 raise PlaceError(str(error)) from error
         return self._place
 
-    def _manifest(self, snapshot: SnapshotId) -> PersistManifest:
-        found = look(self._its_place, self._store.job, snapshot)
+    def _manifest(self, run: str, snapshot: SnapshotId) -> PersistManifest:
+        found = look(self._its_place, self._store.job, run, snapshot)
         if found.manifest is None:
             raise DamagedSnapshot(f"{snapshot} at {self._its_place.name} is not whole: {found.reason}")
         return found.manifest
@@ -192,10 +211,26 @@ class Persister:
     # ------------------------------------------------------------------ writing
 
     def _run(self, options: PersistOptions) -> None:
+        self.system.Thread(target=self._note_runs, name="persist-run", daemon=True).start()
         due_s = self.system.monotonic()  # due at once: otherwise each replaced node would delay all nodes
         while (order := self._await_order(due_s)) is not None:
             due_s = self.system.monotonic() + options.every_s
             self._watch(_Work(self, options, *order))
+
+    def _note_runs(self) -> None:
+        """Note each run that begins. In a thread of its own, as storage may hang."""
+        while not self._closed.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._noted is not None or self._closed.is_set())
+                layout, self._noted = self._noted, None
+            if layout is None:
+                return
+            try:
+                note_run(self._its_place, layout)
+                self._episodes.end("run", "the run is noted at %s", self._its_place.name)
+            except HoldfastError as error:
+                text = "run %s is not noted at the place, where another run may not see it: %s"
+                self._episodes.begin("run", text, layout.run, error)
 
     def _await_order(self, due_s: float) -> tuple[SnapshotId, Layout] | None:
         """Block until a snapshot is due, post that, and block until one is ordered; None: the SMP ends."""
@@ -249,6 +284,20 @@ class Persister:
                 self._state = replace(self._state, **changes)
 
 
+def _reasons(run: FoundRun, *, unfinished: bool) -> tuple[str, ...]:
+    """Why snapshots are not whole, of those that never were (`unfinished`), or of the others."""
+    return tuple(
+        f"{each.snapshot}: {each.reason}"
+        for each in run.snapshots
+        if each.manifest is None and each.unfinished is unfinished
+    )
+
+
+def _first(layout: Layout) -> str:
+    """The node that does what only one node of the layout does."""
+    return next(node.name for node in layout.nodes if node.shards)
+
+
 class _Work:
     """Writes one snapshot to the place, in a thread of its own.
 
@@ -290,10 +339,10 @@ class _Work:
 
     def _tidy(self) -> None:
         """Remove old snapshots, on one node of the layout only. If that fails, the next snapshot's run tries again."""
-        if self._persister._store.node != next(node.name for node in self._layout.nodes if node.shards):
+        if self._persister._store.node != _first(self._layout):
             return
         try:
-            tidy(self._persister._its_place, self._layout.job, self._options.keep)
+            tidy(self._persister._its_place, self._layout.job, self._layout.run.id, self._options.keep)
         except PlaceError as error:
             log.warning("older snapshots are not removed: %s", error)
 

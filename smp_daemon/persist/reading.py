@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.persist import manifest
-from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, PersistManifest
+from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, PersistManifest, RunFile
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_header, read_units
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot
+from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
+from holdfast.smp_daemon.shared.identity import Run, is_run_id
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.plain import Address, from_plain
 
 DECODERS = 4
 """Number of threads that decode a shard while it is read."""
@@ -27,35 +30,83 @@ class Found:
     Attributes:
         manifest: the snapshot's manifest; None if the snapshot is not whole.
         reason: why it is not whole; empty if it is.
+        unfinished: whether it never was whole: some of its nodes have not written their part.
     """
 
     snapshot: SnapshotId
     manifest: PersistManifest | None
     reason: str = ""
+    unfinished: bool = False
 
 
-def find(place: PersistPlace, job: str) -> list[Found]:
-    """Every snapshot of a job, whole or not, the newest first. Blocks; raises `PlaceError`."""
-    names = place.directories(job)
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A run's folder at a place: its snapshots, whole or not, the newest first, and the SMPs that last wrote there."""
+
+    run: Run
+    snapshots: tuple[Found, ...]
+    at: tuple[Address, ...]
+
+
+def find_runs(place: PersistPlace, job: str) -> list[FoundRun]:
+    """What a place has of each run of a job, the newest run first. Blocks; raises `PlaceError`."""
+    found = [_find_run(place, job, name) for name in place.directories(job) if is_run_id(name)]
+    return sorted(found, key=lambda each: (each.run.begun_s, each.run.id), reverse=True)
+
+
+def _find_run(place: PersistPlace, job: str, run: str) -> FoundRun:
+    found = find(place, job, run)
+    known = [each.manifest.layout.run for each in found if each.manifest is not None]
+    at: tuple[Address, ...] = ()
+    try:
+        if manifest.RUN in place.files(manifest.run_folder(job, run)):
+            content = place.read(f"{manifest.run_folder(job, run)}/{manifest.RUN}", MAX_MANIFEST_BYTES)
+            file = from_plain(RunFile, manifest.unseal(content), "the file of a run")
+            if file.run.id == run:
+                known.append(file.run)
+                at = file.at
+    except (DamagedSnapshot, ProtocolError) as error:
+        log.warning("%s of run %s at %s is damaged and is not used: %s", manifest.RUN, run, place.name, error)
+    return FoundRun(max(known, key=lambda each: each.begun_s, default=Run(run, 0)), tuple(found), at)
+
+
+def find(place: PersistPlace, job: str, run: str) -> list[Found]:
+    """Every snapshot of a run of a job, whole or not, the newest first. Blocks; raises `PlaceError`."""
+    names = place.directories(manifest.run_folder(job, run))
     found = [snapshot for snapshot in map(manifest.snapshot_of, names) if snapshot is not None]
-    return [look(place, job, snapshot) for snapshot in sorted(found, reverse=True)]
+    return [look(place, job, run, snapshot) for snapshot in sorted(found, reverse=True)]
 
 
-def look(place: PersistPlace, job: str, snapshot: SnapshotId) -> Found:
-    """Look at one snapshot of a job. Blocks. Raises `PlaceError` if the storage fails, not if the snapshot is not
+def look(place: PersistPlace, job: str, run: str, snapshot: SnapshotId) -> Found:
+    """Look at one snapshot of a run. Blocks. Raises `PlaceError` if the storage fails, not if the snapshot is not
     whole."""
-    folder = f"{job}/{manifest.directory(snapshot)}"
+    folder = manifest.folder(job, run, snapshot)
     files = place.files(folder)
     if SNAPSHOT not in files:
-        return Found(snapshot, None, "not all of its nodes have written their part")
+        if _all_have_written(place, folder, files):
+            return Found(snapshot, None, f"all of its nodes have written their part, and {SNAPSHOT} is not there")
+        return Found(snapshot, None, "not all of its nodes have written their part", unfinished=True)
     try:
         whole = PersistManifest.from_json(manifest.unseal(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
     except DamagedSnapshot as error:
         return Found(snapshot, None, f"its manifest is damaged: {error}")
-    if whole.snapshot != snapshot or whole.layout.job != job:
-        return Found(snapshot, None, f"its manifest is of {whole.snapshot} of job {whole.layout.job!r}")
+    if whole.snapshot != snapshot or whole.layout.job != job or whole.layout.run.id != run:
+        of = f"{whole.snapshot} of run {whole.layout.run} of job {whole.layout.job!r}"
+        return Found(snapshot, None, f"its manifest is of {of}")
     missing = whole.missing(files)
     return Found(snapshot, None if missing else whole, "; ".join(missing[:4]))
+
+
+def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) -> bool:
+    """Whether all lists of nodes are there; also if they cannot be read: then more may have been there."""
+    names = manifest.node_lists(files)
+    if not names:
+        return False
+    try:
+        writers = int(manifest.unseal(place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES))["writers"])
+    except (DamagedSnapshot, LookupError, TypeError, ValueError):
+        return True
+    return len(names) >= writers
 
 
 def read_shard(
@@ -74,14 +125,12 @@ def read_shard(
         DamagedSnapshot: the file is not what was written; `out` may be filled in part.
         PlaceError: the storage fails.
     """
-    job, length = whole.layout.job, whole.layout.shard_bytes(coord)
-    path = f"{job}/{manifest.directory(whole.snapshot)}/{manifest.shard_name(coord)}"
-    expected = Header(job, *whole.snapshot, coord, length, whole.layout.unit_bytes)
+    layout, expected = whole.layout, Claim.of_shard(whole.snapshot, coord, whole.layout)
+    path = f"{manifest.folder(layout.job, layout.run.id, whole.snapshot)}/{manifest.shard_name(coord)}"
     with place.open(path) as file, ThreadPoolExecutor(DECODERS, "persist-decode") as pool:
         try:
             header = read_header(file.read)
-            if header != expected:
-                raise DamagedSnapshot(f"it says that it is {header}, not {expected}")
+            believe(header.claim, expected)
             waiting: list[Future[None]] = []
             for unit in read_units(file.read, header):
                 step(unit.number)
@@ -90,7 +139,7 @@ def read_shard(
                 waiting.append(pool.submit(_decode, unit, header, out))
             for each in waiting:
                 each.result()
-        except DamagedSnapshot as error:
+        except (DamagedSnapshot, NotOurs) as error:
             raise DamagedSnapshot(f"{coord} of {whole.snapshot} at {place.name} is damaged: {error}") from error
     return whole.stored[coord]
 

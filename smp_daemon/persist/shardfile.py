@@ -4,7 +4,7 @@
 
     magic          8 bytes, ``HFPSHRD1``
     length         4 bytes: of the header
-    header         JSON: job, epoch, step, coord, bytes, unit_bytes
+    header         JSON: job, run, epoch, step, coord, bytes, unit_bytes
     digest         8 bytes: xxh3-64 of the header
     unit 0 ...     each 20 bytes, `_UNIT`, and then its content
     end            8 bytes, ``HFPSHRDE``, and 8 bytes: xxh3-64 of the digests of all units
@@ -26,7 +26,9 @@ import xxhash
 import zstandard
 
 from holdfast.smp_daemon.persist import planes
+from holdfast.smp_daemon.shared.belief import Claim, believe_unit
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot
+from holdfast.smp_daemon.shared.identity import is_run_id
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_UNIT_BYTES, is_identifier
 from holdfast.smp_daemon.shared.records import digest
@@ -52,6 +54,7 @@ class Header:
     """The header of a file: what it claims to hold."""
 
     job: str
+    run: str
     epoch: int
     step: int
     coord: str
@@ -62,6 +65,11 @@ class Header:
     def snapshot(self) -> SnapshotId:
         """The snapshot that the shard belongs to."""
         return SnapshotId(self.epoch, self.step)
+
+    @property
+    def claim(self) -> Claim:
+        """What the shard says it is."""
+        return Claim(self.run, self.snapshot, self.coord, self.bytes, self.unit_bytes)
 
     @property
     def units(self) -> int:
@@ -134,11 +142,11 @@ def read_header(read: Read) -> Header:
     try:
         data = json.loads(text)
         numbers = {name: int(data[name]) for name in ("epoch", "step", "bytes", "unit_bytes")}
-        header = Header(job=str(data["job"]), coord=str(data["coord"]), **numbers)
+        header = Header(job=str(data["job"]), run=str(data["run"]), coord=str(data["coord"]), **numbers)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedSnapshot(f"its header is damaged: {error!r}") from error
-    if not (is_identifier(header.job) and is_identifier(header.coord)):
-        raise DamagedSnapshot("its header names no job and coordinate")
+    if not (is_identifier(header.job) and is_run_id(header.run) and is_identifier(header.coord)):
+        raise DamagedSnapshot("its header names no job, run and coordinate")
     if not 0 < header.unit_bytes <= MAX_UNIT_BYTES or not 0 < header.bytes <= MAX_SHARD_BYTES:
         raise DamagedSnapshot(f"its header claims {header.bytes} bytes in units of {header.unit_bytes}")
     if not (0 <= header.epoch <= MAX_COUNT and 0 <= header.step <= MAX_COUNT):
@@ -174,8 +182,7 @@ def decode_unit(unit: StoredUnit, out: memoryview) -> None:
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(unit.content, np.uint8))
     else:
         _decompress(unit, out)
-    if digest(out) != unit.digest:
-        raise DamagedSnapshot(f"unit {unit.number} does not match the digest that it was sealed with")
+    believe_unit(out, unit.digest, f"unit {unit.number}")
 
 
 def _decompress(unit: StoredUnit, out: memoryview) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from holdfast.smp_daemon.persist import manifest, planes
-from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT
+from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, RunFile
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.reading import find
-from holdfast.smp_daemon.persist.shardfile import Encoder, Header
+from holdfast.smp_daemon.persist.shardfile import Encoder, Header, decode_unit, read_header, read_units
+from holdfast.smp_daemon.shared.belief import Claim, believe
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest
 from holdfast.smp_daemon.shared.slotfile import read_format
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
@@ -28,23 +30,27 @@ Pace = Callable[[int], None]
 def write_node(
     place: PersistPlace, holdings: Holdings, layout: Layout, node: str, snapshot: SnapshotId, pace: Pace
 ) -> Mapping[str, int]:
-    """Write all shards of `node` in `layout`, and then the node's list. Blocks; holds a few units in memory.
+    """Write all shards of `node` in `layout`, read them back, and then write the node's list. Blocks; holds a few units
+    in memory.
+
+    What was read back from the storage once is what older snapshots are removed for; see `tidy`.
 
     Returns the length of each shard's file.
 
     Raises:
         PlaceError: the storage fails.
-        DamagedSnapshot: a unit in memory does not match its digest.
+        DamagedSnapshot: a unit does not match its digest, in memory or as the storage gives it back.
         ProtocolError: the snapshot was released meanwhile.
     """
     job, index = layout.job, [each.name for each in layout.nodes].index(node)
-    folder = f"{job}/{manifest.directory(snapshot)}"
-    stored = {
-        shard.coord: _write_shard(place, holdings, job, folder, ShardKey(snapshot, shard.coord), pace)
-        for shard in layout.nodes[index].shards
-    }
+    folder = manifest.folder(job, layout.run.id, snapshot)
+    stored = {}
+    for shard in layout.nodes[index].shards:
+        key = ShardKey(snapshot, shard.coord)
+        stored[shard.coord] = _write_shard(place, holdings, job, folder, key, pace)
+        _read_back(place, f"{folder}/{manifest.shard_name(shard.coord)}", Claim.of_shard(*key, layout), pace)
     with place.create(f"{folder}/{manifest.node_name(index)}") as file:
-        file.write(manifest.seal(manifest.node_list(snapshot, stored)))
+        file.write(manifest.seal(manifest.node_list(snapshot, stored, layout)))
     return stored
 
 
@@ -52,7 +58,7 @@ def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str,
     view, record = holdings.open(key)
     assert isinstance(record, ShardRecord)  # it is a shard's key
     form, _ = read_format(view)
-    header = Header(job, *key.snapshot, key.coord, record.bytes, record.unit_bytes)
+    header = Header(job, record.run, *key.snapshot, key.coord, record.bytes, record.unit_bytes)
     encoder, length = Encoder(header), 0
     buffer = memoryview(bytearray(record.unit_bytes))
     with place.create(f"{folder}/{manifest.shard_name(key.coord)}") as file:
@@ -78,6 +84,16 @@ def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str,
     return length
 
 
+def _read_back(place: PersistPlace, path: str, expected: Claim, pace: Pace) -> None:
+    with place.open(path) as file:
+        header = read_header(file.read)
+        believe(header.claim, expected)
+        out = memoryview(bytearray(header.unit_bytes))
+        for unit in read_units(file.read, header):
+            pace(unit.length)
+            decode_unit(unit, out[: unit.length])
+
+
 def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[str]:
     """Write the manifest that makes the snapshot count, if every node has written its part. Returns the nodes that have
     not; none if the snapshot counts.
@@ -86,7 +102,7 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
         PlaceError: the storage fails.
         DamagedSnapshot: the parts that the nodes have written do not fit together.
     """
-    folder = f"{layout.job}/{manifest.directory(snapshot)}"
+    folder = manifest.folder(layout.job, layout.run.id, snapshot)
     files = place.files(folder)
     if SNAPSHOT in files:
         return []
@@ -103,15 +119,26 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     return []
 
 
-def tidy(place: PersistPlace, job: str, keep: int) -> Sequence[SnapshotId]:
-    """Remove snapshots that are not needed any more, and return them. Those that cannot be removed are logged, and
-    returned too. Raises `PlaceError` if the storage cannot be listed or read."""
-    found = find(place, job)
+def note_run(place: PersistPlace, layout: Layout) -> None:
+    """Note at the place which run persists there, and where its SMPs are. Blocks. Raises `PlaceError`."""
+    with place.create(f"{manifest.run_folder(layout.job, layout.run.id)}/{manifest.RUN}") as file:
+        file.write(manifest.seal(to_plain(RunFile.of(layout))))
+
+
+def tidy(place: PersistPlace, job: str, run: str, keep: int) -> Sequence[SnapshotId]:
+    """Remove snapshots of a run that are not needed any more, and return them. Those that cannot be removed are logged,
+    and returned too. Other runs' snapshots stay.
+
+    Call this only after this start of the run has published a snapshot, every shard of which was read back: what a
+    start that could restore nothing finds there is not removed. Raises `PlaceError` if the storage cannot be listed or
+    read.
+    """
+    found = find(place, job, run)
     whole = [each.snapshot for each in found if each.manifest is not None]
     others = [each.snapshot for each in found if each.manifest is None]
     gone = manifest.expendable(whole, others, keep)
     for snapshot in gone:
-        folder = f"{job}/{manifest.directory(snapshot)}"
+        folder = manifest.folder(job, run, snapshot)
         try:
             place.remove(f"{folder}/{SNAPSHOT}")  # first: without it the rest does not count
             place.remove(folder)

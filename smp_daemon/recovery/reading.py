@@ -5,12 +5,13 @@ from __future__ import annotations
 import psutil
 
 from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
 from holdfast.smp_daemon.shared.messages import AskShard, AskShardUnit, HeldShard, UnitReply
 from holdfast.smp_daemon.shared.plain import from_plain
-from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format
+from holdfast.smp_daemon.shared.slotfile import SlotFormat
 from holdfast.smp_daemon.shared.sources import Address
 
 AHEAD = 4
@@ -53,6 +54,7 @@ class RemoteShard:
         self.snapshot = held.snapshot
         self.view = memoryview(bytearray(held.bytes))
         self._unit_bytes = held.unit_bytes
+        self._expected = Claim(held.run, held.snapshot, coord, held.bytes)
         self._missing = set(range(-(-held.bytes // held.unit_bytes)))
 
     def __enter__(self) -> RemoteShard:
@@ -79,7 +81,7 @@ class RemoteShard:
         if header > MAX_HEADER_BYTES:
             raise ProtocolError(f"the shard's header claims {header} bytes; the limit is {MAX_HEADER_BYTES}")
         self.fetch(8, header)
-        return read_format(self.view)[0]
+        return believe_slot(self.view, self._expected)
 
     def fetch_all(self) -> None:
         """Fetch the whole shard into `view`."""

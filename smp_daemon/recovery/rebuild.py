@@ -99,7 +99,7 @@ def verify(store: Store) -> None:
     """Check the shards of the newest snapshot sealed here, and repair what can be repaired. Blocks for about one read
     of them, without the store's lock.
     """
-    for key in store.holdings.newest_shards():
+    for key in store.newest_shards():
         try:
             damaged = store.holdings.damaged_units(key)
         except ProtocolError as error:

@@ -5,6 +5,7 @@ Trainers may import nothing else of `smp_daemon`.
 
 __all__ = [
     "addresses",
+    "belief",
     "board",
     "budget",
     "client",
@@ -14,6 +15,7 @@ __all__ = [
     "errors",
     "failpoints",
     "handshake",
+    "identity",
     "inventory",
     "layout",
     "limits",
@@ -29,6 +31,7 @@ __all__ = [
     "quantities",
     "receive",
     "records",
+    "runs",
     "scratch",
     "signatures",
     "slotfile",

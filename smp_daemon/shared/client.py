@@ -375,13 +375,13 @@ class SmpClient:
         """Have the SMP persist its part of a snapshot in the background. Returns whether it does."""
         return self._is_accepted(Persist(snapshot=snapshot))
 
-    def persisted(self) -> Persisted:
+    def persisted(self, deadline_s: float = PLACE_DEADLINE_S) -> Persisted:
         """What is persisted, as far as the SMP sees. Raises `PlaceError` if the storage fails."""
-        return from_plain(Persisted, self._call(AskPersisted(), PLACE_DEADLINE_S), "what is persisted")
+        return from_plain(Persisted, self._call(AskPersisted(), deadline_s), "what is persisted")
 
-    def persisted_layout(self, snapshot: SnapshotId) -> Layout:
+    def persisted_layout(self, run: str, snapshot: SnapshotId) -> Layout:
         """The layout that a persisted snapshot was taken in. Raises `PlaceError`, `DamagedSnapshot`."""
-        return Layout.read(self._call(AskPersistedLayout(snapshot=snapshot), PLACE_DEADLINE_S))
+        return Layout.read(self._call(AskPersistedLayout(run=run, snapshot=snapshot), PLACE_DEADLINE_S))
 
     def verify(self) -> bool:
         """Have the SMP check the newest sealed shards that it holds, and repair them, in the background.

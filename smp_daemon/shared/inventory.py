@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.plain import Address, Count, Port, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, Count, Identifier, Port, from_plain, to_plain
 from holdfast.smp_daemon.shared.starts import Record
 
 
@@ -20,7 +21,9 @@ class Inventory:
         host, control_port, bulk_port: where it listens.
         more_bulk: its further addresses for raw bytes, if its node has several network cards.
         epoch: the newest epoch it has seen; 0 if none.
-        protected: the newest snapshot that the whole job agreed is protected, as far as this SMP was told.
+        run: the run that it takes part in, or took part in last; None: none.
+        given_up: ids of runs that it was told are given up.
+        protected: the newest snapshot of that run that the whole job agreed is protected, as far as it was told.
         trainers: number of trainers connected to it.
         layouts: by (epoch, revision), for every epoch that it holds bytes of.
         shards: sealed shards, as (snapshot, coordinate).
@@ -45,6 +48,8 @@ class Inventory:
     leaving: bool = False
     record: Record = field(default_factory=Record)
     more_bulk: tuple[Address, ...] = ()
+    run: Run | None = None
+    given_up: frozenset[Identifier] = frozenset()
 
     @property
     def control(self) -> tuple[str, int]:
@@ -80,19 +85,44 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
+class PersistedRun:
+    """What is persisted of one run.
+
+    Attributes:
+        snapshots: snapshots that are whole.
+        others: for each snapshot that was whole, why it is not any more.
+        unfinished: for each snapshot that never was whole, why.
+        at: addresses of the SMPs that last wrote there.
+    """
+
+    run: Run
+    snapshots: frozenset[SnapshotId] = frozenset()
+    others: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    at: tuple[Address, ...] = ()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is, or was, a whole snapshot."""
+        return bool(self.snapshots or self.others)
+
+
+@dataclass(frozen=True, slots=True)
 class Persisted:
     """What an SMP finds at the place where snapshots are persisted.
 
     Attributes:
         place: name of the place; empty if this SMP has no persist tier.
         epoch: the newest epoch with any data; 0 if there is no data.
-        snapshots: snapshots that are whole.
-        others: for each other snapshot, why it is not whole.
+        runs: by run of this job.
         problem: why the place could not be read; empty if it could.
     """
 
     place: str
     epoch: Count = 0
-    snapshots: frozenset[SnapshotId] = frozenset()
-    others: tuple[str, ...] = ()
+    runs: tuple[PersistedRun, ...] = ()
     problem: str = ""
+
+    def of(self, run: str) -> PersistedRun | None:
+        """What is persisted of the run with that id."""
+        return next((each for each in self.runs if each.run.id == run), None)

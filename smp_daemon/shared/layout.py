@@ -15,6 +15,7 @@ import xxhash
 
 from holdfast.ec import Stripes
 from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.identity import UNNAMED, Run, epoch_text
 from holdfast.smp_daemon.shared.limits import (
     MAX_COUNT,
     MAX_HOSTS,
@@ -32,13 +33,14 @@ from holdfast.smp_daemon.shared.plain import Address, Count, Port, from_plain, t
 
 
 class SnapshotId(NamedTuple):
-    """The name of a snapshot. Sorts by age: first by epoch, then by step, a higher one being newer."""
+    """The name of a snapshot. Sorts by age within its run: first by epoch, then by step, a higher one being newer. An
+    epoch is of one start only (`shared.identity`), so this names one snapshot among those of all runs."""
 
     epoch: Count
     step: Count
 
     def __str__(self) -> str:
-        return f"step {self.step} (epoch {self.epoch})"
+        return f"step {self.step} (epoch {epoch_text(self.epoch)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Layout:
             other.
         slots: slot files per shard.
         parity_slots: parity slots per node; None: as many as `slots`.
+        run: the run that the epoch belongs to.
         left: nodes of earlier revisions that were drained, so they do not count as missing.
     """
 
@@ -111,6 +114,7 @@ class Layout:
     slots: int
     left: tuple[str, ...] = ()
     parity_slots: Count | None = None
+    run: Run = UNNAMED
 
     def __post_init__(self) -> None:
         names = [n.name for n in self.nodes]
@@ -162,14 +166,16 @@ class Layout:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {self.epoch}")
+        raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {epoch_text(self.epoch)}")
 
     def place(self, name: str) -> tuple[int, int]:
         """(group, position) of the node called `name`."""
         try:
             return self._places[name]
         except KeyError:
-            raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {self.epoch}") from None
+            raise ProtocolError(
+                f"node {name!r} is not part of job {self.job!r} in epoch {epoch_text(self.epoch)}"
+            ) from None
 
     def members(self, group: int) -> tuple[Node, ...]:
         """The nodes of a group, by position."""
@@ -221,7 +227,7 @@ class Layout:
         try:
             return self._located[coord]
         except KeyError:
-            raise ProtocolError(f"shard {coord!r} is not part of epoch {self.epoch}") from None
+            raise ProtocolError(f"shard {coord!r} is not part of epoch {epoch_text(self.epoch)}") from None
 
     @cached_property
     def digest(self) -> str:

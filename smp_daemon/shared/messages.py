@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.identity import MAX_FOLLOWED
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_NODES, MAX_SAYING
 from holdfast.smp_daemon.shared.plain import Count, Identifier, Unsigned, reader
@@ -286,8 +287,9 @@ class AskPersisted(Request, tag="persisted", kw_only=True):
 
 
 class AskPersistedLayout(Request, tag="persisted_layout", kw_only=True):
-    """Ask in which layout a persisted snapshot was taken. Answered by a `Layout`."""
+    """Ask in which layout a persisted snapshot was taken. Answered by a `Layout`. `run`: id of its run."""
 
+    run: Identifier
     snapshot: SnapshotId
 
 
@@ -438,6 +440,13 @@ class Enlist(PeerRequest, tag="enlist", kw_only=True):
     epoch: Count
 
 
+class GiveUpRuns(PeerRequest, tag="give_up", kw_only=True):
+    """Give runs of the job up: their snapshots are dropped, and no later start goes on with them. Refused while
+    trainers of one of them are connected."""
+
+    runs: Annotated[tuple[Identifier, ...], msgspec.Meta(min_length=1, max_length=MAX_FOLLOWED)]
+
+
 class Drain(PeerRequest, tag="drain", kw_only=True):
     """Move everything that the SMP holds to other nodes, then end it. Answered by a `coding.drain.Drained`."""
 
@@ -520,8 +529,9 @@ class AskShard(PeerRequest, tag="shard", kw_only=True):
 
 
 class HeldShard(Reply, kw_only=True):
-    """A sealed shard: its snapshot, its length and the length of its units, in bytes."""
+    """A sealed shard: its run and snapshot, its length and the length of its units, in bytes."""
 
+    run: Identifier
     snapshot: SnapshotId
     bytes: Count
     unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
@@ -580,7 +590,18 @@ class SumReply(Reply, kw_only=True):
 
 
 PeerControl = (
-    Ping | ParityDone | PeerInventory | PeerStatus | Regroup | Move | Enlist | Drain | Adopt | Encode | Release
+    Ping
+    | ParityDone
+    | PeerInventory
+    | PeerStatus
+    | Regroup
+    | Move
+    | Enlist
+    | GiveUpRuns
+    | Drain
+    | Adopt
+    | Encode
+    | Release
 )
 """Small messages, which go over gRPC."""
 

@@ -67,7 +67,7 @@ def plan_restore(
             continue
         sources = choose_sources(inventories, snapshot)
         if sources is None:
-            reasons.append(f"{snapshot}: no SMP knows the layout of epoch {snapshot.epoch}")
+            reasons.append(f"{snapshot}: no SMP knows the layout of its epoch")
             continue
         missing = undecodable(sources)
         if missing:
@@ -86,7 +86,6 @@ def plan_restore(
     raise Unrecoverable(
         f"{protected} was {how}, and too much of it is lost. "
         + "; ".join(reasons or ["no SMP that answers holds any of it"])
-        + ". Bring the lost nodes' SMPs back, or give this run up with `holdfast gc` and start from a checkpoint"
     )
 
 
@@ -139,31 +138,9 @@ def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> So
     The best layout is one in which every byte can be recovered and no parity is missing, else one in which every byte
     can be recovered, else the newest.
     """
-    best: list[Sources] = []
-    for those in _by_start(inventories, snapshot.epoch):
-        known = {key: layout for inv in those for key, layout in inv.layouts.items() if key[0] == snapshot.epoch}
-        choices = [sources_of(those, snapshot, known[key]) for key in sorted(known, reverse=True)]
-        best += [max(choices, key=_merit)] if choices else []
-    return best[0] if len(best) == 1 else max(best, key=lambda sources: not undecodable(sources), default=None)
-
-
-def _by_start(inventories: Sequence[Inventory], epoch: int) -> list[Sequence[Inventory]]:
-    """For each start of the job that began this epoch, the SMPs that may have taken part in it; the largest first.
-
-    Two starts begin an epoch of the same number if no node of the first took part in the second, because all of them
-    were lost or cut off. Different snapshots then have the same name. The layouts with which the starts began tell them
-    apart.
-    """
-    key = (epoch, 0)
-    began: list[Layout] = []
-    for inventory in inventories:
-        layout = inventory.layouts.get(key)
-        if layout is not None and layout not in began:
-            began.append(layout)  # compared directly: digests take sixty times as long
-    if len(began) < 2:
-        return [inventories]
-    began.sort(key=lambda layout: (-len(layout.nodes), layout.digest))
-    return [[inv for inv in inventories if inv.layouts.get(key, layout) == layout] for layout in began]
+    known = {key: layout for inv in inventories for key, layout in inv.layouts.items() if key[0] == snapshot.epoch}
+    choices = [sources_of(inventories, snapshot, known[key]) for key in sorted(known, reverse=True)]
+    return max(choices, key=_merit, default=None)
 
 
 def _merit(sources: Sources) -> tuple[bool, bool]:

@@ -14,6 +14,7 @@ import xxhash
 
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint, is_armed
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.plain import Count, Unsigned, encode_json
@@ -37,7 +38,7 @@ def digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """The commit record of a sealed shard."""
+    """The commit record of a sealed shard. `run`: id of the run that it belongs to."""
 
     snapshot: SnapshotId
     coord: str
@@ -45,6 +46,7 @@ class ShardRecord:
     unit_bytes: UnitBytes
     digests: tuple[Unsigned, ...]
     kind: Literal["shard"] = "shard"
+    run: str = UNNAMED.id
 
     def unit(self, index: int) -> tuple[int, int]:
         """Offset and length of a unit in the slot."""
@@ -57,6 +59,7 @@ class ParityRecord:
     """The commit record of a parity slot.
 
     Attributes:
+        run: id of the run that the snapshot belongs to.
         group: the tag of the group, see `Layout.tag`.
         lengths: lengths of this position's parity units, in stripe order. Each equals the longest data unit of its
             stripe.
@@ -73,6 +76,7 @@ class ParityRecord:
     digests: tuple[Unsigned, ...]
     sources: tuple[dict[int, Unsigned], ...]
     kind: Literal["parity"] = "parity"
+    run: str = UNNAMED.id
 
     def __post_init__(self) -> None:
         if not len(self.lengths) == len(self.digests) == len(self.sources):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_LEAVES, MAX_NAME_BYTES
 
@@ -91,8 +92,8 @@ class SlotFormat:
         return offset, leaf.bytes
 
 
-def plan_slot(job: str, coord: str, leaves: Iterable[Leaf], record_capacity: int) -> SlotFormat:
-    """The format of a slot for `leaves` and a record of at most `record_capacity` bytes.
+def plan_slot(job: str, coord: str, leaves: Iterable[Leaf], record_capacity: int, run: str = UNNAMED.id) -> SlotFormat:
+    """The format of a slot for `leaves` and a record of at most `record_capacity` bytes. `run`: id of the run.
 
     Raises:
         ProtocolError: a name is empty, too long or used twice; a dtype is unknown; a shape or the header is beyond its
@@ -116,7 +117,7 @@ def plan_slot(job: str, coord: str, leaves: Iterable[Leaf], record_capacity: int
             "data_offsets": [end, end + leaf.bytes],
         }
         end += leaf.bytes
-    fixed = json.dumps({"job": job, "coord": coord, "format": "holdfast-1"}, separators=(",", ":"))
+    fixed = json.dumps({"job": job, "run": run, "coord": coord, "format": "holdfast-1"}, separators=(",", ":"))
     rest = json.dumps(entries, separators=(",", ":"))
     text = (_STAMP.format(epoch=0, step=0) + fixed[1:] + "," + rest[1:]).encode()
     length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES

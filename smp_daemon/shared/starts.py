@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from holdfast.smp_daemon.shared.identity import UNNAMED, Run
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_FAILURE
 from holdfast.smp_daemon.shared.plain import Address, Count, Identifier
@@ -93,6 +94,7 @@ class Start:
         choice: the snapshot that it was told to go back to; None: the newest.
         newcomers: SMPs that are not in the layout of the snapshot that it went back to. They may hold parts of that
             snapshot by now, and nothing else says where they are until a snapshot of this start is protected.
+        run: the run that it goes on with, or begins.
     """
 
     epoch: Count
@@ -100,6 +102,7 @@ class Start:
     before: CrashLoop | None = None
     choice: Choice | None = None
     newcomers: tuple[Address, ...] = ()
+    run: Run = UNNAMED
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import queue
+import secrets
 import shutil
 import socket
 import threading
@@ -39,6 +40,7 @@ class System:
     Pool = ThreadPoolExecutor
     monotonic = staticmethod(time.monotonic)
     time = staticmethod(time.time)
+    randbits = staticmethod(secrets.randbits)
 
     socket = socket.socket
     is_of_this_user = staticmethod(is_of_this_user)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -188,7 +189,8 @@ class Codings:
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._epoch():
             what = "is over" if epoch < self._epoch() else "has not begun"
-            raise StaleEpoch(f"epoch {epoch} {what}: node {self._node!r} is in epoch {self._epoch()}")
+            now = epoch_text(self._epoch())
+            raise StaleEpoch(f"epoch {epoch_text(epoch)} {what}: node {self._node!r} is in epoch {now}")
 
     def _gather(self, coding: Coding) -> GatheringSlot | None:
         """The gathering of this node's parity, begun if needed; None if the parity is committed.
@@ -203,9 +205,7 @@ class Codings:
             layout = self.find_layout(coding)
             group = layout.group_of(coding.tag) if layout is not None else None
             if layout is None or group is None or not layout.protects(group):
-                raise ProtocolError(
-                    f"node {self._node!r} knows no parity of group {coding.tag} in epoch {coding.snapshot.epoch}"
-                )
+                raise ProtocolError(f"node {self._node!r} knows no parity of group {coding.tag} of {coding.snapshot}")
             members = [node.name for node in layout.members(group)]
             if self._node not in members:
                 raise ProtocolError(f"node {self._node!r} is not in group {coding.tag}")
@@ -218,7 +218,9 @@ class Codings:
             pool = self._arena.parity_pool(coding.tag, position)
             pool, slot, view = self._holdings.take(pool, coding.snapshot, length, make_room=layout.revision > 0)
             failpoint("parity.taken", coding.snapshot.step)
-            self._gatherings[coding] = GatheringSlot(pool, slot, view, self._holdings.gathering(key, stripes, view))
+            self._gatherings[coding] = GatheringSlot(
+                pool, slot, view, self._holdings.gathering(key, layout, group, view)
+            )
             return self._gatherings[coding]
 
     def _commit_parity(self, coding: Coding, gathering: GatheringSlot) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from holdfast.ec import Stripes, choose_codec
+from holdfast.ec import choose_codec
+from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe, believe_unit
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -99,12 +100,6 @@ class Holdings:
         with self._lock:
             return list(self._records)
 
-    def newest_shards(self) -> list[ShardKey]:
-        """The shards held here of the newest snapshot that has any."""
-        shards = [key for key in self.held() if isinstance(key, ShardKey)]
-        newest = max((key.snapshot for key in shards), default=None)
-        return [key for key in shards if key.snapshot == newest]
-
     def holds(self, key: Key) -> bool:
         """Whether the shard or parity is here, sealed."""
         with self._lock:
@@ -117,13 +112,26 @@ class Holdings:
     def open(self, key: Key) -> tuple[memoryview, Record]: ...
 
     def open(self, key: Key) -> tuple[memoryview, Any]:
-        """The mapped bytes and the commit record. Raises `ProtocolError` if `key` is not held here."""
+        """The mapped bytes and the commit record, of bytes that may be believed: every path that reads what is held
+        here comes through this. Raises `ProtocolError` if `key` is not held here, `NotOurs` if it is not believed."""
         with self._lock:
             record = self._records.get(key)
             slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
             if record is None or slot is None:
                 raise ProtocolError(f"{key} is not held here")
+            believe(Claim.of_record(record), self._expected(key))
             return self._pool(key).view(slot), record
+
+    def _expected(self, key: Key) -> Claim:
+        """What the bytes of `key` should be, by the layouts that this node knows. Raises `NotOurs`."""
+        for layout in self.arena.layouts.values():
+            if layout.epoch != key.snapshot.epoch:
+                continue
+            if isinstance(key, ShardKey):
+                return Claim.of_shard(key.snapshot, key.coord, layout)
+            if layout.group_of(key.tag) is not None:
+                return Claim.of_parity(key.snapshot, key.tag, key.position, layout)
+        raise NotOurs(f"no layout here says what {key} is")
 
     def shard_unit(self, key: ShardKey, index: int) -> tuple[memoryview, int]:
         """A unit of a shard, to be sent, and the digest it was sealed with. The unit is checked by the receiver."""
@@ -143,9 +151,11 @@ class Holdings:
             raise ProtocolError(f"there is no unit {index}: {key} has {len(record.digests)}")
         offset, length = record.unit(index)
         unit = view[offset : offset + length]
-        if digest(unit) != record.digests[index]:
+        try:
+            believe_unit(unit, record.digests[index], f"unit {index} of {key}")
+        except DamagedSnapshot:
             self._note_damage(key, index, record)
-            raise DamagedSnapshot(f"unit {index} of {key} does not match its digest")
+            raise
         return unit, record
 
     def damaged_units(self, key: Key) -> list[int]:
@@ -238,7 +248,8 @@ class Holdings:
             failpoint("receive.taken", key.snapshot.step)
             yield view
             check(view)
-            record = ShardRecord(key.snapshot, key.coord, length, unit_bytes, digest_units(view, unit_bytes))
+            digests = digest_units(view, unit_bytes)
+            record = ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id)
             failpoint("receive.checked", key.snapshot.step)
             with self._lock:
                 _check_mine(pool, slot, view, key.snapshot)
@@ -261,7 +272,7 @@ class Holdings:
             self.drop(key)
             pool = self.arena.parity_pool(key.tag, key.position)
             pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
-            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, stripes, view))
+            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view))
         try:
             failpoint("repair_parity.taken", key.snapshot.step)
             yield mine.parity
@@ -290,10 +301,11 @@ class Holdings:
         gathering.parity.cancel()  # first: nothing may write to the slot once it is free
         self.give_back(gathering.pool, gathering.slot, gathering.view)
 
-    def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
-        """A new gathering that accumulates into `view`."""
+    def gathering(self, key: ParityKey, layout: Layout, group: int, view: memoryview) -> ParityGathering:
+        """A new gathering that accumulates the parity of a group of `layout` into `view`."""
+        stripes, run = layout.stripes(group), layout.run.id
         codec = choose_codec(stripes.data, stripes.parity, self.backend)
-        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._system)
+        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._system, run)
 
     def take(
         self, pool: SlotFilePool, snapshot: SnapshotId, length: int, *, make_room: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.ec import Codec, Stripes
 from holdfast.ec.codec import as_array
 from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -25,13 +26,16 @@ class ParityGathering:
         codec: Codec,
         slot: memoryview,
         system: System = MACHINE,
+        run: str = UNNAMED.id,
     ) -> None:
+        """`run`: id of the run that the snapshot belongs to."""
         self.snapshot = snapshot
         self._stripes = stripes
         self._group = group
         self.position = position
         self._codec = codec
         self._slot = slot
+        self._run = run
         self._mine = stripes.parity_stripes(position)
         self._lengths = {stripe: stripes.stripe_bytes(stripe) for stripe in self._mine}
         self._sources: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
@@ -97,6 +101,7 @@ class ParityGathering:
             tuple(self._lengths[r] for r in self._mine),
             tuple(self._digests[r] for r in self._mine),
             tuple(self._sources[r] for r in self._mine),
+            run=self._run,
         )
 
     def cancel(self) -> None:

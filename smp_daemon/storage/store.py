@@ -11,16 +11,18 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe_slot
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError, StaleEpoch, VersionMismatch
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.identity import Run, epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.plain import Count, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Count, Identifier, from_plain, to_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, write_json
-from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_format, read_stamp
+from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, FIRST_FORMAT, RELEASE
@@ -50,6 +52,7 @@ class _NodeFile:
     epoch: Count
     protected: SnapshotId | None
     record: Record
+    given_up: tuple[Identifier, ...] = ()
     format: Count = ARENA_FORMAT
     release: str = RELEASE
 
@@ -103,6 +106,7 @@ class Store:
         self.epoch = 0
         self.protected: SnapshotId | None = None
         self.record = Record()
+        self.given_up: frozenset[str] = frozenset()
         self._never_acknowledged: set[SnapshotId] = set()
         self.codings = Codings(
             arena,
@@ -122,7 +126,7 @@ class Store:
         self._spare = spare
         self._held: set[SnapshotId] = set()
         self._progress: dict[SnapshotId, SnapshotProgress] = {}
-        self._checked_headers: dict[str, bytes] = {}
+        self._checked_headers: dict[str, tuple[int, bytes]] = {}
         self._adopt()
 
     # ------------------------------------------------------------------ epochs and layouts
@@ -142,10 +146,35 @@ class Store:
         with self.changed:
             return max((layout.unit_bytes for layout in self.arena.layouts.values()), default=MAX_UNIT_BYTES)
 
+    @property
+    def run(self) -> Run | None:
+        """The run that this node takes part in, or took part in last; None: none."""
+        with self.changed:
+            if self.record.start is not None:
+                return self.record.start.run
+            return self.layout.run if self.layout is not None else None
+
+    def own_keys(self) -> list[Key]:
+        """The keys of everything held here of this node's run."""
+        with self.changed:
+            run = self.run
+            own = {at.epoch for at in self.arena.layouts.values() if run is not None and at.run.id == run.id}
+            return [key for key in self.holdings.held() if key.snapshot.epoch in own]
+
+    def newest_shards(self) -> list[ShardKey]:
+        """The shards held here of the newest snapshot of this node's run that has any."""
+        shards = [key for key in self.own_keys() if isinstance(key, ShardKey)]
+        newest = max((key.snapshot for key in shards), default=None)
+        return [key for key in shards if key.snapshot == newest]
+
     def check_epoch(self, epoch: int) -> None:
         """Raise `StaleEpoch` unless `epoch` is the current one."""
         if epoch != self.epoch:
-            raise StaleEpoch(f"epoch {epoch} may not write: job {self.job!r} is in epoch {self.epoch}")
+            raise StaleEpoch(f"epoch {epoch_text(epoch)} may not write: {self._where}")
+
+    @property
+    def _where(self) -> str:
+        return f"job {self.job!r} is in epoch {epoch_text(self.epoch)}"
 
     def join(self, epoch: int, start: Start | None = None) -> None:
         """Enter `epoch`. A newer epoch takes every slot that is being written away from its writer.
@@ -158,7 +187,7 @@ class Store:
         """
         with self.changed:
             if epoch < self.epoch:
-                raise StaleEpoch(f"epoch {epoch} is over: job {self.job!r} is in epoch {self.epoch}")
+                raise StaleEpoch(f"epoch {epoch_text(epoch)} is over: {self._where}")
             if epoch == self.epoch:
                 return
             self._never_acknowledged = self.never_acknowledged()
@@ -167,6 +196,9 @@ class Store:
             failpoint("join.fenced")
             self.epoch = epoch
             if start is not None:
+                run = self.run
+                if run is not None and run.id != start.run.id:
+                    self.protected = None  # what was promised of another run says nothing of this one
                 self.record = Record(start)
             self._write_node()
             failpoint("join.noted")
@@ -211,9 +243,11 @@ class Store:
             self.check_epoch(layout.epoch)
             if layout.job != self.job:
                 raise ProtocolError(f"this SMP serves job {self.job!r}, not {layout.job!r}")
+            if self.record.start is not None and self.record.start.run.id != layout.run.id:
+                raise ProtocolError(f"this node takes part in run {self.record.start.run}, not in {layout.run}")
             if self.layout is not None:
                 if self.layout != layout:
-                    raise ProtocolError(f"epoch {layout.epoch} has another layout already")
+                    raise ProtocolError(f"epoch {epoch_text(layout.epoch)} has another layout already")
                 return self._ready(layout)
             self._reserve(layout)
             failpoint("configure.reserved")
@@ -350,11 +384,12 @@ class Store:
             view = pool.view(slot)
         failpoint("seal.before", snapshot.step)
         try:
-            self._check_slot(view, snapshot, coord)
+            self._check_slot(view, snapshot, coord, layout)
         except ProtocolError:
             self.abandon(snapshot, coord)
             raise
-        record = ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digest_units(view, layout.unit_bytes))
+        digests = digest_units(view, layout.unit_bytes)
+        record = ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digests, run=layout.run.id)
         failpoint("seal.digested", snapshot.step)
         with self.changed:
             if pool.find(snapshot, SlotState.WRITING) is not slot:
@@ -421,7 +456,9 @@ class Store:
 
     def receiving_shard(self, key: ShardKey, layout: Layout) -> AbstractContextManager[memoryview]:
         """See `Holdings.receiving_shard`."""
-        return self.holdings.receiving_shard(key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord))
+        return self.holdings.receiving_shard(
+            key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord, layout)
+        )
 
     def keep_layout(self, layout: Layout) -> None:
         """Remember a layout that was not configured here, because this node is about to hold bytes coded in it."""
@@ -448,6 +485,17 @@ class Store:
         with self.changed:
             self._held.discard(snapshot)
 
+    def give_up(self, runs: Collection[str]) -> None:
+        """Give these runs up: drop what is held of them here, and tell every later start that they are over."""
+        with self.changed:
+            if not set(runs) <= self.given_up:
+                self.given_up |= set(runs)
+                self._write_node()  # first, so that what is left after a crash between is not taken for a run's state
+            epochs = {layout.epoch for layout in self.arena.layouts.values() if layout.run.id in self.given_up}
+            for key in [key for key in self.holdings.held() if key.snapshot.epoch in epochs]:
+                self.holdings.drop(key)
+            self.changed.notify_all()
+
     def retire(self) -> None:
         """Remove everything, because the job is over. Later calls that name an epoch fail with `StaleEpoch`."""
         with self.changed:
@@ -471,20 +519,19 @@ class Store:
     def _configured(self, epoch: int) -> Layout:
         self.check_epoch(epoch)
         if self.layout is None:
-            raise ProtocolError(f"epoch {epoch} is not configured yet")
+            raise ProtocolError(f"epoch {epoch_text(epoch)} is not configured yet")
         return self.layout
 
-    def _check_slot(self, view: memoryview, snapshot: SnapshotId, coord: str) -> None:
-        stamp = read_stamp(view)
-        if stamp != snapshot:
-            raise ProtocolError(f"{coord} is stamped {stamp}, not {snapshot}")
+    def _check_slot(self, view: memoryview, snapshot: SnapshotId, coord: str, layout: Layout) -> None:
+        """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
         length = 8 + int.from_bytes(view[:8], "little")
         unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
-        if self._checked_headers.get(coord) != unstamped:
-            _, metadata = read_format(view)
-            if (metadata.get("job"), metadata.get("coord")) != (self.job, coord):
-                raise ProtocolError(f"the slot of {coord} has the metadata of another shard or job: {metadata}")
-            self._checked_headers[coord] = unstamped
+        checked = (layout.epoch, unstamped)
+        if self._checked_headers.get(coord) != checked:
+            believe_slot(view, Claim.of_shard(snapshot, coord, layout))
+            self._checked_headers[coord] = checked
+        elif read_stamp(view) != snapshot:
+            raise NotOurs(f"{coord} is stamped {read_stamp(view)}, not {snapshot}")
 
     def _settle(self, snapshot: SnapshotId) -> None:
         """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
@@ -548,7 +595,9 @@ class Store:
     def _write_node(self) -> None:
         write_json(
             self.arena.path / "node.json",
-            to_plain(_NodeFile(self.job, self.node, self.epoch, self.protected, self.record)),
+            to_plain(
+                _NodeFile(self.job, self.node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
+            ),
         )
 
     def _adopt(self) -> None:
@@ -575,6 +624,7 @@ class Store:
                 "choose another, or remove it with `holdfast gc`"
             )
         self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
+        self.given_up = frozenset(known.given_up)
         if self.board.epoch == self.epoch:
             self.board.fail_pending()
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.ec import choose_unit_bytes, crowded, plan_groups
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.identity import UNNAMED, Run
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
@@ -100,8 +101,9 @@ def arrange(
     protection: Protection,
     slots: int,
     parity_slots: int | None = None,
+    run: Run = UNNAMED,
 ) -> Layout:
-    """The layout of `job` in `epoch`. Nodes are ordered by their first coordinate, not by name.
+    """The layout of `job` in `epoch`, which is of `run`. Nodes are ordered by their first coordinate, not by name.
 
     Raises:
         ConfigError: two ranks have the same coordinate, or two SMPs the same node name; or ranks disagree on which
@@ -147,6 +149,7 @@ def arrange(
         unit_bytes=choose_unit_bytes(max(rank.slot_bytes for rank in ranks), chosen.data),
         slots=slots,
         parity_slots=parity_slots,
+        run=run,
     )
 
 

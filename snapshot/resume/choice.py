@@ -17,9 +17,11 @@ from typing import TypeVar
 
 from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, newest_start
 from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, Repeated
-from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
+from holdfast.smp_daemon.shared.identity import ID_DIGITS, UNNAMED, first_after, is_run_id
+from holdfast.smp_daemon.shared.inventory import Inventory, Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snapshots
+from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV, given_up_ids, run_from_environment
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop
 
 MAX_REPEATS_ENV = "HOLDFAST_MAX_REPEATS"
@@ -49,11 +51,20 @@ class StartOptions:
             0: no limit.
         generations: how many protected snapshots are kept, besides those in progress.
         restore_step: the step to go back to; None: the newest.
+        run: id of the run to go on with; empty: the one that was begun last, see `shared.runs`.
+        give_up: ids of runs that are over: none of their snapshots is used.
     """
 
     max_repeats: int = MAX_REPEATS
     generations: int = 1
     restore_step: int | None = None
+    run: str = ""
+    give_up: tuple[str, ...] = ()
+
+    @classmethod
+    def of_run(cls) -> StartOptions:
+        """Only what the environment says about runs."""
+        return cls(run=run_from_environment(), give_up=given_up_ids())
 
     def __post_init__(self) -> None:
         if self.max_repeats < 0:
@@ -62,6 +73,15 @@ class StartOptions:
             raise ConfigError(f"{GENERATIONS_ENV}={self.generations}: keep 1 to {MAX_GENERATIONS} protected snapshots")
         if self.restore_step is not None and self.restore_step < 1:
             raise ConfigError(f"{RESTORE_STEP_ENV}={self.restore_step}: give the step of a snapshot, 1 or more")
+        for variable, ids in ((RUN_ENV, (self.run,) if self.run else ()), (GIVE_UP_ENV, self.give_up)):
+            for each in ids:
+                if not is_run_id(each):
+                    raise ConfigError(
+                        f"{variable}: {each!r} is not the id of a run, which has {ID_DIGITS} of 0-9 a-f; "
+                        "`holdfast status` names those in reach"
+                    )
+        if self.run in self.give_up:
+            raise ConfigError(f"{RUN_ENV}={self.run} is also in {GIVE_UP_ENV}: unset one of them")
 
 
 def whole_number(variable: str, default: N) -> int | N:
@@ -79,7 +99,8 @@ def agree(everyones: Sequence[StartOptions]) -> StartOptions:
     if len(set(everyones)) > 1:
         others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
         raise ConfigError(
-            f"ranks were started with different {MAX_REPEATS_ENV}, {GENERATIONS_ENV} or {RESTORE_STEP_ENV} "
+            f"ranks were started with different {MAX_REPEATS_ENV}, {GENERATIONS_ENV}, {RESTORE_STEP_ENV}, {RUN_ENV} or "
+            f"{GIVE_UP_ENV} "
             f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set the same values on all ranks"
         )
     return everyones[0]
@@ -102,7 +123,7 @@ def choose(inventories: Sequence[Inventory], options: StartOptions) -> Choice | 
     held = whole_snapshots(inventories)
     for snapshot in held:
         if snapshot.step == options.restore_step:
-            return Choice(snapshot, max(inventory.epoch for inventory in inventories) + 1)
+            return Choice(snapshot, first_after(max(inventory.epoch for inventory in inventories)))
     raise ConfigError(
         f"{RESTORE_STEP_ENV}={options.restore_step}: memory holds no whole snapshot of that step; it holds "
         f"{steps_in_words(held)}. Choose one of them, or start without it; {GENERATIONS_ENV} keeps more"
@@ -186,16 +207,14 @@ class RestoreAttempts:
         if reason not in self.passed_over:
             self.passed_over.append(reason)
 
-    def choose_persisted(self, answers: Sequence[Persisted]) -> SnapshotId | None:
-        """The newest persisted snapshot that every rank's SMP sees whole and that has not failed too often; None if
-        there is none, or the tier is off.
+    def choose_persisted(self, answers: Sequence[Persisted], run: str) -> SnapshotId | None:
+        """The newest persisted snapshot of that run that every rank's SMP sees whole and that has not failed too often;
+        None if there is none, or the tier is off.
 
         Raises:
             ConfigError: the tier is on for only some of the SMPs, or at different places.
-            PlaceError: an SMP cannot see what is persisted. A start from nothing might then discard all of it.
+            PlaceError: an SMP cannot see what is persisted.
         """
-        if self.persisted_failures.total() >= ATTEMPTS:
-            return None
         if problems := sorted({answer.problem for answer in answers if answer.problem}):
             raise PlaceError(
                 f"memory holds nothing to go back to, and what is persisted cannot be seen: {problems[0]}. "
@@ -209,9 +228,12 @@ class RestoreAttempts:
             raise ConfigError(
                 f"the SMPs of this job persist at different places ({named}): set the same HOLDFAST_PERSIST on all"
             )
-        for reason in sorted({reason for answer in answers for reason in answer.others}):
+        held = [answer.of(run) or PersistedRun(UNNAMED) for answer in answers]
+        for reason in sorted({reason for each in held for reason in (*each.others, *each.unfinished)}):
             self.note(f"{reason} ({PERSISTED})")
-        seen = frozenset.intersection(*(answer.snapshots for answer in answers))
+        if self.persisted_failures.total() >= ATTEMPTS:
+            return None
+        seen = frozenset.intersection(*(each.snapshots for each in held))
         tried = {snapshot for snapshot, count in self.persisted_failures.items() if count >= ENOUGH_FAILURES}
         return max(seen - tried, default=None)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.crash_loop import newest_start
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
@@ -29,7 +30,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.logs import about, get_log, some
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan
-from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf, SlotFormat, read_format, read_stamp
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf, SlotFormat
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
@@ -232,9 +233,7 @@ class OldShard:
         total = units.length(coord)
         first = units.read(coord, 0, min(PAGE_BYTES, total))
         header = units.read(coord, 0, min(8 + int.from_bytes(first[:8], "little"), total))
-        self.form: SlotFormat = read_format(header, total)[0]
-        if read_stamp(header) != sources.snapshot:
-            raise ProtocolError(f"the shard of {coord} is stamped {read_stamp(header)}, not {sources.snapshot}")
+        self.form: SlotFormat = believe_slot(header, Claim.of_shard(sources.snapshot, coord, sources.layout))
         self.record = parse_record(bytes(units.read(coord, *self.form.record)), sources.snapshot)
 
     def values(self) -> tuple[Tree, Tree, Tree]:

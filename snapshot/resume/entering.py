@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.identity import ID_DIGITS
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
-from holdfast.smp_daemon.shared.plain import decode_json, encode_json, pack, to_plain, unpack
+from holdfast.smp_daemon.shared.plain import Count, decode_json, encode_json, pack, to_plain, unpack
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.choice import StartOptions
@@ -24,18 +25,42 @@ from holdfast.snapshot.resume.choice import StartOptions
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """A rank's description of itself. `smp`: the address of its node's SMP."""
+    """A rank's description of itself.
+
+    Attributes:
+        smp: the address of its node's SMP.
+        drawn: random bits. Those of rank 0 name what the start begins: its epoch, and a new run.
+        now_s: the time by its clock, in seconds since 1970.
+    """
 
     coord: str
     node: str
     smp: Address
     options: StartOptions
+    drawn: Count
+    now_s: float
 
 
-def exchange(
-    client: SmpClient, agreement: Agreement, coord: str, options: StartOptions | None = None
-) -> tuple[list[Inventory], dict[str, str], list[StartOptions]]:
-    """Every SMP's inventory, the node of every coordinate, and every rank's start options. A collective call.
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What all ranks know once they have told each other; the same on every rank.
+
+    Attributes:
+        inventories: one of each node's SMP.
+        coords: the node of every coordinate.
+        options: the start options of each rank.
+        drawn, now_s: those of rank 0.
+    """
+
+    inventories: list[Inventory]
+    coords: dict[str, str]
+    options: list[StartOptions]
+    drawn: int
+    now_s: float
+
+
+def exchange(client: SmpClient, agreement: Agreement, coord: str, options: StartOptions | None = None) -> Entered:
+    """Tell the other ranks about this one and its node, and hear the same from them. A collective call.
 
     Raises:
         StateMismatch: two ranks have the same coordinate; raised on every rank.
@@ -43,7 +68,9 @@ def exchange(
     """
     with _uncollected():
         own = client.inventory()
-    mine = Entering(coord, own.node, own.control, options or StartOptions())
+    system = client.system
+    drawn = system.randbits(4 * ID_DIGITS)
+    mine = Entering(coord, own.node, own.control, options or StartOptions(), drawn, system.time())
     texts = agreement.gather(encode_json(mine))
     with _uncollected():
         everyone = [decode_json(Entering, text, "what a rank says on entering") for text in texts]
@@ -60,7 +87,8 @@ def exchange(
     layouts |= _sent(agreement, layouts, {speaker[node]: _digests(plain) for node, plain in told.items()})
     with _uncollected():
         inventories = [Inventory.read(plain, layouts) for plain in told.values()]
-    return inventories, coords, [each.options for each in everyone]
+    first = everyone[0]
+    return Entered(inventories, coords, [each.options for each in everyone], first.drawn, first.now_s)
 
 
 @contextmanager

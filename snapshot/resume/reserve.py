@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.errors import (
     StaleEpoch,
     failure_of,
 )
+from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import is_at_once, move_deadline
 from holdfast.smp_daemon.shared.logs import get_log
@@ -76,6 +77,7 @@ def lay_out(
     slots: int,
     domains: Sequence[str] = (),
     *,
+    run: Run,
     parity_slots: int | None = None,
     protect_every: ProtectEvery = 1,
 ) -> tuple[Layout, int]:
@@ -85,6 +87,7 @@ def lay_out(
 
     Args:
         coord, slot_bytes: the caller's coordinate, and the length of the slots that it needs.
+        run: the run that the epoch belongs to.
         parity_slots: see `Layout`.
         protect_every: which snapshots are protected; the same on every rank.
 
@@ -103,7 +106,7 @@ def lay_out(
 
     _together(agreement, ask)
     everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
-    layout = arrange(job, epoch, everyone, protection, slots, parity_slots)
+    layout = arrange(job, epoch, everyone, protection, slots, parity_slots, run)
     speaker = layout.node(client.node).shards[0].coord  # one rank of each node gives the SMP the layout
     there = 0
 

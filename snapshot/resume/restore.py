@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.crash_loop import steps_finished
@@ -17,12 +18,12 @@ from holdfast.smp_daemon.shared.errors import (
     DeadlineExceeded,
     HoldfastError,
     PlaceError,
-    ProtocolError,
     StateMismatch,
     Unrecoverable,
     failure_of,
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.identity import Run, next_epoch
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import about, get_log
@@ -36,7 +37,8 @@ from holdfast.smp_daemon.shared.plan import (
     whole_snapshots,
 )
 from holdfast.smp_daemon.shared.quantities import duration
-from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from holdfast.smp_daemon.shared.runs import own_inventories
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
@@ -53,6 +55,14 @@ from holdfast.snapshot.resume.choice import (
 from holdfast.snapshot.resume.elastic import Resharding, ask_idle, check_change
 from holdfast.snapshot.resume.entering import exchange
 from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
+from holdfast.snapshot.resume.own_run import (
+    Reach,
+    ask_persisted_runs,
+    check_not_at_work,
+    check_nothing_is_left,
+    reach_of,
+    ways_out,
+)
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import (
@@ -80,6 +90,7 @@ class Restored:
 
     Attributes:
         epoch: the epoch that begins.
+        run: the run that goes on, or begins.
         snapshot: the snapshot that was restored; None on a cold start.
         protected: the newest snapshot that is known to be protected: `snapshot`, or an older one.
         only_sealed: whether nobody can have been told that `snapshot` is protected.
@@ -103,6 +114,7 @@ class Restored:
     """
 
     epoch: int
+    run: Run
     snapshot: SnapshotId | None = None
     protected: SnapshotId | None = None
     only_sealed: bool = False
@@ -183,14 +195,21 @@ def restore(
     streak: CrashLoop | None = None
     choice: Choice | None = None
     finished: int | None = None
+    reach: Reach | None = None
     joined = looked_again = False
     while True:
-        inventories, coords, everyones = exchange(client, agreement, coord, options)
+        entered = exchange(client, agreement, coord, options)
+        everyone, coords, agreed = entered.inventories, entered.coords, agree(entered.options)
         if elastic:
-            inventories += ask_idle(client, agreement, inventories)
+            everyone += ask_idle(client, agreement, everyone)
+        if reach is None or not joined:
+            persisted = ask_persisted_runs(client, agreement)
+            reach = reach_of(everyone, persisted.runs, agreed)
+            check_not_at_work(client, agreement, persisted, reach)
+        inventories = own_inventories(everyone, reach.run)
         if not joined:
-            streak = check_repeats(inventories, agree(everyones))
-            choice = choose(inventories, everyones[0])
+            streak = check_repeats(inventories, agreed)
+            choice = choose(inventories, agreed)
             finished = steps_finished(inventories)
         unacknowledged.update(*(inventory.never_acknowledged for inventory in inventories))
         plan, lost = _in_memory(inventories, None if elastic else coords, course, unacknowledged, choice)
@@ -202,17 +221,18 @@ def restore(
             continue
         newest = 0
         if plan is None:
-            plan, newest = _in_storage(client, agreement, coords, course, choice, lost, failure)
+            plan, newest = _in_storage(client, agreement, coords, course, choice, lost, failure, reach)
         resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
         if plan is not None and resharded:
             check_change(plan.sources.layout.coords, coords)
-        epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
-        client.join(epoch, _start(epoch, plan, inventories, streak, choice))
+        run = reach.begun(entered.drawn, entered.now_s) if plan is None else reach.continued(entered.now_s)
+        epoch = next_epoch(max(newest, *(inv.epoch for inv in everyone)), entered.drawn)
+        client.join(epoch, _start(epoch, run, plan, everyone, streak, choice))
         joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
         clock["plan"] = monotonic()
         if plan is None:
-            return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
+            return Restored(epoch, run, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         failpoint("restore.before", plan.snapshot.step)
         attempt: _Attempt | Resharding = (
             Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
@@ -233,9 +253,12 @@ def restore(
                 repairs = partial(repair_parity, client, plan, coords, coord)
                 repairs()
             _say_what_is_lost(plan, inventories, course)
-            held = sorted(whole_snapshots(inventories)) if choice or everyones[0].generations > 1 else []
+            if agreement.rank == 0:
+                reach.say_others()
+            held = sorted(whole_snapshots(inventories)) if choice or agreed.generations > 1 else []
             return Restored(
                 epoch,
+                run,
                 plan.snapshot,
                 protected,
                 only_sealed,
@@ -261,6 +284,7 @@ def restore(
 
 def _start(
     epoch: int,
+    run: Run,
     plan: RestorePlan | None,
     inventories: Sequence[Inventory],
     streak: CrashLoop | None,
@@ -268,10 +292,10 @@ def _start(
 ) -> Start:
     base = plan.snapshot.step if plan is not None else 0
     if plan is None or plan.sources.persisted:
-        return Start(epoch, base, streak, choice)
+        return Start(epoch, base, streak, choice, run=run)
     known = {node.control for node in plan.sources.layout.nodes}
     newcomers = {inventory.control for inventory in inventories} - known
-    return Start(epoch, base, streak, choice, tuple(sorted(newcomers)))
+    return Start(epoch, base, streak, choice, tuple(sorted(newcomers)), run)
 
 
 def _repair_nothing() -> RepairState:
@@ -320,33 +344,35 @@ def _in_storage(
     choice: Choice | None,
     lost: Unrecoverable | None,
     failure: HoldfastError | None,
+    reach: Reach,
 ) -> tuple[RestorePlan | None, int]:
     """What to restore from storage, and the newest epoch that anything there is of; (None, ...): start from nothing. A
     collective call.
 
     Raises:
         Unrecoverable: there was something to restore, but none of it can be restored.
+        ConfigError: see `check_nothing_is_left`.
     """
     if choice is not None:
         raise lost or Unrecoverable(f"{choice.snapshot} was chosen, and nothing of it is held") from failure
+    run = reach.run.id if reach.run is not None else ""
     course.note(f"memory: {lost or 'no SMP that answers holds a snapshot'}")
     answers = _ask_what_is_persisted(client, agreement)
     newest = max(answer.epoch for answer in answers)
-    while (snapshot := course.choose_persisted(answers)) is not None:
-        layout, problem = _layout_of(client, snapshot)
+    while (snapshot := course.choose_persisted(answers, run)) is not None:
+        layout, problem = _layout_of(client, run, snapshot)
         if agreement.minimum([int(layout is not None)])() == [1] and layout is not None:
             return plan_persisted(snapshot, layout, coords), newest
         course.passed(snapshot, problem or "another rank cannot see it")
-    if course.persisted_failures:
-        lost = Unrecoverable("; ".join(course.passed_over))
     if lost is not None:
-        raise lost from failure
+        raise Unrecoverable(f"{'; '.join(course.passed_over)}. {ways_out(reach)}") from failure
+    check_nothing_is_left(reach, course.passed_over, tried=bool(course.failures))
     return None, newest
 
 
-def _layout_of(client: SmpClient, snapshot: SnapshotId) -> tuple[Layout | None, str]:
+def _layout_of(client: SmpClient, run: str, snapshot: SnapshotId) -> tuple[Layout | None, str]:
     try:
-        return client.persisted_layout(snapshot), ""
+        return client.persisted_layout(run, snapshot), ""
     except HoldfastError as error:
         return None, str(error)
 
@@ -426,10 +452,7 @@ class _Attempt:
         check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.repair, self.system)
         header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
         self._check_and_take([(0, header)])
-        form, _ = read_format(slot)
-        if read_stamp(slot) != self.snapshot:
-            raise ProtocolError(f"the slot is stamped {read_stamp(slot)}, not {self.snapshot}")
-        return form
+        return believe_slot(slot, Claim.of_shard(self.snapshot, self._coord, self._sources.layout))
 
     def read(self) -> tuple[SlotFormat, dict[str, Any]]:
         """The slot's format and its record. Checks the record and all tensors that belong to it.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from holdfast.snapshot.copy.engines import SlotTensor
@@ -192,10 +193,10 @@ def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
             item.tensor.data = empty
 
 
-def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int) -> SlotFormat:
-    """The slot format for `leaves`, with room for the record to double in size."""
+def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int, run: str = UNNAMED.id) -> SlotFormat:
+    """The slot format for `leaves`, with room for the record to double in size. `run`: id of the run."""
     pages = -(-2 * record_bytes // RECORD_PAGE_BYTES) + 1
-    return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES)
+    return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES, run)
 
 
 def is_of_record(name: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
@@ -67,13 +68,16 @@ class Capture:
         job: str,
         coord: str,
         system: System = MACHINE,
+        run: str = UNNAMED.id,
     ) -> None:
+        """`run`: id of the run that the snapshots belong to."""
         self._adapter = adapter
         self._system = system
         self._agreement = agreement
         self._engine = engine
         self._job = job
         self._coord = coord
+        self._run = run
         self._sharing = ALONE
         self._form: SlotFormat | None = None
         self._placed: Placed | None = None
@@ -102,7 +106,7 @@ class Capture:
         self._adapter.verify()
         record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
         leaves = [*manifest.leaves, *early.leaves, *late.leaves]
-        form = plan_format(self._job, self._coord, leaves, len(record))
+        form = plan_format(self._job, self._coord, leaves, len(record), self._run)
         self._leaves, self._tensors = frozenset(leaves), frozenset(manifest.leaves)
         self._form = form
         self._place(manifest, form)

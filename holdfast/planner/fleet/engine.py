@@ -115,10 +115,10 @@ def simulate(job: FleetJob, site: Site, design: Design, failures: Iterable[Failu
     """
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{seconds} s to simulate: use more than 0")
-    return _Run(job, site, design, seconds).to_the_end(failures)
+    return _Course(job, site, design, seconds).to_the_end(failures)
 
 
-class _Run:
+class _Course:
     def __init__(self, job: FleetJob, site: Site, design: Design, seconds: float) -> None:
         self.job, self.site, self.design = job, site, design
         self.pace = Timeline(job.step_s, design.saves)
