@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.smp_daemon.shared.credentials import access_of, current
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_to
 from holdfast.smp_daemon.shared.priority import PRIORITIES, make_idle, make_session_nice
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
@@ -74,7 +75,9 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
-    log_to(arguments.arena / "smp.log", job=arguments.job, node=arguments.node, epoch=lambda: smp.store.epoch)
+    log_to(
+        arguments.arena / "smp.log", job=arguments.job, node=arguments.node, epoch=lambda: epoch_text(smp.store.epoch)
+    )
     threading.excepthook = _log_bug
     web = show(smp, http)
     _log_backend(settings.backend)

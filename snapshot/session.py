@@ -22,6 +22,7 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, TrainerPhase
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.interval.policy import IntervalController
@@ -152,7 +153,7 @@ class Session:
         step = restored.snapshot.step if restored.snapshot else 0
         self.progress = progress = Progress(restored.epoch, step)
         # Log lines name the epoch and the step at the time of logging. These functions must not keep the state alive.
-        identify(epoch=lambda: progress.epoch, step=lambda: progress.step)
+        identify(epoch=lambda: epoch_text(progress.epoch), step=lambda: progress.step)
         self.heartbeat()
         self._recording = recording_from_environment(options.slots)
         if self._recording is not None:

@@ -32,12 +32,15 @@ from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.identity import UNNAMED
+from holdfast.smp_daemon.shared.identity import Run as JobRun
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
+from holdfast.smp_daemon.shared.starts import Start
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 from tests.deadlines import DEADLINE_S
 
@@ -434,8 +437,8 @@ def refusal(command: list[str]) -> HoldfastError:
 class Trainer:
     """Writes snapshots of one shard as a training process would. The bytes are pseudorandom and reproducible."""
 
-    def __init__(self, smp: SmpProcess, coord: str, elements: int = 3000) -> None:
-        """The shard has a leaf of `elements` floats, and leaves of other types and odd sizes."""
+    def __init__(self, smp: SmpProcess, coord: str, elements: int = 3000, run: str = UNNAMED.id) -> None:
+        """The shard has a leaf of `elements` floats, and leaves of other types and odd sizes. `run`: id of its run."""
         self.coord = coord
         self.client = smp.client()
         leaves = [
@@ -443,7 +446,7 @@ class Trainer:
             Leaf("moment", "BF16", (elements // 7 + 1, 3)),
             Leaf("mask", "U8", (13,)),
         ]
-        self.form = plan_slot(smp.job, coord, leaves, RECORD_BYTES)
+        self.form = plan_slot(smp.job, coord, leaves, RECORD_BYTES, run)
 
     def image(self, snapshot: SnapshotId) -> bytes:
         """Every byte of the slot file that holds `snapshot`."""
@@ -491,7 +494,16 @@ class Trainer:
 class Run:
     """The trainers of one job, which move in lockstep as under the training hook."""
 
-    def __init__(self, trainers: Sequence[Trainer], *, protect: str = "auto", slots: int = 3, job: str = JOB) -> None:
+    def __init__(
+        self,
+        trainers: Sequence[Trainer],
+        *,
+        protect: str = "auto",
+        slots: int = 3,
+        job: str = JOB,
+        identity: JobRun = UNNAMED,
+    ) -> None:
+        self.identity = identity
         self.trainers = {trainer.coord: trainer for trainer in trainers}
         self.job = job
         self.epoch = 0
@@ -506,9 +518,10 @@ class Run:
     def start(self, epoch: int = 1) -> Run:
         """Enter an epoch and reserve memory on every node."""
         self.epoch = epoch
-        self.layout = arrange(self.job, epoch, [t.rank() for t in self], self._protect, self._slots)
+        ranks = [t.rank() for t in self]
+        self.layout = arrange(self.job, epoch, ranks, self._protect, self._slots, run=self.identity)
         for trainer in self:
-            trainer.client.join(epoch)
+            trainer.client.join(epoch, None if self.identity is UNNAMED else Start(epoch, 0, run=self.identity))
         for trainer in self:
             trainer.client.configure(self.layout)
         return self
@@ -556,11 +569,18 @@ class Run:
         return plan
 
 
-def run_on(smps: Sequence[SmpProcess], sizes: Sequence[Sequence[int]], **options: Any) -> Run:
+def run_on(
+    smps: Sequence[SmpProcess],
+    sizes: Sequence[Sequence[int]],
+    *,
+    epoch: int = 1,
+    identity: JobRun = UNNAMED,
+    **options: Any,
+) -> Run:
     """A job in its first epoch; ``sizes[i]`` are the elements of the shards on node i: ``dp0``, ``dp1``, ..."""
     places = [(smp, elements) for smp, row in zip(smps, sizes, strict=True) for elements in row]
-    trainers = [Trainer(smp, f"dp{rank}", elements) for rank, (smp, elements) in enumerate(places)]
-    return Run(trainers, job=smps[0].job, **options).start()
+    trainers = [Trainer(smp, f"dp{rank}", elements, identity.id) for rank, (smp, elements) in enumerate(places)]
+    return Run(trainers, job=smps[0].job, identity=identity, **options).start(epoch)
 
 
 # ---------------------------------------------------------------------- contents of arenas

@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.cli.arguments import arena_folder
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.identity import epoch_text
 
 FORMATS = ("safetensors", "dcp")
 
@@ -125,7 +126,7 @@ def _write_safetensors(folder: Path, slots: Any, source: Any) -> int:
     by_coord = {slot.coord: slot for slot in slots}
     count = 0
     for coord, tensors in whole_tensors(slots).items():
-        notes = {"job": source.layout.job, "coord": coord, "epoch": str(source.snapshot.epoch)}
+        notes = {"job": source.layout.job, "coord": coord, "epoch": epoch_text(source.snapshot.epoch)}
         notes |= {"step": str(source.snapshot.step), "format": "pt"}
         write_safetensors(folder / f"{coord}.safetensors", tensors, by_coord, notes)
         (folder / f"{coord}.json").write_text(json.dumps(by_coord[coord].record) + "\n")
@@ -147,7 +148,7 @@ def _list(parsed: argparse.Namespace, console: Any) -> int:
     for heading in ("job", "step", "epoch", "shards", "bytes", "stored", ""):
         table.add_column(heading, justify="left" if heading in ("job", "") else "right")
     for each in found:
-        numbers = (each.snapshot.step, each.snapshot.epoch, each.shards, each.bytes, each.stored_bytes)
+        numbers = (each.snapshot.step, epoch_text(each.snapshot.epoch), each.shards, each.bytes, each.stored_bytes)
         table.add_row(each.job, *(f"{number:,}" for number in numbers), each.why_not)
     console.print(table if found else "there is nothing")
     write_json(parsed.json, [asdict(each) for each in found])

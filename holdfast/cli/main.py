@@ -16,6 +16,7 @@ from holdfast.cli import (
     drain,
     export,
     gc,
+    give_up,
     matrix,
     plan,
     profile,
@@ -29,7 +30,25 @@ from holdfast.cli.lifetime import run_to_the_end
 from holdfast.cli.output import report
 
 COMMANDS = (
-    *(demo, matrix, audit, status, smp, drain, export, gc, deploy, doctor, bench, chaos, plan, profile, tune, simulate),
+    *(
+        demo,
+        matrix,
+        audit,
+        status,
+        smp,
+        drain,
+        give_up,
+        export,
+        gc,
+        deploy,
+        doctor,
+        bench,
+        chaos,
+        plan,
+        profile,
+        tune,
+        simulate,
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
 from holdfast.smp_daemon.__main__ import add_options, parse_grace, settings_of
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, find_owners, socket_path
 from holdfast.smp_daemon.shared.spawn import (
     find_leftovers,
@@ -164,7 +165,8 @@ def _status(parsed: argparse.Namespace) -> int:
             newest = max((snapshot for snapshot, _ in held.shards), default=None)
             lines, code = (
                 [
-                    f"SMP {owner.pid} of job {job} on {owner.node}: up {status.up_s:,.0f} s, epoch {held.epoch}, "
+                    f"SMP {owner.pid} of job {job} on {owner.node}: up {status.up_s:,.0f} s, "
+                    f"epoch {epoch_text(held.epoch)}, "
                     f"{held.trainers} connections of trainers" + (", leaving" if held.leaving else ""),
                     f"{owner.host}: bytes {owner.bulk_port}, gRPC {owner.control_port}, page {owner.http_port}"
                     + "".join(f"; {host}: bytes {port}" for host, port in owner.more_bulk),

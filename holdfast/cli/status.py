@@ -18,6 +18,7 @@ from holdfast.cli.output import add_json, columns, console_of, say, write_json
 from holdfast.cli.smp import no_arena_message
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
+from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, arena_path, find_owners
 from holdfast.smp_daemon.shared.quantities import amount
 
@@ -101,7 +102,12 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
     parts += [Text(trouble, style=COLOURS[-1]) for trouble in overview.alarms]
     version = f"holdfast {owner.version or 'of unknown version'}"
-    parts.append(Text(f"{owner.url if owner.http_port else 'no page'}, {version}", style="dim"))
+    run = "" if overview.run is None else f", run {overview.run}"
+    parts.append(Text(f"{owner.url if owner.http_port else 'no page'}, {version}{run}", style="dim"))
+    parts += [
+        Text(f"{each} is an older run, which no restart goes on with: `holdfast give-up` drops it", style="yellow")
+        for each in overview.older_runs
+    ]
     parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
     parts += [Text(overview.repeats, style="yellow")] if overview.repeats else []
     older = ", ".join(f"{snapshot.step:,}" for snapshot in overview.older)
@@ -116,9 +122,9 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     parts += [Text(f"{each.inventory.node}: {each.reserving}") for each in overview.statuses if each.reserving]
     parts += [Text(recovery_line(recovery)) for recovery in overview.recoveries[:2]]
     rows = []
-    for status in overview.statuses:
+    for status, own in zip(overview.statuses, overview.inventories, strict=True):
         held, counters = status.inventory, status.counters
-        newest = max((snapshot for snapshot, _ in held.shards), default=None)
+        newest = max((snapshot for snapshot, _ in own.shards), default=None)
         damaged = f"{counters['units_damaged']:,}"
         if counters["units_repaired"]:
             damaged += f" ({counters['units_repaired']:,} repaired)"
@@ -146,7 +152,8 @@ def recovery_line(recovery: dict[str, Any]) -> str:
     slowest = recovery["nodes"][0]
     spans = ", ".join(f"{name} {seconds:,.2f}" for name, seconds in slowest["spans"])
     verb = "went" if recovery["done"] else "is going"
+    epoch = epoch_text(recovery["epoch"])
     return (
-        f"epoch {recovery['epoch']} {verb} back to step {recovery['step']:,} in {recovery['seconds']:,.2f} s "
+        f"epoch {epoch} {verb} back to step {recovery['step']:,} in {recovery['seconds']:,.2f} s "
         f"({slowest['node']}: {spans}); {recovery['bytes_fetched'] / 1e6:,.1f} MB fetched"
     )

@@ -10,13 +10,14 @@ from prometheus_client.registry import Collector
 
 from holdfast.smp_daemon.ops.overview import Overview
 from holdfast.smp_daemon.ops.status import Status
+from holdfast.smp_daemon.shared.identity import starts_until
 from holdfast.smp_daemon.shared.inventory import Inventory
 
 GAUGES = {
     "holdfast_up_seconds": "how long the SMP has run",
     "holdfast_build_info": "1; its labels say which version of holdfast this is, and which protocol it speaks",
     "holdfast_impaired_parts": "optional parts (page, log) that do not work as they were asked to: see the status",
-    "holdfast_epoch": "newest epoch, which is one more at every start of the job",
+    "holdfast_epoch": "number of starts of the job that this SMP knows of",
     "holdfast_connections": "connections of trainers to this SMP: two per trainer",
     "holdfast_sealed_step": "newest step that this node has sealed; if all have, a crash of processes goes back to it",
     "holdfast_sealed_age_seconds": "seconds since the newest sealed step was sealed",
@@ -124,7 +125,7 @@ def _gauges(mine: Status) -> dict[str, float | None]:
         "holdfast_up_seconds": mine.up_s,
         "holdfast_build_info": 1,
         "holdfast_impaired_parts": len(mine.impaired),
-        "holdfast_epoch": inventory.epoch,
+        "holdfast_epoch": starts_until(inventory.epoch),
         "holdfast_connections": inventory.trainers,
         "holdfast_sealed_step": sealed.step if sealed else None,
         "holdfast_sealed_age_seconds": dict(mine.ages_s).get(sealed) if sealed else None,

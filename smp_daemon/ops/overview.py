@@ -11,9 +11,13 @@ from holdfast.smp_daemon.recovery.inventories import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
 from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
 from holdfast.smp_daemon.shared.crash_loop import current_crash_loop
+from holdfast.smp_daemon.shared.identity import Run
+from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent
+from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.plan import newest_protected, whole_snapshots
+from holdfast.smp_daemon.shared.runs import SeenRun, given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
 
 EVENTS_SHOWN = 30
@@ -28,6 +32,8 @@ class Overview:
         silent: nodes of the newest layout whose SMP does not answer.
         lost: nodes of this epoch that do not answer and that the others have regrouped without.
         snapshots: every snapshot that a restart might go back to, the newest first.
+        runs: the runs of the job that these SMPs hold something of, the newest first. A restart goes on with the first,
+            and everything else here is of that one.
     """
 
     job: str
@@ -35,6 +41,22 @@ class Overview:
     silent: tuple[str, ...]
     snapshots: tuple[Redundancy, ...]
     lost: tuple[str, ...] = ()
+    runs: tuple[SeenRun, ...] = ()
+
+    @property
+    def run(self) -> Run | None:
+        """The run that a restart goes on with; None: there is none yet."""
+        return self.runs[0].run if self.runs else None
+
+    @property
+    def inventories(self) -> list[Inventory]:
+        """What the SMPs hold of that run."""
+        return own_inventories([status.inventory for status in self.statuses], self.run)
+
+    @property
+    def older_runs(self) -> list[SeenRun]:
+        """Runs that a restart does not go on with, and of which snapshots are still held."""
+        return [each for each in self.runs[1:] if each.has_state]
 
     @property
     def trainerless_s(self) -> float | None:
@@ -80,15 +102,14 @@ class Overview:
     @property
     def repeats(self) -> str:
         """The crash loop to show to operators, in words, see `current_crash_loop`; empty if there is none."""
-        loop = current_crash_loop([status.inventory for status in self.statuses])
+        loop = current_crash_loop(self.inventories)
         return str(loop) if loop is not None else ""
 
     @property
     def older(self) -> list[SnapshotId]:
         """Whole snapshots that only ``HOLDFAST_RESTORE_STEP`` goes back to, the newest first."""
-        inventories = [status.inventory for status in self.statuses]
-        protected = newest_protected(inventories)
-        return [each for each in whole_snapshots(inventories) if protected is not None and each < protected]
+        protected = newest_protected(self.inventories)
+        return [each for each in whole_snapshots(self.inventories) if protected is not None and each < protected]
 
     @property
     def tiers(self) -> list[str]:
@@ -130,6 +151,8 @@ class Overview:
         digests = {layout.digest for status in self.statuses for layout in status.inventory.layouts.values()}
         return {
             "job": self.job,
+            "run": None if self.run is None else to_plain(self.run),
+            "older_runs": [str(each) for each in self.older_runs],
             "at": time.time(),
             "safe": self.sentence(),
             "after_a_crash": self._told(self.newest),
@@ -195,5 +218,8 @@ def look(job: str, first: Address) -> Overview:
     answering = {status.inventory.node for status in statuses}
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
     lost = sorted(gone - answering - {node.name for node in newest.nodes}) if newest else []
-    held = redundancies([status.inventory for status in statuses])
-    return Overview(job, tuple(statuses), tuple(silent), tuple(held), tuple(lost))
+    inventories = [status.inventory for status in statuses]
+    over = given_up(inventories)
+    runs = [each for each in runs_in_reach(inventories) if each.run.id not in over]
+    held = redundancies(own_inventories(inventories, runs[0].run if runs else None))
+    return Overview(job, tuple(statuses), tuple(silent), tuple(held), tuple(lost), tuple(runs))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.identity import epoch_text
 
 if TYPE_CHECKING:
     from holdfast.smp_daemon.shared.layout import SnapshotId  # this imports NumPy, which starts threads
@@ -55,7 +56,7 @@ def identify(**fields: Any) -> None:
 
 def about(snapshot: SnapshotId | None = None, **fields: Any) -> dict[str, Any]:
     """The fields of an event, to be passed as ``extra`` to a logging call."""
-    place = {"epoch": snapshot.epoch, "step": snapshot.step} if snapshot is not None else {}
+    place = {"epoch": epoch_text(snapshot.epoch), "step": snapshot.step} if snapshot is not None else {}
     return {**place, "fields": fields}
 
 

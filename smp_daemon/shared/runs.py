@@ -157,20 +157,18 @@ def own_run(seen: Sequence[SeenRun], wanted: str = "", gone: Collection[str] = (
         )
     if not choices:
         return None
-    first = choices[0]
-    rivals = [
-        each
-        for each in choices[1:]
-        if first.run.begun_s - each.run.begun_s < SAME_TIME_S and each.run.id not in first.run.follows
+    first = choices[0].run
+    together = [
+        each for each in choices if first.begun_s - each.run.begun_s < SAME_TIME_S and each.run.id not in first.follows
     ]
-    rivals = [each for each in rivals if each.has_state and first.has_state]
-    if rivals:
+    rivals = [each for each in together if each.has_state]
+    if len(rivals) > 1:
         raise ConfigError(
-            "two runs of this job were begun at about the same time, on nodes that did not know of each other, and "
-            f"both are in reach: {named([first, *rivals])}. Choose the one to go on with by {RUN_ENV}=ID, or give the "
-            f"other up by {GIVE_UP_ENV}=ID"
+            "runs of this job were begun at about the same time, on nodes that did not know of each other, and all are "
+            f"in reach: {named(rivals)}. Choose the one to go on with by {RUN_ENV}=ID, or give others up by "
+            f"{GIVE_UP_ENV}=ID"
         )
-    return first
+    return rivals[0] if rivals else choices[0]
 
 
 def others_with_state(seen: Sequence[SeenRun], own: SeenRun | None, gone: Collection[str] = ()) -> list[SeenRun]:

@@ -1,0 +1,92 @@
+"""``holdfast give-up``: say that runs of a job are over, so that the next start begins anew."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from holdfast.cli.arguments import arena_folder
+from holdfast.cli.drain import parse_at
+from holdfast.cli.output import add_json, write_json
+from holdfast.cli.status import gather
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound
+from holdfast.smp_daemon.shared.messages import GiveUpRuns
+from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, named
+
+DEADLINE_S = 30.0
+"""Timeout for the answer of one SMP, in seconds. It deletes files, and moves no bytes."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    give_up = commands.add_parser(
+        "give-up",
+        help="say that runs of a job are over: their snapshots are dropped",
+        description="Drops the snapshots of runs of a job on all nodes that answer, and has these tell every later "
+        "start that the runs are over, so that nodes that come back are known as old. The next start begins anew. "
+        f"Refused while trainers of such a run are connected. {GIVE_UP_ENV}=RUN does the same for a start whose nodes "
+        "do not run yet. What was persisted stays where it is.",
+    )
+    give_up.add_argument(
+        "runs", nargs="*", metavar="RUN", help="ids, as `holdfast status` tells them (default: the only run)"
+    )
+    give_up.add_argument("--job", required=True, help="id of the job")
+    give_up.add_argument(
+        "--arena",
+        type=arena_folder,
+        help="where to look for SMPs of the job on this machine (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)",
+    )
+    give_up.add_argument("--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine")
+    add_json(give_up)
+    give_up.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """``holdfast give-up``."""
+    overview = _job_of(parsed)
+    ids = _chosen(overview, parsed.runs)
+    out = sys.stderr if parsed.json == "-" else sys.stdout
+    told: dict[str, str] = {}
+    with PeerClient(overview.job) as peers:
+        for status in overview.statuses:
+            node = status.inventory.node
+            try:
+                peers.ask(status.inventory.control, GiveUpRuns(job=overview.job, runs=ids), DEADLINE_S)
+                told[node] = ""
+                print(f"{node}: run {', '.join(ids)} is given up", file=out)
+            except HoldfastError as error:
+                told[node] = str(error)
+                print(f"{node}: not given up: {error}", file=out)
+    for name in (*overview.silent, *overview.lost):
+        print(f"{name} does not answer: if it comes back, the next start's nodes know its run as old", file=out)
+    write_json(parsed.json, {"job": overview.job, "runs": list(ids), "nodes": told})
+    return int(any(told.values()))
+
+
+def _job_of(parsed: argparse.Namespace) -> Overview:
+    if parsed.at:
+        return look(parsed.job, parse_at(parsed.at))
+    for _, overview in gather(parsed.arena, parsed.job):
+        return overview
+    raise NotFound(
+        f"no SMP of job {parsed.job!r} is on this machine: name one with --at HOST:PORT, or start the job with "
+        f"{GIVE_UP_ENV}=RUN"
+    )
+
+
+def _chosen(overview: Overview, wanted: list[str]) -> tuple[str, ...]:
+    known = {each.run.id for each in overview.runs}
+    if unknown := sorted(set(wanted) - known):
+        raise ConfigError(
+            f"run {', '.join(unknown)} is not among those of job {overview.job!r}: {named(overview.runs) or 'none'}"
+        )
+    if wanted:
+        return tuple(wanted)
+    if len(known) != 1:
+        raise ConfigError(
+            f"job {overview.job!r} has {len(known)} runs in reach: {named(overview.runs) or 'none'}. Say which one"
+        )
+    return tuple(known)
