@@ -19,7 +19,7 @@ from holdfast.export.tensors import SlotCopy, read_slot, whole_tensors, write_sa
 from holdfast.smp_daemon.persist.place import open_place
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, write_stamp
 from tests.smp_kit import JOB, Ground, Run, playground, run_on
 from tests.test_persister import await_persisted, persist
 
@@ -121,7 +121,7 @@ def slot_of(coord: str, leaves: list[Leaf], shared: list[Leaf]) -> SlotCopy:
     offset, capacity = form.record
     record = {"coord": coord, "fixed": {"shared": {leaf.name: [leaf.dtype, list(leaf.shape)] for leaf in shared}}}
     view[offset : offset + capacity] = json.dumps(record).encode().ljust(capacity)
-    return read_slot(coord, view)
+    return read_slot(coord, view, read_format(view)[0])
 
 
 def test_parts_of_replicas_are_put_together_in_each_replica_set(tmp_path: Path) -> None:

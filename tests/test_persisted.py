@@ -160,8 +160,8 @@ def test_what_memory_still_has_is_taken_first(launcher: Launcher, place: Path, u
 def test_storage_that_cannot_be_seen_is_no_reason_to_begin_anew(launcher: Launcher, place: Path) -> None:
     def break_it(event: Event) -> None:
         if event["kind"] == "fault":
-            shutil.rmtree(place / JOB)
-            (place / JOB).write_text("in the way")
+            shutil.rmtree(place)
+            place.write_text("in the way")
 
     cluster = make(launcher, place, on_event=break_it)
     cluster.kill_node(0, 1, 2, at="train.step", step=LOST_AT)

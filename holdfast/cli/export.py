@@ -148,8 +148,8 @@ def _list(parsed: argparse.Namespace, console: Any) -> int:
     for heading in ("job", "step", "epoch", "shards", "bytes", "stored", ""):
         table.add_column(heading, justify="left" if heading in ("job", "") else "right")
     for each in found:
-        numbers = (each.snapshot.step, epoch_text(each.snapshot.epoch), each.shards, each.bytes, each.stored_bytes)
-        table.add_row(each.job, *(f"{number:,}" for number in numbers), each.why_not)
+        step, *sizes = (f"{n:,}" for n in (each.snapshot.step, each.shards, each.bytes, each.stored_bytes))
+        table.add_row(each.job, step, epoch_text(each.snapshot.epoch), *sizes, each.why_not)
     console.print(table if found else "there is nothing")
     write_json(parsed.json, [asdict(each) for each in found])
     return 0 if found else 1

@@ -11,7 +11,7 @@ from typing import Protocol
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.place import PersistPlace
-from holdfast.smp_daemon.persist.reading import find_runs, read_shard
+from holdfast.smp_daemon.persist.reading import find_runs, read_shard, runs_at
 from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.counters import Counters
@@ -159,7 +159,7 @@ def from_place(place: PersistPlace, job: str | None, step: int | None) -> Persis
 def list_place(place: PersistPlace, job: str | None) -> list[Listed]:
     """Every snapshot at a place, by job, the newest first."""
     found = []
-    for name in [job] if job else sorted(place.directories("")):
+    for name in [job] if job else sorted({of for of, _ in runs_at(place)}):
         for each in (found_ for run in find_runs(place, name) for found_ in run.snapshots):
             whole = each.manifest
             if whole is None:
@@ -170,7 +170,7 @@ def list_place(place: PersistPlace, job: str | None) -> list[Listed]:
 
 
 def _only_job(place: PersistPlace) -> str:
-    jobs = place.directories("")
+    jobs = sorted({of for of, _ in runs_at(place)})
     if len(jobs) != 1:
-        raise ConfigError(f"{place.name} has snapshots of {sorted(jobs) or 'no job'}: say which with --job")
+        raise ConfigError(f"{place.name} has snapshots of {jobs or 'no job'}: say which with --job")
     return jobs[0]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.export.source import ShardSource
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
-from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_record
+from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_record
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.shares import Part, missing, parse_part
 
@@ -50,12 +51,12 @@ def fetch(source: ShardSource, folder: Path) -> Iterator[SlotCopy]:
             file.truncate(source.layout.shard_bytes(coord))
             mapped = mmap.mmap(file.fileno(), 0)
         source.fill(coord, memoryview(mapped))
-        yield read_slot(coord, memoryview(mapped))
+        view = memoryview(mapped)
+        yield read_slot(coord, view, believe_slot(view, Claim.of_shard(source.snapshot, coord, source.layout)))
 
 
-def read_slot(coord: str, view: memoryview) -> SlotCopy:
-    """Parse a slot file. Raises `ProtocolError` if these bytes are none."""
-    form, _ = read_format(view)
+def read_slot(coord: str, view: memoryview, form: SlotFormat) -> SlotCopy:
+    """Parse the record of a slot file of that format. Raises `ProtocolError` if it is none."""
     try:
         record = json.loads(read_record(view, form))
     except (ValueError, RecursionError) as error:

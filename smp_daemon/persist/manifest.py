@@ -2,12 +2,11 @@
 
 ::
 
-    <place>/<job>/<run>/
-        run.json              the run, and the addresses of the SMPs that write here
-        e<epoch>-s<step>/
-            <coord>.shard     one per shard
-            node-<i>.json     lists what node i of the layout has written and read back
-            snapshot.json     the layout, and every shard's length; made when all nodes' lists are there
+    <place>/<job>.<run>.json      the run, and the addresses of the SMPs that write here
+    <place>/<job>.<run>/e<epoch>-s<step>/
+        <coord>.shard             one per shard
+        node-<i>.json             lists what node i of the layout has written and read back
+        snapshot.json             the layout, and every shard's length; made when all nodes' lists are there
 
 Each run of a job has a folder of its own, so no run touches what another has persisted. A snapshot's directory counts
 only if it has ``snapshot.json`` and every shard has the length stated in it. Any node that sees all lists writes
@@ -25,13 +24,12 @@ from typing import Any
 import xxhash
 
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError
-from holdfast.smp_daemon.shared.identity import Run
+from holdfast.smp_daemon.shared.identity import Run, is_run_id
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_COUNT
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, is_identifier
 from holdfast.smp_daemon.shared.plain import Address, Count, from_plain, to_plain
 
 SNAPSHOT = "snapshot.json"
-RUN = "run.json"
 MAX_MANIFEST_BYTES = 64 << 20
 _NODE = re.compile(r"node-\d{5,}\.json")
 _DIRECTORY = re.compile(r"e(\d{1,16})-s(\d{1,16})")
@@ -39,7 +37,18 @@ _DIRECTORY = re.compile(r"e(\d{1,16})-s(\d{1,16})")
 
 def run_folder(job: str, run: str) -> str:
     """The folder of a run; `run` is its id."""
-    return f"{job}/{run}"
+    return f"{job}.{run}"
+
+
+def run_file(job: str, run: str) -> str:
+    """The file that says which run has that folder."""
+    return f"{run_folder(job, run)}.json"
+
+
+def run_of(name: str) -> tuple[str, str] | None:
+    """The job and the run of a folder, or of the file of a run; None if the name is not of this form."""
+    job, _, run = name.removesuffix(".json").rpartition(".")
+    return (job, run) if is_identifier(job) and is_run_id(run) else None
 
 
 def folder(job: str, run: str, snapshot: SnapshotId) -> str:

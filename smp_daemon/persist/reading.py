@@ -11,8 +11,8 @@ from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, P
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_header, read_units
 from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
-from holdfast.smp_daemon.shared.identity import Run, is_run_id
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError, ProtocolError
+from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import Address, from_plain
@@ -50,24 +50,37 @@ class FoundRun:
 
 def find_runs(place: PersistPlace, job: str) -> list[FoundRun]:
     """What a place has of each run of a job, the newest run first. Blocks; raises `PlaceError`."""
-    found = [_find_run(place, job, name) for name in place.directories(job) if is_run_id(name)]
+    found = []
+    files = place.files("")
+    for of, run in runs_at(place):
+        if of == job:
+            told = _told(place, job, run) if manifest.run_file(job, run) in files else None
+            snapshots = tuple(find(place, job, run))
+            known = [each.manifest.layout.run for each in snapshots if each.manifest is not None]
+            known += [told.run] if told is not None else []
+            newest = max(known, key=lambda each: each.begun_s, default=Run(run, 0))
+            found.append(FoundRun(newest, snapshots, told.at if told is not None else ()))
     return sorted(found, key=lambda each: (each.run.begun_s, each.run.id), reverse=True)
 
 
-def _find_run(place: PersistPlace, job: str, run: str) -> FoundRun:
-    found = find(place, job, run)
-    known = [each.manifest.layout.run for each in found if each.manifest is not None]
-    at: tuple[Address, ...] = ()
+def _told(place: PersistPlace, job: str, run: str) -> RunFile | None:
+    """What the file of a run says; None if it is damaged."""
+    path = manifest.run_file(job, run)
     try:
-        if manifest.RUN in place.files(manifest.run_folder(job, run)):
-            content = place.read(f"{manifest.run_folder(job, run)}/{manifest.RUN}", MAX_MANIFEST_BYTES)
-            file = from_plain(RunFile, manifest.unseal(content), "the file of a run")
-            if file.run.id == run:
-                known.append(file.run)
-                at = file.at
+        told = from_plain(RunFile, manifest.unseal(place.read(path, MAX_MANIFEST_BYTES)), "the file of a run")
+        if told.run.id == run:
+            return told
+        reason = f"it is of run {told.run}"
     except (DamagedSnapshot, ProtocolError) as error:
-        log.warning("%s of run %s at %s is damaged and is not used: %s", manifest.RUN, run, place.name, error)
-    return FoundRun(max(known, key=lambda each: each.begun_s, default=Run(run, 0)), tuple(found), at)
+        reason = str(error)
+    log.warning("%s at %s is not used: %s", path, place.name, reason)
+    return None
+
+
+def runs_at(place: PersistPlace) -> list[tuple[str, str]]:
+    """The job and the run of everything at a place, sorted. Blocks; raises `PlaceError`."""
+    names = {*place.directories(""), *place.files("")}
+    return sorted({named for named in map(manifest.run_of, names) if named is not None})
 
 
 def find(place: PersistPlace, job: str, run: str) -> list[Found]:
@@ -104,7 +117,7 @@ def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) 
         return False
     try:
         writers = int(manifest.unseal(place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES))["writers"])
-    except (DamagedSnapshot, LookupError, TypeError, ValueError):
+    except (DamagedSnapshot, PlaceError, LookupError, TypeError, ValueError):
         return True
     return len(names) >= writers
 

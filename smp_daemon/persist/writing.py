@@ -121,7 +121,7 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
 
 def note_run(place: PersistPlace, layout: Layout) -> None:
     """Note at the place which run persists there, and where its SMPs are. Blocks. Raises `PlaceError`."""
-    with place.create(f"{manifest.run_folder(layout.job, layout.run.id)}/{manifest.RUN}") as file:
+    with place.create(manifest.run_file(layout.job, layout.run.id)) as file:
         file.write(manifest.seal(to_plain(RunFile.of(layout))))
 
 

@@ -7,7 +7,7 @@ believed if that is what was asked for, by a layout of the snapshot's epoch. Eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.smp_daemon.shared.identity import epoch_text
@@ -77,8 +77,9 @@ def parity_part(tag: str, position: int) -> str:
 def believe(claim: Claim, expected: Claim) -> None:
     """Raise `NotOurs` unless bytes with that claim are those that were asked for."""
     said = claim.unit_bytes is not None and expected.unit_bytes is not None
-    if replace(claim, unit_bytes=None) != replace(expected, unit_bytes=None) or (
-        said and claim.unit_bytes != expected.unit_bytes
+    units = claim.unit_bytes == expected.unit_bytes if said else True
+    if not units or (claim.run, claim.snapshot, claim.part, claim.bytes) != (
+        *(expected.run, expected.snapshot, expected.part, expected.bytes),
     ):
         raise NotOurs(f"these bytes are {claim}; what was asked for is {expected}")
 

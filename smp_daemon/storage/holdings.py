@@ -216,15 +216,18 @@ class Holdings:
 
     def commit_shard(self, pool: SlotFilePool, slot: Slot, record: ShardRecord) -> None:
         """Commit a shard: from now on it is held, sealed."""
-        with self._lock:
-            pool.commit(slot, to_plain(record))
-            self._add(ShardKey(record.snapshot, record.coord), record)
+        self._commit(pool, slot, ShardKey(record.snapshot, record.coord), record)
 
     def commit_parity(self, pool: SlotFilePool, slot: Slot, record: ParityRecord) -> None:
         """Commit a complete parity slot: from now on it is held."""
+        self._commit(pool, slot, ParityKey(record.snapshot, record.group, record.position), record)
+
+    def _commit(self, pool: SlotFilePool, slot: Slot, key: Key, record: Record) -> None:
+        """Nothing is held that is not believed, so nothing else is read, sent or counted. Raises `NotOurs`."""
         with self._lock:
+            believe(Claim.of_record(record), self._expected(key))
             pool.commit(slot, to_plain(record))
-            self._add(ParityKey(record.snapshot, record.group, record.position), record)
+            self._add(key, record)
 
     @contextmanager
     def receiving_shard(
@@ -367,6 +370,7 @@ class Holdings:
             key = ShardKey(record.snapshot, record.coord)
         if self._pool(key) is not pool or not _fits(record, slot.bytes):
             raise ProtocolError(f"the commit record of {key} does not fit its slot")
+        believe(Claim.of_record(record), self._expected(key))
         slot.snapshot = record.snapshot
         slot.state = SlotState.SEALED
         self._records[key] = record
