@@ -20,13 +20,16 @@ from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
 from holdfast.smp_daemon.shared.addresses import check_own, parse_hosts
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import LOOPBACK, Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import RELEASE
 
 START_DEADLINE_S = 10.0
+
+log = get_log(__name__)
 
 
 class Smp(Core):
@@ -56,12 +59,12 @@ class Smp(Core):
 
         Raises:
             ConfigError: the arena or a port is in use, or an address is not available.
-            ProtocolError: the arena belongs to another job or node.
+            ConfigError: the arena belongs to another job or node.
         """
         host, *others = parse_hosts(host)
         check_own((host, *others), system)
         super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
-        before = read_owner(arena, system)
+        before = self._predecessor(arena)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
         sockets = [bind_tcp(host, bulk_port, system)]
@@ -100,6 +103,13 @@ class Smp(Core):
         )
         failpoint("start.serving")
         self.rejoiner.start(self.store)
+
+    def _predecessor(self, arena: Path) -> Owner | None:
+        try:
+            return read_owner(arena, self.system)
+        except ProtocolError as error:  # only its ports are lost; the file is written again below
+            log.warning("this SMP may get other ports than the one before: %s", error)
+            return None
 
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""

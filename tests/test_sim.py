@@ -38,6 +38,7 @@ from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
 from holdfast.chaos.sim.trainer import Bytes
 from holdfast.chaos.sim.turns import ORDERS, Recorder, Replayed, Uniform
+from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume import restore
@@ -357,7 +358,7 @@ def _sealed_everywhere(found: list[str]) -> Oracle:
     disk = Disk()
     arena = MemoryPath(disk, "", "arena")
     arena.mkdir(mode=0o700)
-    (arena / "node.json").write_bytes(b'{"epoch": 1}')
+    (arena / "node.json").write_bytes(encode_digested({"epoch": 1}))
     oracle = Oracle(lambda check, message: found.append(check))
     layout = _layout(1, ("a", "b"))
     layout["nodes"] = [{"name": "a", "shards": [{"coord": "dp0"}]}, {"name": "b", "shards": []}]

@@ -49,7 +49,7 @@ def look(place: PersistPlace, job: str, snapshot: SnapshotId) -> Found:
     if SNAPSHOT not in files:
         return Found(snapshot, None, "not all of its nodes have written their part")
     try:
-        whole = PersistManifest.from_json(manifest.unseal(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
+        whole = PersistManifest.from_json(manifest.read(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
     except DamagedSnapshot as error:
         return Found(snapshot, None, f"its manifest is damaged: {error}")
     if whole.snapshot != snapshot or whole.layout.job != job:

@@ -15,6 +15,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.shared.records import ShardRecord, digest
 from holdfast.smp_daemon.shared.slotfile import read_format
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
@@ -44,7 +45,7 @@ def write_node(
         for shard in layout.nodes[index].shards
     }
     with place.create(f"{folder}/{manifest.node_name(index)}") as file:
-        file.write(manifest.seal(manifest.node_list(snapshot, stored)))
+        file.write(encode_digested(manifest.node_list(snapshot, stored)))
     return stored
 
 
@@ -94,12 +95,12 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     if missing:
         return missing
     names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
-    lists = [manifest.unseal(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
+    lists = [manifest.read(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
     whole = manifest.combine(snapshot, layout, lists)
     if gone := whole.missing(files):
         raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")
     with place.create(f"{folder}/{SNAPSHOT}") as file:
-        file.write(manifest.seal(whole.to_json()))
+        file.write(encode_digested(whole.to_json()))
     return []
 
 

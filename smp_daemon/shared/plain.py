@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import xxhash
 import zstandard
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
@@ -80,6 +81,23 @@ def _read(decoder: msgspec.json.Decoder[T], data: object, name: str) -> T:
 def encode_json(value: object) -> bytes:
     """The result of `to_plain` as JSON."""
     return msgspec.json.encode(value)
+
+
+def encode_digested(value: object) -> bytes:
+    """`value` as JSON in one line, and the xxh3-128 of that line in a second one: for files, whose bits may flip."""
+    text = encode_json(value)
+    return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+
+
+def decode_digested(content: bytes) -> Any:
+    """The inverse of `encode_digested`. Raises `ProtocolError`, which says "it ..."."""
+    text, _, rest = content.partition(b"\n")
+    if rest != xxhash.xxh3_128_hexdigest(text).encode() + b"\n":
+        raise ProtocolError("it does not match its digest")
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise ProtocolError(f"it is not JSON: {error}") from error
 
 
 def decode_json(kind: type[T], text: bytes | bytearray | str, name: str) -> T:
