@@ -64,7 +64,7 @@ class Smp(Core):
         host, *others = parse_hosts(host)
         check_own((host, *others), system)
         super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
-        before = self._predecessor(arena)
+        before = self._predecessor(job, node)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
         sockets = [bind_tcp(host, bulk_port, system)]
@@ -104,12 +104,19 @@ class Smp(Core):
         failpoint("start.serving")
         self.rejoiner.start(self.store)
 
-    def _predecessor(self, arena: Path) -> Owner | None:
+    def _predecessor(self, job: str, node: str) -> Owner | None:
+        """The SMP that served the arena before. If ``smp.json`` is lost, the layout still says where other nodes look
+        for it: on other ports this node would not be protected until the next start."""
         try:
-            return read_owner(arena, self.system)
-        except ProtocolError as error:  # only its ports are lost; the file is written again below
-            log.warning("this SMP may get other ports than the one before: %s", error)
-            return None
+            before = read_owner(self.arena.path, self.system)
+        except ProtocolError as error:
+            log.warning("%s; the ports are taken from the layout", error)
+            before = None
+        layout = self.store.newest_layout()
+        known = {each.name: each for each in layout.nodes}.get(node) if layout is not None else None
+        if before is not None or known is None:
+            return before
+        return Owner(0, 0.0, job, node, known.host, known.control_port, known.bulk_port, more_bulk=known.more_bulk)
 
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""
