@@ -272,25 +272,26 @@ def end(process: psutil.Process) -> None:
 
 def running_owner(arena: Path) -> Owner | None:
     """The owner of `arena` if its process runs, else None. Raises `ProtocolError` if one runs and ``smp.json`` is
-    damaged."""
+    lost."""
     try:
         owner = read_owner(arena)
+        problem = f"{arena / 'smp.json'} is gone"
     except ProtocolError as error:
-        smp = _listening(arena)
-        if smp is None:
-            return None
+        owner, problem = None, str(error)
+    if owner is None and (smp := _listening(arena)) is not None:
         raise ProtocolError(
-            f"{error}. SMP {smp.pid} serves there: end it, and the next one writes that file"
-        ) from error
+            f"{problem}. SMP {smp.pid} serves there: end it with `holdfast smp stop`, and the next one writes that file"
+        )
     return owner if _running(owner) is not None else None
 
 
 def running_process(arena: Path) -> psutil.Process | None:
     """The process of the SMP of `arena`; None if it does not run."""
     try:
-        return _running(read_owner(arena))
+        owner = read_owner(arena)
     except ProtocolError:
-        return _listening(arena)
+        owner = None
+    return _listening(arena) if owner is None else _running(owner)
 
 
 def serves(arena: Path) -> bool:
