@@ -80,8 +80,6 @@ class Board:
         length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + 1) * 8
         try:
             fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
-        except FileNotFoundError:
-            raise
         except OSError as error:
             raise ProtocolError(
                 f"{path} is not a board: {error.strerror}: end this node's SMP with `holdfast smp stop`; the next one "
