@@ -219,12 +219,14 @@ def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> N
 @pytest.mark.parametrize("damage", ["cut", "a directory", "a link to nothing", "a pipe"])
 def test_what_is_no_board_is_refused_by_a_trainer_with_what_to_do(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "board"
-    {
-        "cut": lambda: path.write_bytes(b"x" * 100),
-        "a directory": path.mkdir,
-        "a link to nothing": lambda: path.symlink_to("/nonexistent"),
-        "a pipe": lambda: os.mkfifo(path),
-    }[damage]()
+    if damage == "a directory":
+        path.mkdir()
+    elif damage == "a link to nothing":
+        path.symlink_to("/nonexistent")
+    elif damage == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b"x" * 100)
     with pytest.raises(ProtocolError, match=r"board.*holdfast smp stop"):
         Board(path)
 

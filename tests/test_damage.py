@@ -190,6 +190,7 @@ def test_an_smp_starts_on_any_damage_and_holds_only_what_was_sealed(arena: Path,
         assert everything - lost <= held <= everything
         assert store.epoch == 1
         assert store.protected in ({None, SNAPSHOTS[0]} if file == "node.json" else {SNAPSHOTS[0]})
+    assert [path for path in arena.glob("*.*.json") if not path.with_suffix("").exists()] == [], "records without slots"
     for key in held:
         if isinstance(key, ShardKey) and not holdings.known_damage(key):
             assert holdings.open(key)[0] == content_of(key.snapshot)
@@ -246,16 +247,26 @@ def test_without_node_json_the_epoch_is_the_newest_of_what_is_left(arena: Path) 
     life.store.join(7)
     life.store.configure(Layout(JOB, 7, 0, LAYOUT.nodes, LAYOUT.groups, 1, 1, UNIT, 2))
     life.die()
-    flip(0.5)(arena / "node.json")
+    sealed = SnapshotId(7, 3)
+    for lost in ([], ["layout-7-0.json"]):  # then only the record of a shard says that there was epoch 7
+        for name in ("node.json", *lost):
+            flip(0.5)(arena / name)
+        life = Life(arena)
+        assert life.store.epoch == 7
+        if not lost:
+            life.seal(sealed, keep=SNAPSHOTS[1:])
+        assert life.store.holdings.holds(ShardKey(sealed, "dp0"))
+        assert life.store.holdings.holds(ShardKey(SNAPSHOTS[1], "dp0"))
+        life.die()
+
+
+def test_a_reserve_that_lost_its_memory_gets_it_back(arena: Path) -> None:
+    length = (arena / "reserve").stat().st_size
+    for each in (0, length):
+        os.truncate(arena / "reserve", each)
     life = Life(arena)
-    assert life.store.epoch == 7
-    life.die()
-    for path in arena.glob("layout-7-*"):
-        path.unlink()
-    flip(0.5)(arena / "node.json")
-    life = Life(arena)
-    assert life.store.epoch == 1
-    assert life.store.holdings.holds(ShardKey(SNAPSHOTS[1], "dp0"))
+    life.arena.settle()
+    assert (arena / "reserve").stat().st_blocks * 512 == life.arena.budget.left > 0
     life.die()
 
 

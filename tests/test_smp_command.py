@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.paths import read_owner
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
+from tests.test_damage import DAMAGE
 
 QUICK = ("--scrub", "0", "--regroup-after", "0")
 
@@ -120,12 +120,7 @@ def test_what_a_dead_one_held_can_be_removed(ground: Ground, capsys: pytest.Capt
     assert not arena(ground).exists()
 
 
-LOST: dict[str, Callable[[Path], object]] = {
-    "gone": Path.unlink,
-    "noise": lambda path: path.write_bytes(b"\x00{" * 99),
-    "a directory": lambda path: (path.unlink(), path.mkdir()),
-    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
-}
+LOST = {name: DAMAGE[name] for name in ("gone", "noise", "a directory", "a pipe")}
 
 
 @pytest.mark.parametrize("lost", LOST)
