@@ -41,6 +41,7 @@ OVERFLOW_UID = 65534
 
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
+
 log = get_log(__name__)
 
 

@@ -593,7 +593,8 @@ class Store:
 
         Raises:
             VersionMismatch: it wrote the arena in another format.
-            ProtocolError: the file is damaged, or the arena is another job's or node's.
+            ConfigError: the arena is another job's or node's.
+            ProtocolError: the file is damaged.
         """
         try:
             data = read_json(path, self.system)
