@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.smp_daemon.shared.credentials import access_of, current
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_to
+from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_later, log_to
 from holdfast.smp_daemon.shared.priority import PRIORITIES, make_idle, make_session_nice
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
 
@@ -54,6 +54,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     from holdfast.smp_daemon.shared.addresses import parse_hosts
     from holdfast.smp_daemon.shared.spawn import sweep
 
+    log_later()  # what the SMP finds in its arena is logged there, once it knows that the arena is its own
     try:
         chosen_format()
         http = parse_http(arguments.http)

@@ -20,13 +20,16 @@ from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
 from holdfast.smp_daemon.shared.addresses import check_own, parse_hosts
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import LOOPBACK, Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import RELEASE
 
 START_DEADLINE_S = 10.0
+
+log = get_log(__name__)
 
 
 class Smp(Core):
@@ -56,12 +59,12 @@ class Smp(Core):
 
         Raises:
             ConfigError: the arena or a port is in use, or an address is not available.
-            ProtocolError: the arena belongs to another job or node.
+            ConfigError: the arena belongs to another job or node.
         """
         host, *others = parse_hosts(host)
         check_own((host, *others), system)
         super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
-        before = read_owner(arena, system)
+        before = self._predecessor(job, node)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
         sockets = [bind_tcp(host, bulk_port, system)]
@@ -100,6 +103,20 @@ class Smp(Core):
         )
         failpoint("start.serving")
         self.rejoiner.start(self.store)
+
+    def _predecessor(self, job: str, node: str) -> Owner | None:
+        """The SMP that served the arena before. If ``smp.json`` is lost, the layout still says where other nodes look
+        for it: on other ports this node would not be protected until the next start."""
+        try:
+            before = read_owner(self.arena.path, self.system)
+        except ProtocolError as error:
+            log.warning("%s; the ports are taken from the layout", error)
+            before = None
+        layout = self.store.newest_layout()
+        known = {each.name: each for each in layout.nodes}.get(node) if layout is not None else None
+        if before is not None or known is None:
+            return before
+        return Owner(0, 0.0, job, node, known.host, known.control_port, known.bulk_port, more_bulk=known.more_bulk)
 
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""

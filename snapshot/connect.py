@@ -9,8 +9,8 @@ from pathlib import Path
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import LOOPBACK, arena_path, read_owner, socket_path
-from holdfast.smp_daemon.shared.spawn import start_smp
+from holdfast.smp_daemon.shared.paths import LOOPBACK, arena_path
+from holdfast.smp_daemon.shared.spawn import serves, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.launchers import check_reachable, spanning
 
@@ -35,8 +35,9 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
         start_here(arena, job)
         client = SmpClient(arena, job, coord, system)
     try:
-        if (spans := spanning(os.environ)) and (owner := read_owner(arena, system)) is not None:
-            check_reachable(owner.host, spans, f"SMP {owner.pid} of this node, which `holdfast smp stop` ends, listens")
+        if spans := spanning(os.environ):
+            host = client.inventory().host
+            check_reachable(host, spans, f"SMP {client.pid} of this node, which `holdfast smp stop` ends, listens")
     except BaseException:
         client.close()
         raise
@@ -59,7 +60,7 @@ def start_here(arena: Path, job: str, spans: str = "") -> None:
     try:
         start_smp(job, node, arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
     except ConfigError:
-        if not socket_path(arena).exists():
+        if not serves(arena):
             raise  # else another rank of this node was faster, and its SMP serves
 
 

@@ -59,7 +59,7 @@ class SlotWriter:
         self._kept = newest_whole(inventories)
         self._protected = newest_protected(inventories)
         if self._kept is None:
-            check_nothing_is_left(reach, (), tried=self._protected is not None)
+            check_nothing_is_left(reach, (), promised=self._protected is not None)
         now_s = entered.now_s
         self._run = reach.begun(entered.drawn, now_s) if self._kept is None else reach.continued(now_s)
         self.epoch = next_epoch(max(inventory.epoch for inventory in entered.inventories), entered.drawn)

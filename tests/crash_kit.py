@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.plain import decode_digested, from_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord, digest
 from tests.crash_jobs import END
 from tests.deadlines import DEADLINE_S
@@ -192,9 +192,9 @@ def held_whole(arena: Path) -> set[SnapshotId]:
     parities: set[SnapshotId] = set()
     for path in arena.glob("*.json"):
         if path.name.endswith(".safetensors.json"):
-            record: ShardRecord | ParityRecord = from_plain(ShardRecord, json.loads(path.read_text()))
+            record: ShardRecord | ParityRecord = from_plain(ShardRecord, decode_digested(path.read_bytes()))
         elif path.name.endswith(".parity.json"):
-            record = from_plain(ParityRecord, json.loads(path.read_text()))
+            record = from_plain(ParityRecord, decode_digested(path.read_bytes()))
         else:
             continue
         content = memoryview(path.with_suffix("").read_bytes())

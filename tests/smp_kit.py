@@ -37,6 +37,7 @@ from holdfast.smp_daemon.shared.identity import Run as JobRun
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.paths import Owner, read_owner
+from holdfast.smp_daemon.shared.plain import decode_digested
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
@@ -599,7 +600,7 @@ def parity_file(smp: SmpProcess, snapshot: SnapshotId, tag: str, position: int) 
 def parity_units(smp: SmpProcess, snapshot: SnapshotId, tag: str, position: int) -> list[bytes]:
     """The units of a parity, located by its commit record; bytes between them in the file are undefined."""
     path = parity_file(smp, snapshot, tag, position)
-    record, content = json.loads(record_of(path).read_text()), path.read_bytes()
+    record, content = decode_digested(record_of(path).read_bytes()), path.read_bytes()
     places = [(index * record["unit_bytes"], length) for index, length in enumerate(record["lengths"])]
     assert len(content) == len(places) * record["unit_bytes"], "a slot has a place of a whole unit for each"
     return [content[offset : offset + length] for offset, length in places]
@@ -611,7 +612,7 @@ def record_of(path: Path) -> Path:
 
 
 def _recorded(smp: SmpProcess, snapshot: SnapshotId, pattern: str) -> Path:
-    records = [p for p in smp.arena.glob(pattern) if json.loads(p.read_text())["snapshot"] == list(snapshot)]
+    records = [p for p in smp.arena.glob(pattern) if decode_digested(p.read_bytes())["snapshot"] == list(snapshot)]
     assert len(records) == 1, (pattern, sorted(p.name for p in smp.arena.iterdir()))
     return records[0].with_suffix("")
 

@@ -19,7 +19,7 @@ READS = {"read_format", "read_stamp", "read_header"}
 GIVES = {"view"}
 """Methods of an SMP's pools that give the bytes of a slot."""
 
-ASKS = {"believe", "believe_slot", "_check_slot"}
+ASKS = {"believe", "believe_slot", "_believe", "_check_slot"}
 
 ASKED_BEFORE = {
     "smp_daemon.persist.writing._write_shard": "`Holdings.open` has believed the shard",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, SnapshotOutcome
+from holdfast.smp_daemon.shared.errors import ProtocolError
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)
 
@@ -210,8 +212,30 @@ def test_an_open_board_costs_the_one_file_that_its_mapping_keeps(boards: Pair, t
 
 
 def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ProtocolError, match="is not a board"):
         Board(tmp_path / "board")
+
+
+@pytest.mark.parametrize("damage", ["cut", "a directory", "a link to nothing", "a pipe"])
+def test_what_is_no_board_is_refused_by_a_trainer_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "board"
+    if damage == "a directory":
+        path.mkdir()
+    elif damage == "a link to nothing":
+        path.symlink_to("/nonexistent")
+    elif damage == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b"x" * 100)
+    with pytest.raises(ProtocolError, match=r"board.*holdfast smp stop"):
+        Board(path)
+
+
+def test_a_successor_heeds_no_request_for_quiet_of_before(tmp_path: Path) -> None:
+    boards = Pair(tmp_path / "board")
+    boards.trainer._pauses[:] = 1 << 62  # of nobody that is left to withdraw it
+    assert boards.smp.paused_for(1.0) > 0
+    assert Board(tmp_path / "board", create=True).paused_for(1.0) == 0
 
 
 def test_a_successor_does_not_push_out_what_was_said_last(tmp_path: Path) -> None:

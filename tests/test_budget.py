@@ -144,7 +144,7 @@ def test_what_is_left_of_a_removal_counts_for_nothing(shm: Path) -> None:
     second = crash(arena)
     assert not list(second.path.glob("*.part"))
     second.clear()
-    assert [path.name for path in second.path.iterdir()] == ["lock"]
+    assert [path.name for path in second.path.iterdir()] == []
 
 
 def test_a_sweep_removes_what_nothing_can_be_restored_from_and_nothing_else(ground: Ground) -> None:
@@ -180,18 +180,18 @@ def age(arena: Path) -> None:
 
 def test_an_smp_that_starts_sweeps(ground: Ground) -> None:
     (ground.base / "node0" / "rubbish").mkdir(parents=True, mode=0o700)
-    (ground.base / "node0" / "rubbish" / "lock").touch()
+    (ground.base / "node0" / "rubbish" / "board").touch()
     (ground.base / "node0" / "rubbish" / "dp0.0.safetensors").write_bytes(bytes(PAGE))
     age(ground.base / "node0" / "rubbish")
     ground.smp().client().stop(remove=False, force=False)
     assert not (ground.base / "node0" / "rubbish").exists()
 
 
-@pytest.mark.parametrize("name", ["theirs", "lock", "smp.log"])
-def test_what_is_no_arena_of_ours_is_left_alone(shm: Path, name: str) -> None:
+@pytest.mark.parametrize("names", [["board", "theirs"], ["smp.log"], ["dp0.0.safetensors", "notes.json"]])
+def test_what_is_no_arena_of_ours_is_left_alone(shm: Path, names: list[str]) -> None:
     (shm / "other").mkdir(mode=0o700)
-    (shm / "other" / "lock").touch()
-    (shm / "other" / name).touch()
+    for name in names:
+        (shm / "other" / name).touch()
     age(shm / "other")
     assert sweep(shm) == []
     assert list(find_leftovers(shm)) == []
@@ -199,7 +199,7 @@ def test_what_is_no_arena_of_ours_is_left_alone(shm: Path, name: str) -> None:
 
 def test_gc_sees_an_arena_that_has_no_owner_yet(ground: Ground) -> None:
     (ground.base / "arenas" / "begun").mkdir(parents=True, mode=0o700)
-    (ground.base / "arenas" / "begun" / "lock").touch()
+    (ground.base / "arenas" / "begun" / "board").touch()
     (ground.base / "arenas" / "begun" / RESERVE).write_bytes(bytes(PAGE))
     assert [leftover.job for leftover in find_leftovers(ground.base / "arenas")] == ["begun"]
     assert main(["gc", "--arena", str(ground.base / "arenas"), "--older-than", "0", "--zero"]) == 0

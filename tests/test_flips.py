@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plain import decode_digested
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.relay import relaying
@@ -37,7 +37,7 @@ def units_of(run: Run, smps: Sequence[SmpProcess], snapshot: SnapshotId) -> list
     stripes, found = run.layout.stripes(0), []
     for position, smp in enumerate(smps):
         for path in sorted(smp.arena.glob("*.json")):
-            record = json.loads(path.read_text())
+            record = decode_digested(path.read_bytes())
             if record.get("snapshot") != list(snapshot) or record.get("kind") not in ("shard", "parity"):
                 continue
             parity = record["kind"] == "parity"

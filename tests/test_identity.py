@@ -191,26 +191,26 @@ def test_what_a_run_has_followed_is_bounded() -> None:
 
 
 def test_where_there_is_nothing_a_job_begins() -> None:
-    check_nothing_is_left(reach_of([], (), StartOptions()), (), tried=False)
+    check_nothing_is_left(reach_of([], (), StartOptions()), ())
 
 
 def test_another_runs_state_needs_a_choice_before_a_job_begins() -> None:
     held = [inventory("a", layout(OLD, 1 << 32, "ab")), inventory("m", layout(NEW, 2 << 32, "mn"), None)]
     with pytest.raises(ConfigError, match=f"{RUN_ENV}={OLD.id}") as caught:
-        check_nothing_is_left(reach_of(held, (), StartOptions()), (), tried=False)
+        check_nothing_is_left(reach_of(held, (), StartOptions()), ())
     assert f"{GIVE_UP_ENV}={OLD.id}" in str(caught.value)
-    check_nothing_is_left(reach_of(held, (), StartOptions(give_up=(OLD.id,))), (), tried=False)
+    check_nothing_is_left(reach_of(held, (), StartOptions(give_up=(OLD.id,))), ())
     told = [replace(held[0], given_up=frozenset({OLD.id})), held[1]]
-    check_nothing_is_left(reach_of(told, (), StartOptions()), (), tried=False)
+    check_nothing_is_left(reach_of(told, (), StartOptions()), ())
 
 
 def test_what_is_persisted_and_cannot_be_read_is_not_nothing() -> None:
     damaged = PersistedRun(OLD, others=("step 5: its manifest is damaged",))
     with pytest.raises(Unrecoverable, match=f"{GIVE_UP_ENV}={OLD.id}"):
-        check_nothing_is_left(reach_of([], [damaged], StartOptions()), ["its manifest is damaged"], tried=False)
-    check_nothing_is_left(reach_of([], [damaged], StartOptions(give_up=(OLD.id,))), (), tried=False)
+        check_nothing_is_left(reach_of([], [damaged], StartOptions()), ["its manifest is damaged"])
+    check_nothing_is_left(reach_of([], [damaged], StartOptions(give_up=(OLD.id,))), ())
     unfinished = PersistedRun(OLD, unfinished=("step 5: not all of its nodes have written their part",))
-    check_nothing_is_left(reach_of([], [unfinished], StartOptions()), (), tried=False)
+    check_nothing_is_left(reach_of([], [unfinished], StartOptions()), ())
 
 
 @pytest.mark.parametrize("run", ["", "0000bbbb"])

@@ -7,16 +7,18 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli.main import main
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.snapshot.connect import connect, start_here
 from holdfast.snapshot.launchers import check_reachable, spanning
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground
+from tests.smp_kit import JOB, Ground, run_on
 
 TWO_LINES = r"export HOLDFAST_HOST=\S.*\n\s+export HOLDFAST_TOKEN_FILE=\S"
 LAUNCHERS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES", "LWS_GROUP_SIZE", "JOB_COMPLETION_INDEX", "SLURM_NNODES")
@@ -81,6 +83,32 @@ def test_nor_uses_one(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
         connect(smp.arena, JOB, start=False)
     other = ground.smp("node1")  # a virtual node of this host
     connect(other.arena, JOB, start=False).close()
+
+
+def test_a_start_that_fails_says_why_though_a_dead_smp_left_its_socket(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp = ground.smp()
+    run_on([smp], [[3000]]).protect(1)
+    smp.kill()
+    assert socket_path(smp.arena).is_socket()
+    monkeypatch.setenv("HOLDFAST_NODE", "another")
+    with pytest.raises(ConfigError, match="belongs to job"):
+        connect(smp.arena, JOB, start=True)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, Path.touch, lambda path: path.symlink_to("/nonexistent")])
+def test_whatever_is_in_the_place_of_the_socket_goes(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object]
+) -> None:
+    smp = ground.smp()
+    smp.kill()
+    socket_path(smp.arena).unlink()
+    make(socket_path(smp.arena))
+    monkeypatch.setenv("HOLDFAST_NODE", "node0")
+    client = ground.keep(connect(smp.arena, JOB, start=True))
+    assert client.inventory().node == "node0"
+    client.stop(remove=True, force=True)
 
 
 def test_the_command_starts_none_either(

@@ -18,6 +18,7 @@ from holdfast.smp_daemon.persist.options import PersistOptions, parse_options
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
 from tests.strategies import layouts, snapshots, spoilt
@@ -147,7 +148,7 @@ def manifest_of(layout: Layout) -> PersistManifest:
 @settings(max_examples=40)
 def test_a_manifest_is_read_back(layout: Layout) -> None:
     whole = manifest_of(layout)
-    assert PersistManifest.from_json(manifest.unseal(manifest.seal(whole.to_json()))) == whole
+    assert PersistManifest.from_json(manifest.read(encode_digested(whole.to_json()))) == whole
 
 
 @given(spoilt(layouts().map(lambda layout: manifest_of(layout).to_json())))
@@ -161,11 +162,11 @@ def test_a_spoilt_manifest_is_refused_or_says_the_same(data: object) -> None:
 
 
 def test_a_flipped_bit_in_a_manifest_is_noticed() -> None:
-    sealed = bytearray(manifest.seal({"snapshot": [1, 2]}))
-    for bit in range(8 * (len(sealed) - 1)):
+    sealed = bytearray(encode_digested({"snapshot": [1, 2]}))
+    for bit in range(8 * len(sealed)):
         sealed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedSnapshot):
-            manifest.unseal(bytes(sealed))
+            manifest.read(bytes(sealed))
         sealed[bit // 8] ^= 1 << bit % 8
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -97,34 +99,37 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     write_json(path, {"old": [1]})
     with path.open() as reader:
         write_json(path, {"new": [2, 3]})
-        assert reader.read() == '{"old":[1]}'
+        assert json.loads(reader.read())["old"] == [1], "a JSON object for any reader"
     assert read_json(path) == {"new": [2, 3]}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    write_json(path, "old")
+    write_json(path, {"old": 1})
     with pytest.raises(TypeError):
-        write_json(path, object())
-    assert read_json(path) == "old"
+        write_json(path, {"new": object()})
+    assert read_json(path) == {"old": 1}
 
 
 def test_a_file_that_is_not_there_is_none(tmp_path: Path) -> None:
     assert read_json(tmp_path / "nothing") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"{'a': 1}", b"\xff\xfe\x00", b"[" * 100_000, b"9" * 5000])
-def test_a_file_that_is_not_json_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ProtocolError, match="is not JSON"):
-        read_json(tmp_path / "file")
+@pytest.mark.parametrize("content", [b"", b"{", b"{'a': 1}", b"\xff\xfe\x00", b"[" * 100_000, b"9" * 5000 + b"]"])
+def test_a_file_that_is_not_json_or_has_no_digest_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for written in (content, content + b"\n", content + b"\n" + xxhash.xxh3_128_hexdigest(content).encode() + b"\n"):
+        path.write_bytes(written)
+        with pytest.raises(ProtocolError, match=re.escape(str(path))):
+            read_json(path)
 
 
 def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 10)
-    (tmp_path / "fits").write_text("1234567890")
-    (tmp_path / "large").write_text("12345678901")
-    assert read_json(tmp_path / "fits") == 1234567890
-    with pytest.raises(ProtocolError, match="larger than 10 bytes"):
+    write_json(tmp_path / "fits", {"n": 1234567890})
+    write_json(tmp_path / "large", {"n": 12345678901})
+    most = (tmp_path / "fits").stat().st_size
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", most)
+    assert read_json(tmp_path / "fits") == {"n": 1234567890}
+    with pytest.raises(ProtocolError, match=f"larger than {most} bytes"):
         read_json(tmp_path / "large")

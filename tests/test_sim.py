@@ -38,6 +38,7 @@ from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
 from holdfast.chaos.sim.trainer import Bytes
 from holdfast.chaos.sim.turns import ORDERS, Recorder, Replayed, Uniform
+from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume import restore
@@ -107,11 +108,16 @@ def test_what_does_not_fit_together_at_first_is_looked_at_again(
     torn: list[object] = []
 
     def see_the_first_torn(client: Any, agreement: Any, coord: str, options: Any = None) -> Any:
-        inventories, *rest = exchange(client, agreement, coord, options)
-        if agreement not in torn and newest_protected(inventories) and (not options or options.restore_step is None):
+        entered = exchange(client, agreement, coord, options)
+        if (
+            agreement not in torn
+            and newest_protected(entered.inventories)
+            and (not options or options.restore_step is None)
+        ):
             torn.append(agreement)
-            inventories = [replace(each, shards=frozenset(), parities=frozenset()) for each in inventories]
-        return inventories, *rest
+            nothing = [replace(each, shards=frozenset(), parities=frozenset()) for each in entered.inventories]
+            entered = replace(entered, inventories=nothing)
+        return entered
 
     monkeypatch.setattr(restore, "exchange", see_the_first_torn)
     for seed in range(20):
@@ -357,7 +363,7 @@ def _sealed_everywhere(found: list[str]) -> Oracle:
     disk = Disk()
     arena = MemoryPath(disk, "", "arena")
     arena.mkdir(mode=0o700)
-    (arena / "node.json").write_bytes(b'{"epoch": 1}')
+    (arena / "node.json").write_bytes(encode_digested({"epoch": 1}))
     oracle = Oracle(lambda check, message: found.append(check))
     layout = _layout(1, ("a", "b"))
     layout["nodes"] = [{"name": "a", "shards": [{"coord": "dp0"}]}, {"name": "b", "shards": []}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import socket
@@ -39,8 +38,9 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.paths import socket_path
+from holdfast.smp_daemon.shared.plain import decode_digested
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
-from holdfast.smp_daemon.shared.records import digest, digest_units
+from holdfast.smp_daemon.shared.records import digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.spawn import smp_command
@@ -594,8 +594,8 @@ class TestAnSmpKilledAndStartedAgain:
         smp = ground.smp()
         run_on([smp], [[3000]]).protect(1)
         smp.kill()
-        node = json.loads((smp.arena / "node.json").read_text())
-        (smp.arena / "node.json").write_text(json.dumps({**node, "epoch": 2}))
+        node = decode_digested((smp.arena / "node.json").read_bytes())
+        write_json(smp.arena / "node.json", {**node, "epoch": 2})
         smp.launch().wait_ready()
         run = Run([Trainer(smp, "dp0")]).start(2)
         snapshot = run.protect(1)
@@ -707,7 +707,7 @@ def damage_of(trainer: Trainer) -> tuple[int, int]:
 
 def units_on(smp: SmpProcess) -> int:
     """The number of sealed units in an arena."""
-    records = [json.loads(path.read_text()) for path in smp.arena.glob("*.*.json")]
+    records = [decode_digested(path.read_bytes()) for path in smp.arena.glob("*.*.json")]
     return sum(len(record["digests"]) for record in records if "digests" in record)
 
 

@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.paths import read_owner
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
+from tests.test_damage import DAMAGE
 
 QUICK = ("--scrub", "0", "--regroup-after", "0")
 
@@ -116,6 +117,33 @@ def test_what_a_dead_one_held_can_be_removed(ground: Ground, capsys: pytest.Capt
     assert smp(capsys, "stop") == (NOT_FOUND, {"job": JOB, "pid": None, "arena": str(arena(ground)), "kept": True})
     assert read_owner(arena(ground)) is not None
     assert smp(capsys, "stop", "--remove")[1]["kept"] is False
+    assert not arena(ground).exists()
+
+
+LOST = {name: DAMAGE[name] for name in ("gone", "noise", "a directory", "a pipe")}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_one_whose_file_is_lost_is_named_and_can_be_stopped(
+    ground: Ground, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    path = arena(ground) / "smp.json"
+    _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    LOST[lost](path)
+    assert main(["smp", "status"]) == 1
+    told = capsys.readouterr().err
+    assert str(path) in told and str(said["pid"]) in told
+    main(["status"])  # names the file, and goes on with the others
+    assert lost == "gone" or str(path) in caplog.text
+    capsys.readouterr()
+    assert smp(capsys, "stop") == (0, {"job": JOB, "pid": said["pid"], "arena": str(arena(ground)), "kept": True})
+    assert smp(capsys, "status")[0] == NOT_FOUND
+    status, again = smp(capsys, "start", "--detach", "--host", said["host"], *QUICK)
+    assert (status, again["started"]) == (0, True)
+    assert smp(capsys, "status")[0] == 0
+    LOST[lost](path)
+    assert main(["gc", "--older-than", "0"]) == 0
+    assert f"SMP {again['pid']}" in capsys.readouterr().err
     assert not arena(ground).exists()
 
 

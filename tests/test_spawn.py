@@ -26,6 +26,8 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUna
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner
 from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.plain import decode_digested
+from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
@@ -449,8 +451,8 @@ class TestLeftovers:
 
     def test_a_trainer_that_got_the_pid_of_the_dead_smp_is_still_a_trainer(self, ground: Ground, base: Path) -> None:
         dead = dead_arena(ground, base / "dead")
-        owner = json.loads((dead / "smp.json").read_text())
-        (dead / "smp.json").write_text(json.dumps({**owner, "pid": os.getpid()}))
+        owner = decode_digested((dead / "smp.json").read_bytes())
+        write_json(dead / "smp.json", {**owner, "pid": os.getpid()})
         assert [leftover.smps for leftover in find_leftovers(base)] == [()]
         board = Board(dead / "board")
         assert leftovers_in(base) == set()
@@ -458,9 +460,9 @@ class TestLeftovers:
 
     def test_a_process_that_got_the_pid_of_the_dead_smp_is_not_killed(self, ground: Ground, base: Path) -> None:
         dead = dead_arena(ground, base / "dead")
-        owner = json.loads((dead / "smp.json").read_text())
+        owner = decode_digested((dead / "smp.json").read_bytes())
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as innocent:
-            (dead / "smp.json").write_text(json.dumps({**owner, "pid": innocent.pid}))
+            write_json(dead / "smp.json", {**owner, "pid": innocent.pid})
             for leftover in find_leftovers(base):
                 remove(leftover)
             assert innocent.poll() is None

@@ -25,9 +25,10 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import VersionMismatch, failure_of
 from holdfast.smp_daemon.shared.messages import AskShard, Hello, Ping
 from holdfast.smp_daemon.shared.paths import read_owner
-from holdfast.smp_daemon.shared.plain import decode_json, encode_json
+from holdfast.smp_daemon.shared.plain import decode_digested, decode_json, encode_json
 from holdfast.smp_daemon.shared.versions import (
     ARENA_FORMAT,
+    FIRST_FORMAT,
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     RELEASE,
@@ -247,14 +248,21 @@ def test_an_arena_of_another_format_is_left_alone(
     assert (snapshot, "dp0") in SmpClient(smp.arena, JOB).inventory().shards
 
 
-def test_an_arena_that_says_nothing_of_its_format_is_of_the_first(ground: Ground) -> None:
+@pytest.mark.parametrize("said", [{"format": FIRST_FORMAT, "release": "0.0.9"}, {}], ids=["named", "unnamed"])
+def test_an_arena_without_digests_is_of_the_first_format_and_is_left_alone(
+    ground: Ground, said: dict[str, object]
+) -> None:
     smp = ground.smp()
     snapshot = run_on([smp], [[3000]]).protect(1)
     smp.kill()
     path = smp.arena / "node.json"
-    node = json.loads(path.read_text())
+    written = path.read_bytes()
+    node = decode_digested(written)
     assert node.pop("format") == ARENA_FORMAT and node.pop("release") == RELEASE
-    path.write_text(json.dumps(node))
+    path.write_bytes(encode_json(node | said))
+    with pytest.raises(VersionMismatch, match=f"in format {FIRST_FORMAT}"):
+        smp.launch().wait_ready()
+    path.write_bytes(written)
     smp.launch().wait_ready()
     assert (snapshot, "dp0") in smp.client().inventory().shards
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 
 from holdfast.chaos.sim.memory import MemoryPath
@@ -10,6 +9,7 @@ from holdfast.chaos.sim.plan import DrawnFault
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.world import SimNode, SimTrainer, World
+from holdfast.smp_daemon.shared.plain import decode_digested
 
 SILENT_CHANCE = 0.5
 FROZEN_S = 20.0
@@ -159,7 +159,7 @@ class Faults:
         if not sealed:
             return
         record = self._random.choice(sealed)
-        data = json.loads(record.read_text())
+        data = decode_digested(record.read_bytes())
         self._count("flip-stored")
         self._world.scheduler.tell(node.name, f"a bit of {record.name} flips: {data['snapshot']}")
         self._world.oracle.bit_flipped((data["snapshot"][0], data["snapshot"][1]))

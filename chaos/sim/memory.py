@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import translate
 from functools import lru_cache
 from re import compile as compiled
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 ROOM_BYTES = 1 << 30
 """Free space that the file system reports."""
@@ -61,6 +60,13 @@ class File:
     def status(self) -> FileStatus:
         """The status of the file, as `os.fstat` would return it."""
         return FileStatus(self.number, len(self.content), stat.S_IFREG | 0o600, USER)
+
+
+class OpenDirectory(NamedTuple):
+    """An open directory."""
+
+    name: str
+    status: FileStatus
 
 
 class Disk:
@@ -199,9 +205,6 @@ class MemoryPath:
 
     # ------------------------------------------------------------------ contents
 
-    def open(self, mode: str) -> Handle:
-        return Handle(self, self.create() if mode == "a" else self.file())
-
     def read_bytes(self) -> bytes:
         return bytes(self.file().content)
 
@@ -212,34 +215,12 @@ class MemoryPath:
         self.create().content = Mapped(data)
 
 
-class Handle:
-    """An open file. `fileno` returns the `File`, which `SimOs` takes as a descriptor."""
-
-    __slots__ = ("_file", "name")
-
-    def __init__(self, path: MemoryPath, file: File) -> None:
-        self.name = str(path)
-        self._file = file
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Does nothing: there is nothing to close."""
-
-    def fileno(self) -> File:
-        return self._file
-
-    def read(self) -> bytes:
-        return bytes(self._file.content)
-
-
 class MemoryOs:
     """The functions of `os` on files. A descriptor is the `File` itself."""
 
-    def open(self, path: MemoryPath, flags: int, mode: int = 0o600) -> File:
+    def open(self, path: MemoryPath, flags: int, mode: int = 0o600) -> Any:
+        if flags & os.O_DIRECTORY:
+            return OpenDirectory(str(path), path.lstat())
         return path.create(exclusive=bool(flags & os.O_EXCL)) if flags & os.O_CREAT else path.file()
 
     def ftruncate(self, file: File, length: int) -> None:
@@ -249,8 +230,8 @@ class MemoryOs:
         if len(file.content) < length:
             file.content += bytes(length - len(file.content))
 
-    def fstat(self, file: File) -> FileStatus:
-        return file.status()
+    def fstat(self, file: File | OpenDirectory) -> FileStatus:
+        return file.status() if isinstance(file, File) else file.status
 
     def read(self, file: File, length: int) -> bytes:
         return bytes(file.content[:length])

@@ -7,12 +7,12 @@ these it derives what must come back.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from holdfast.chaos.sim.memory import MemoryPath
+from holdfast.smp_daemon.shared.plain import decode_digested
 
 Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""
@@ -218,7 +218,7 @@ class Oracle:
         if (snapshot, coord) not in self._sealed:
             self._sealed.add((snapshot, coord))
             self.checks["epoch"] += 1
-            epoch = json.loads((path.parent / "node.json").read_text())["epoch"]
+            epoch = decode_digested((path.parent / "node.json").read_bytes())["epoch"]
             if epoch != snapshot[0]:
                 self._violate("epoch", f"{coord} of {snapshot} is sealed on a node that is in epoch {epoch}")
         content = self._contents.get(snapshot, {}).get(coord)
@@ -409,7 +409,7 @@ class Oracle:
             if not record.exists():
                 free[pool, parities if path.name.endswith(".parity") else slots] += 1
                 continue
-            data = json.loads(record.read_text())
+            data = decode_digested(record.read_bytes())
             snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
             self.checks["once"] += 1
             if f"{pool} {snapshot}" in seen:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from holdfast.chaos.sim import threads
-from holdfast.chaos.sim.memory import USER, MemoryMmap, MemoryOs, MemoryShutil
+from holdfast.chaos.sim.memory import USER, MemoryMmap, MemoryOs, MemoryShutil, OpenDirectory
 from holdfast.chaos.sim.network import SimSocket
 from holdfast.chaos.sim.rpc import SimGrpc
 from holdfast.chaos.sim.scheduler import active
@@ -19,7 +19,7 @@ class SimOs(MemoryOs):
     """`os`, with the ids of simulated processes, and arenas in memory."""
 
     O_CLOEXEC, O_CREAT, O_EXCL, O_NOFOLLOW, O_RDWR = os.O_CLOEXEC, os.O_CREAT, os.O_EXCL, os.O_NOFOLLOW, os.O_RDWR
-    O_RDONLY, O_NONBLOCK = os.O_RDONLY, os.O_NONBLOCK
+    O_RDONLY, O_NONBLOCK, O_DIRECTORY = os.O_RDONLY, os.O_NONBLOCK, os.O_DIRECTORY
 
     @staticmethod
     def getuid() -> int:
@@ -73,13 +73,13 @@ class SimSystem(System):
     def populate(self, mapped: object, start: int = 0, count: int | None = None) -> None:
         """Does nothing: all memory is there."""
 
-    def flock(self, file: Any, how: int) -> None:
+    def flock(self, directory: OpenDirectory, how: int) -> None:
         """Lock an arena. A simulated process releases its lock when it dies."""
         process = active().current.process
-        owner = self._locks.get(file.name)
+        owner = self._locks.get(directory.name)
         if owner is not None and owner.alive and owner is not process:
             raise BlockingIOError("the lock is held")
-        self._locks[file.name] = process
+        self._locks[directory.name] = process
 
     def await_end(self, process: SimProcess, deadline_s: float) -> bool:
         """Wait until a process, which is its own descriptor, has ended. Returns whether it has."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plain import decode_digested
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 from holdfast.snapshot.options import Options
@@ -225,7 +225,7 @@ class World:
         found: list[Snapshot] = []
         for node in self.up():
             path = node.arena / "node.json"
-            if path.exists() and (protected := json.loads(path.read_text())["protected"]):
+            if path.exists() and (protected := decode_digested(path.read_bytes())["protected"]):
                 found.append((protected[0], protected[1]))
         return max(found, default=None)
 

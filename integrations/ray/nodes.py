@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
-from holdfast.smp_daemon.shared.paths import arena_path, read_owner
+from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.snapshot.connect import job_from_environment, node_from_environment, start_here
 
@@ -192,7 +192,7 @@ class NodeAgent:
     def _tend(self) -> None:
         """Start an SMP if the one here died. A job that has ended leaves no arena, so nothing is started for it."""
         with self._lock:
-            if read_owner(self._arena) is not None and not self._over.is_set():
+            if os.path.lexists(self._arena / "smp.json") and not self._over.is_set():
                 self._begin()
 
     def _begin(self) -> None:

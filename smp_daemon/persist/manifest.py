@@ -15,19 +15,16 @@ only if it has ``snapshot.json`` and every shard has the length stated in it. An
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.identity import Run, is_run_id
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, is_identifier
-from holdfast.smp_daemon.shared.plain import Address, Count, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, Count, decode_digested, from_plain, to_plain
 
 SNAPSHOT = "snapshot.json"
 MAX_MANIFEST_BYTES = 64 << 20
@@ -80,21 +77,12 @@ def node_name(index: int) -> str:
     return f"node-{index:05}.json"
 
 
-def seal(data: Any) -> bytes:
-    """`data` as JSON in one line, and its digest in a second line."""
-    text = json.dumps(data, separators=(",", ":"), sort_keys=True).encode()
-    return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
-
-
-def unseal(content: bytes) -> Any:
-    """Undo `seal`. Raises `DamagedSnapshot` if `content` does not match its digest, or is not JSON."""
-    text, _, rest = content.partition(b"\n")
-    if rest.strip() != xxhash.xxh3_128_hexdigest(text).encode():
-        raise DamagedSnapshot("it does not match its digest")
+def read(content: bytes) -> Any:
+    """The JSON in a file of a snapshot. Raises `DamagedSnapshot` if it does not match its digest, or is not JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedSnapshot(f"it is not JSON: {error}") from error
+        return decode_digested(content)
+    except ProtocolError as error:
+        raise DamagedSnapshot(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

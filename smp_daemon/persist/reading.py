@@ -67,7 +67,7 @@ def _told(place: PersistPlace, job: str, run: str) -> RunFile | None:
     """What the file of a run says; None if it is damaged."""
     path = manifest.run_file(job, run)
     try:
-        told = from_plain(RunFile, manifest.unseal(place.read(path, MAX_MANIFEST_BYTES)), "the file of a run")
+        told = from_plain(RunFile, manifest.read(place.read(path, MAX_MANIFEST_BYTES)), "the file of a run")
         if told.run.id == run:
             return told
         reason = f"it is of run {told.run}"
@@ -100,7 +100,7 @@ def look(place: PersistPlace, job: str, run: str, snapshot: SnapshotId) -> Found
             return Found(snapshot, None, f"all of its nodes have written their part, and {SNAPSHOT} is not there")
         return Found(snapshot, None, "not all of its nodes have written their part", unfinished=True)
     try:
-        whole = PersistManifest.from_json(manifest.unseal(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
+        whole = PersistManifest.from_json(manifest.read(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
     except DamagedSnapshot as error:
         return Found(snapshot, None, f"its manifest is damaged: {error}")
     if whole.snapshot != snapshot or whole.layout.job != job or whole.layout.run.id != run:
@@ -116,7 +116,7 @@ def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) 
     if not names:
         return False
     try:
-        writers = int(manifest.unseal(place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES))["writers"])
+        writers = int(manifest.read(place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES))["writers"])
     except (DamagedSnapshot, PlaceError, LookupError, TypeError, ValueError):
         return True
     return len(names) >= writers

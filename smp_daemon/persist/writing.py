@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.plain import encode_digested, to_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest
 from holdfast.smp_daemon.shared.slotfile import read_format
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
@@ -50,7 +50,7 @@ def write_node(
         stored[shard.coord] = _write_shard(place, holdings, job, folder, key, pace)
         _read_back(place, f"{folder}/{manifest.shard_name(shard.coord)}", Claim.of_shard(*key, layout), pace)
     with place.create(f"{folder}/{manifest.node_name(index)}") as file:
-        file.write(manifest.seal(manifest.node_list(snapshot, stored, layout)))
+        file.write(encode_digested(manifest.node_list(snapshot, stored, layout)))
     return stored
 
 
@@ -110,19 +110,19 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     if missing:
         return missing
     names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
-    lists = [manifest.unseal(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
+    lists = [manifest.read(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
     whole = manifest.combine(snapshot, layout, lists)
     if gone := whole.missing(files):
         raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")
     with place.create(f"{folder}/{SNAPSHOT}") as file:
-        file.write(manifest.seal(whole.to_json()))
+        file.write(encode_digested(whole.to_json()))
     return []
 
 
 def note_run(place: PersistPlace, layout: Layout) -> None:
     """Note at the place which run persists there, and where its SMPs are. Blocks. Raises `PlaceError`."""
     with place.create(manifest.run_file(layout.job, layout.run.id)) as file:
-        file.write(manifest.seal(to_plain(RunFile.of(layout))))
+        file.write(encode_digested(to_plain(RunFile.of(layout))))
 
 
 def tidy(place: PersistPlace, job: str, run: str, keep: int) -> Sequence[SnapshotId]:

@@ -80,16 +80,20 @@ class Board:
         length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + 1) * 8
         try:
             fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
-        except FileNotFoundError:
-            raise
         except OSError as error:
-            raise ProtocolError(f"{path} is not a board: {error.strerror}") from error
+            raise ProtocolError(
+                f"{path} is not a board: {error.strerror}: end this node's SMP with `holdfast smp stop`; the next one "
+                "makes another"
+            ) from error
         try:
             if create:
-                files.ftruncate(fd, length)
+                files.ftruncate(fd, length)  # a damaged one gets the right length
             status = files.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != files.getuid():
-                raise ProtocolError(f"{path} is not a board: {status.st_size} bytes, owned by user {status.st_uid}")
+                raise ProtocolError(
+                    f"{path} is not a board: {status.st_size} bytes, owned by user {status.st_uid}: end this node's "
+                    "SMP with `holdfast smp stop`; the next one makes another"
+                )
             mapped = system.mmap.mmap(fd, length)
             mapped.madvise(mmap.MADV_DONTDUMP)
             words = np.frombuffer(mapped, dtype=np.int64)
@@ -98,6 +102,8 @@ class Board:
         pauses, heartbeats = WORDS, WORDS + PAUSE_WORDS
         self._words, self._pauses = words[:pauses], words[pauses:heartbeats]
         self._heartbeats, self._due = words[heartbeats:-1], words[-1:]
+        if create:
+            self._pauses[:] = 0  # whoever asked for quiet may be gone
         self._count = 0
         newest = int(self._words[1:].argmax())
         self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have posted some
@@ -152,7 +158,7 @@ class Board:
     def posted(self, step: int) -> SnapshotOutcome | None:
         """The outcome posted for `step` in this epoch; None if there was none, or newer ones have replaced it."""
         for word in self._words[1:].tolist():
-            if word and word >> 2 == step:
+            if word & 3 and word >> 2 == step:  # no outcome has 0: a bit may have flipped while no SMP ran
                 return SnapshotOutcome((word & 3) - 1)
         return None
 

@@ -44,8 +44,9 @@ class Budget:
         self._held = 0
         if not limit:
             self._path.unlink(missing_ok=True)
-        elif self._path.exists():
-            self._held = self._path.stat().st_size  # left by a predecessor
+        elif self._path.exists():  # left by a predecessor; a file that was made longer since holds no more memory
+            status = self._path.stat()
+            self._held = min(status.st_size, status.st_blocks * 512)
 
     @property
     def left(self) -> int:

@@ -187,6 +187,25 @@ class _LastEvents(logging.Handler):
 _last = _LastEvents()
 
 
+class _Early(logging.Handler):
+    """Keeps the lines of a process that has no log yet. The handler's own lock guards `records`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+_early = _Early()
+
+
+def log_later() -> None:
+    """Keep the lines of this process until `log_to` says where they go."""
+    logging.basicConfig(level=logging.INFO, handlers=[_early])
+
+
 def last_events() -> tuple[LogEvent, ...]:
     """The last `EVENTS_KEPT` lines that this process has logged since `log_to`, the newest first. Thread-safe."""
     with _last.lock or nullcontext():
@@ -247,6 +266,7 @@ def log_to(path: Path, **identity: Any) -> None:
     """Have this process log to a file of at most `MAX_BYTES`, with one older file of that size beside it.
 
     If the file cannot be opened, the process continues: it logs to standard error, and `log_file_problem` says why.
+    Lines kept since `log_later` come first.
     """
     global _file, _unopened
     identify(**identity)
@@ -258,7 +278,12 @@ def log_to(path: Path, **identity: Any) -> None:
         handler, _file = logging.StreamHandler(sys.stderr), None
         _unopened = _unwritable(path, error)
     handler.setFormatter(Formatter(chosen_format()))
+    logging.getLogger().removeHandler(_early)
     logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
+    for record in _early.records:
+        handler.handle(record)
+        _last.handle(record)
+    _early.records.clear()
     if _unopened:
         get_log(__name__).error(_unopened)
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import is_identifier
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.plain import Address, from_plain
 from holdfast.smp_daemon.shared.records import read_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 ARENA_ENV = "HOLDFAST_ARENA"
 LOOPBACK = "127.0.0.1"
+SOCKET = "smp.sock"
+
+OURS = re.compile(r"(lock|turn|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity))(\.part)?")
+"""Names in an arena. Format 1 had a file `lock`."""
+
+log = get_log(__name__)
+_damaged = Episodes(log)
 
 
 def arena_base() -> Path:
@@ -35,7 +44,7 @@ def arena_path(job: str, base: Path | None = None) -> Path:
 
 def socket_path(arena: Path) -> Path:
     """The unix socket on which the arena's SMP talks to its trainers."""
-    return arena / "smp.sock"
+    return arena / SOCKET
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +94,21 @@ def read_owner(arena: Path, system: System = MACHINE) -> Owner | None:
 
 
 def folders_with(name: str, base: Path) -> list[Path]:
-    """The directories, at or below `base`, that hold a file of this name, sorted. Directories that are removed during
-    the search are left out; ``Path.glob`` fails for them."""
-    return sorted(Path(folder) for folder, _, files in os.walk(base) if name in files)
+    """The directories, at or below `base`, that hold something of this name, sorted. Directories that are removed
+    during the search, or that this user may not read, are left out; ``Path.glob`` fails for them."""
+    return sorted(Path(folder) for folder, folders, files in os.walk(base) if name in files or name in folders)
 
 
 def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:
-    """The owners of the arenas of `job`, or of any job, below `base`, sorted by path. Other files are skipped."""
+    """The owners of the arenas of `job`, or of any job, below `base`, sorted by path. A damaged ``smp.json`` is
+    skipped, and named in the log once."""
     for arena in folders_with("smp.json", base or arena_base()):
         try:
             owner = read_owner(arena)
-        except HoldfastError:
-            continue  # not an arena
+        except HoldfastError as error:
+            _damaged.begin(
+                arena, "an SMP is left out, as it cannot be found: %s; its next start writes that file", error
+            )
+            continue
         if owner is not None and (job is None or owner.job == job):
             yield owner

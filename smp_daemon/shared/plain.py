@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import xxhash
 import zstandard
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
@@ -35,6 +36,9 @@ Address = tuple[str, Port]
 Identifier = Annotated[str, msgspec.Meta(pattern=f"^{IDENTIFIER}\\Z")]
 """See `limits.is_identifier`."""
 
+
+DIGEST = b"xxh3_128"
+"""Name of the member of a file's JSON object that is the digest of the others."""
 
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 _first_use = threading.Lock()  # held while a decoder is made, by any thread; innermost. `_decoders` is read without it
@@ -80,6 +84,29 @@ def _read(decoder: msgspec.json.Decoder[T], data: object, name: str) -> T:
 def encode_json(value: object) -> bytes:
     """The result of `to_plain` as JSON."""
     return msgspec.json.encode(value)
+
+
+def encode_digested(value: dict[str, Any]) -> bytes:
+    """`value` as a JSON object whose last member is the xxh3-128 of the rest: for files, whose bits may flip."""
+    text = encode_json(value)
+    return _with_digest(text)
+
+
+def _with_digest(text: bytes) -> bytes:
+    separator = b"," if len(text) > 2 else b""
+    return text[:-1] + separator + b'"' + DIGEST + b'":"' + xxhash.xxh3_128_hexdigest(text).encode() + b'"}\n'
+
+
+def decode_digested(content: bytes) -> Any:
+    """The inverse of `encode_digested`. Raises `ProtocolError`, which says "it ..."."""
+    rest, _, _ = content.rpartition(b'"' + DIGEST + b'":"')
+    text = rest.removesuffix(b",") + b"}"
+    if _with_digest(text) != content:
+        raise ProtocolError("it does not match its digest")
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise ProtocolError(f"it is not JSON: {error}") from error
 
 
 def decode_json(kind: type[T], text: bytes | bytearray | str, name: str) -> T:

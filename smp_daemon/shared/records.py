@@ -1,8 +1,11 @@
-"""Small JSON records beside the slots. A record is written last, atomically, and a slot without one does not count."""
+"""Small JSON files with digests: commit records beside the slots, and whatever else an arena has to remember.
+
+A record is written last, atomically, and a slot without one does not count. A file that does not match its digest is
+never believed in part: a flipped bit in a number would leave it valid JSON.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint, is_armed
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
-from holdfast.smp_daemon.shared.plain import Count, Unsigned, encode_json
+from holdfast.smp_daemon.shared.plain import Count, Unsigned, decode_digested, encode_digested
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 PART = ".part"
@@ -98,7 +101,7 @@ def write_json(path: Path, data: Any) -> None:
     part = path.with_name(path.name + PART)
     _failpoint(path, data, "before")
     try:
-        part.write_bytes(encode_json(data))
+        part.write_bytes(encode_digested(data))
         _failpoint(path, data, "part")
         part.replace(path)
     except OSError as error:
@@ -118,8 +121,17 @@ def read_json(path: Path, system: System = MACHINE) -> Any | None:
     """The JSON in `path`, or None if there is no such file.
 
     Raises:
-        ProtocolError: the file is too large, a link, not a regular file, unreadable, or not JSON.
+        ProtocolError: the file is damaged: too large, a link, not a regular file, unreadable, or not what was written.
     """
+    content = read_small(path, system)
+    try:
+        return None if content is None else decode_digested(content)
+    except ProtocolError as error:
+        raise ProtocolError(f"{path} is damaged: {error}") from error
+
+
+def read_small(path: Path, system: System = MACHINE) -> bytes | None:
+    """The bytes of a small file, or None if there is no such file. Raises as `read_json`."""
     files = system.os
     try:
         fd = files.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -131,9 +143,8 @@ def read_json(path: Path, system: System = MACHINE) -> Any | None:
         status = files.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
             raise ProtocolError(f"{path} is not a regular file, or is larger than {MAX_RECORD_BYTES} bytes")
-        return json.loads(files.read(fd, status.st_size))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{path} is not JSON: {error}") from error
+        content: bytes = files.read(fd, status.st_size)
+        return content
     finally:
         files.close(fd)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
+import socket
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,11 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
 )
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import Owner, arena_base, folders_with, read_owner
+from holdfast.smp_daemon.shared.paths import OURS, Owner, arena_base, folders_with, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.quantities import parse_size
+from holdfast.smp_daemon.shared.uids import peer_of
 
 START_DEADLINE_S = 120.0
 """Timeout for the start of an SMP. A start takes half a second, but longer if all ranks of a node read their modules
@@ -44,7 +46,11 @@ ZEROED_PER_S = 500e6
 RUBBISH_AGE_S = 60.0
 """How old an arena without usable data must be before another SMP removes it: its own SMP may be about to start."""
 
-_OURS = re.compile(r"lock|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity)(\.part)?")
+LOOK_DEADLINE_S = 1.0
+"""Timeout for a connection to a unix socket, which the kernel makes at once unless hundreds wait for it."""
+
+_BEGUN = ("board", "node.json", "smp.json")
+"""Names of which every arena has one, from shortly after its SMP started."""
 
 log = get_log(__name__)
 
@@ -87,14 +93,23 @@ def launch(command: Sequence[str], deadline_s: float) -> Owner:
 
 @contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Hold a lock on the directory itself, so that no lock file stays behind. It is held for at most one start."""
+    """Hold a lock on the directory with the arenas, for at most one start."""
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            stack.enter_context(_locked(directory, fcntl.LOCK_EX))
+        except OSError as error:
+            problem = f"cannot use {directory}: {error.strerror}; choose another with HOLDFAST_ARENA"
+            raise ConfigError(problem) from error
+        yield
+
+
+@contextmanager
+def _locked(directory: Path, how: int) -> Iterator[None]:
+    """Hold a lock on the directory itself, so that no lock file stays behind. Raises `OSError`."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"cannot use {directory}: {error.strerror}; choose another with HOLDFAST_ARENA") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, how)
         yield
     finally:
         os.close(fd)
@@ -150,7 +165,7 @@ def find_leftovers(
     if job is None:
         yield from filter(None, map(_abandoned, scratch.find_abandoned(base)))
     now = time.time()
-    begun = filter(is_arena, folders_with("lock", base))
+    begun = filter(is_arena, folders_with("board", base))
     for arena in sorted({*folders_with("smp.json", base), *begun}):
         try:
             owner = read_owner(arena)
@@ -160,11 +175,11 @@ def find_leftovers(
         if (job is not None and found_job != job) or scratch.of_a_command(arena, base) is not None:
             continue
         try:
-            files = [file.stat() for file in arena.iterdir() if file.is_file()]
-        except FileNotFoundError:
-            continue  # its job has just finished
+            files = [status for status in (file.lstat() for file in arena.iterdir()) if stat.S_ISREG(status.st_mode)]
+        except OSError:
+            continue  # its job has just finished, or it is another user's
         newest = max((file.st_mtime for file in files), default=0.0)
-        smp = _running(owner)
+        smp = running_process(arena)
         smps = () if smp is None else (smp,)
         if now - newest < older_than_s or _has_trainers(arena, smps):
             continue
@@ -188,8 +203,7 @@ def is_arena(path: Path) -> bool:
         return False  # it was just removed, or is another user's
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         return False
-    known = [name for name in names if _OURS.fullmatch(name)]
-    return len(known) == len(names) and any(name not in ("lock", "smp.log") for name in names)
+    return all(map(OURS.fullmatch, names)) and any(name in _BEGUN for name in names)
 
 
 def remove(leftover: Leftover, *, zero: bool = False) -> None:
@@ -197,14 +211,19 @@ def remove(leftover: Leftover, *, zero: bool = False) -> None:
 
     Raises:
         DeadlineExceeded: an SMP did not end.
+        ConfigError: something in the folder cannot be removed; the message names it.
     """
     for smp in leftover.smps:
         end(smp)
-    if zero:
-        for pattern in ("**/*.safetensors", "**/*.parity"):
-            for path in leftover.path.glob(pattern):
-                wipe_file(path)
-    shutil.rmtree(leftover.path)
+    try:
+        if zero:
+            for pattern in ("**/*.safetensors", "**/*.parity"):
+                for path in leftover.path.glob(pattern):
+                    if stat.S_ISREG(path.lstat().st_mode):
+                        wipe_file(path)
+        shutil.rmtree(leftover.path)
+    except OSError as error:
+        raise ConfigError(f"{leftover.path} cannot be removed: {error}: remove it") from error
 
 
 def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S) -> list[Path]:
@@ -212,23 +231,21 @@ def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S
     while it removed them. Others stay, whatever their age: `holdfast gc` removes those. Returns the removed paths.
     """
     removed = []
-    for lock in sorted(base.glob("*/lock")):
-        arena = lock.parent
+    for arena in sorted(base.glob("*")):
         try:
             if (
                 not is_arena(arena)
-                or (arena / "node.json").exists()
+                or os.path.lexists(arena / "node.json")
                 or time.time() - arena.stat().st_mtime < older_than_s
             ):
                 continue
-            with lock.open("a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _locked(arena, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 dead = [each for each in find_leftovers(arena, older_than_s=older_than_s) if not each.smps]
-                if dead and not (arena / "node.json").exists():
+                if dead and not os.path.lexists(arena / "node.json"):
                     remove(dead[0], zero=zero)
                     removed.append(arena)
                     log.warning("removed %s, an arena that no restart can use: %d bytes", arena, dead[0].bytes)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             log.info("%s is left alone: %s", arena, error)  # an SMP owns it, or it is another user's, or just gone
     return removed
 
@@ -254,17 +271,44 @@ def end(process: psutil.Process) -> None:
 
 
 def running_owner(arena: Path) -> Owner | None:
-    """The owner of `arena` if its process runs, else None. Raises `ProtocolError` if ``smp.json`` cannot be read."""
-    owner = read_owner(arena)
+    """The owner of `arena` if its process runs, else None. Raises `ProtocolError` if one runs and ``smp.json`` is
+    lost."""
+    try:
+        owner = read_owner(arena)
+        problem = f"{arena / 'smp.json'} is gone"
+    except ProtocolError as error:
+        owner, problem = None, str(error)
+    if owner is None and (smp := _listening(arena)) is not None:
+        raise ProtocolError(
+            f"{problem}. SMP {smp.pid} serves there: end it with `holdfast smp stop`, and the next one writes that file"
+        )
     return owner if _running(owner) is not None else None
 
 
 def running_process(arena: Path) -> psutil.Process | None:
-    """The process of the SMP of `arena`; None if it does not run, or ``smp.json`` cannot be read."""
+    """The process of the SMP of `arena`; None if it does not run."""
     try:
-        return _running(read_owner(arena))
+        owner = read_owner(arena)
     except ProtocolError:
-        return None
+        owner = None
+    return _listening(arena) if owner is None else _running(owner)
+
+
+def serves(arena: Path) -> bool:
+    """Whether a process listens on the socket of `arena`."""
+    return _listening(arena) is not None
+
+
+def _listening(arena: Path) -> psutil.Process | None:
+    """The process that listens on the socket of `arena`, whatever ``smp.json`` says."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(LOOK_DEADLINE_S)
+        try:
+            sock.connect(str(socket_path(arena)))
+            pid, _ = peer_of(sock)
+            return psutil.Process(pid)
+        except (OSError, psutil.NoSuchProcess):
+            return None
 
 
 def _running(owner: Owner | None) -> psutil.Process | None:

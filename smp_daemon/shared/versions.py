@@ -23,11 +23,11 @@ OLDEST_PROTOCOL = 4
 """The oldest protocol that this version speaks: that of the release before, so that a job can be upgraded node by node.
 The first release does not know ranges, so a version without protocol 4 must begin its frames with another magic."""
 
-ARENA_FORMAT = 1
+ARENA_FORMAT = 2
 """Format of the files in an arena: records, layouts, slots and the board."""
 
 FIRST_FORMAT = 1
-"""Format of an arena whose `node.json` names none."""
+"""Format of an arena whose `node.json` names none. Its JSON files have no digests."""
 
 UNSAID = (4, 4)
 """Protocols of a sender that names none, such as the first release."""

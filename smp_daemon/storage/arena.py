@@ -2,7 +2,7 @@
 
 ::
 
-    <arena>/                  0700, locked by the SMP that owns it
+    <arena>/                  0700, locked (`flock` on the directory) by the SMP that owns it
       smp.json                who owns it: pid, addresses
       node.json               newest epoch seen, newest snapshot protected job-wide; without it no slot counts
       reserve                 holds memory that slots may still take, if there is a limit (`smp_daemon.shared.budget`)
@@ -10,14 +10,17 @@
       board                   outcomes of recent snapshots; mapped by the trainers (`smp_daemon.shared.board`)
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
       <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record
+
+JSON files have digests (`smp_daemon.shared.records`). Whatever is damaged is this node's loss: it is removed, the log
+names it, and the SMP goes on with what is left.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
-from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.paths import OURS, SOCKET
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -37,14 +41,16 @@ OVERFLOW_UID = 65534
 
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
-OWNERSHIP = ("lock", "smp.json")
-"""Files that say who owns the arena."""
 
 log = get_log(__name__)
 
 
 class Arena:
-    """All pools of one SMP. Not thread-safe: the store's lock guards it. Any thread may read views without the lock."""
+    """All pools of one SMP. Not thread-safe: the store's lock guards it. Any thread may read views without the lock.
+
+    Attributes:
+        lost: names of files that were found damaged, and removed.
+    """
 
     def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, system: System = MACHINE) -> None:
         """Create or take over the directory `path`.
@@ -54,31 +60,14 @@ class Arena:
             zero: overwrite slots with zeros when they are given up.
 
         Raises:
-            ConfigError: another SMP owns the directory, it belongs to another user, or it cannot be made.
+            ConfigError: another SMP owns the directory, it belongs to another user, it cannot be made, or something in
+                it cannot be removed.
         """
         self.path = path
+        self.lost: set[str] = set()
         self._system = system
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.mkdir(exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
-            ) from error
-        status = path.lstat()
-        if path.is_symlink() or status.st_uid != system.os.getuid() or status.st_mode & 0o077:
-            raise ConfigError(
-                f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
-            )
-        _check_parent(path.parent, system.os.getuid())
-        failpoint("arena.made")
-        self._lock = (path / "lock").open("a")
-        try:
-            system.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
-        for part in list(path.glob(f"*{PART}")):
-            part.unlink()  # a predecessor was killed while it wrote a record or made a slot
+        self._lock = _own(path, system)
+        self._clear_the_way()
         self.budget = Budget(path, memory)
         self._zero = zero
         self.shards: dict[str, SlotFilePool] = {}
@@ -86,6 +75,28 @@ class Arena:
         self.layouts: dict[tuple[int, int], Layout] = {}
         self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
         self._planned: list[tuple[SlotFilePool, Slot]] = []
+
+    def _clear_the_way(self) -> None:
+        """Remove what a predecessor was killed over, and what is no file of ours although it has the name of one."""
+        for path in sorted(self.path.glob("*")):
+            status = path.lstat()
+            if not OURS.fullmatch(path.name) or path.name.startswith("smp.log"):
+                continue  # not read by an SMP; a log that cannot be written is reported as such
+            if path.name.endswith(PART):
+                put_away(path, self._system)
+            elif path.name == SOCKET and stat.S_ISSOCK(status.st_mode):
+                continue  # whoever listens at it is replaced by `bind_unix`
+            elif not stat.S_ISREG(status.st_mode) or status.st_uid != self._system.os.getuid():
+                self.note_lost(path, "it is not a regular file of this user")
+            elif status.st_mode & 0o600 != 0o600:
+                path.chmod(0o600)
+                log.warning("%s could not be read and written by its owner: its mode is set again", path)
+
+    def note_lost(self, path: Path, why: object) -> None:
+        """Remove a damaged file, and say so. Raises `ConfigError` if it cannot be removed."""
+        self.lost.add(path.name)
+        log.warning("%s is lost, and is removed: %s", path, why, extra=about(file=path.name))
+        put_away(path, self._system)
 
     def shard_pool(self, coord: str) -> SlotFilePool:
         """The pool of a shard, empty if it is new."""
@@ -258,47 +269,49 @@ class Arena:
     def _layout_path(self, epoch: int, revision: int) -> Path:
         return self.path / f"layout-{epoch}-{revision}.json"
 
-    def adopt(self) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
-        """Find what a predecessor left: remember its layouts, and yield every slot that has a commit record with that
-        record. The caller accepts or discards the slot.
+    def adopt_layouts(self) -> None:
+        """Remember the layouts that a predecessor left.
 
-        Slots without a commit record become free. A record that cannot be read counts as missing.
+        The bytes coded in a damaged one stay: they have their own records, and other nodes still know the layout.
         """
         for path in sorted(self.path.glob("layout-*.json")):
             try:
                 layout = Layout.read(read_json(path, self._system))
-                if path == self._layout_path(layout.epoch, layout.revision):
-                    self.layouts[layout.epoch, layout.revision] = layout
+                if path != self._layout_path(layout.epoch, layout.revision):
+                    raise ProtocolError(f"it is of epoch {layout.epoch}, revision {layout.revision}")
+                self.layouts[layout.epoch, layout.revision] = layout
             except ProtocolError as error:
-                log.warning("a layout file is ignored: %s", error)
+                self.note_lost(path, error)
+
+    def adopt(self) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
+        """Find the slots that a predecessor left, and yield each that has a commit record with that record. The caller
+        accepts or discards the slot.
+
+        Slots without a commit record become free. A damaged record counts as missing.
+        """
         for suffix in (SHARD_SUFFIX, PARITY_SUFFIX):
             for path in sorted(self.path.glob(f"*.*.{suffix}")):
                 yield from self._adopt_file(path, suffix)
+            for path in list(self.path.glob(f"*.{suffix}.json")):
+                if not path.with_suffix("").exists():
+                    path.unlink()  # its slot was lost
 
     def _adopt_file(self, path: Path, suffix: str) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
         name, index, _ = path.name.rsplit(".", 2)
         tag, _, position = name.rpartition("-")
-        status = path.lstat()
+        length = path.lstat().st_size
         named = is_identifier(name) and _is_count(index) and (suffix == SHARD_SUFFIX or _is_count(position))
-        if (
-            not named
-            or not stat.S_ISREG(status.st_mode)
-            or not status.st_size
-            or status.st_uid != self._system.os.getuid()
-        ):
-            log.warning("%s is not a slot file of this arena, and is deleted", path.name)
-            if not stat.S_ISDIR(status.st_mode):
-                path.unlink()
-            path.with_name(path.name + ".json").unlink(missing_ok=True)
-            return
+        if not named or not length:
+            self.note_lost(path, "it is not a slot of this arena" if length else "it is empty")
+            return  # its record goes with it, see `adopt`
         pool = self.shard_pool(name) if suffix == SHARD_SUFFIX else self.parity_pool(tag, int(position))
-        slot = Slot(int(index), status.st_size)
+        slot = Slot(int(index), length)
         pool.slots.append(slot)
         self.budget.note(slot.bytes)
         try:
             record = read_json(pool.record_path(slot), self._system)
         except ProtocolError as error:
-            log.warning("a slot is treated as free, because its commit record cannot be read: %s", error)
+            self.note_lost(pool.record_path(slot), error)
             record = None
         if record is None:
             pool.abandon(slot)
@@ -311,11 +324,12 @@ class Arena:
             for path in list(self.path.glob(pattern)):
                 log.info("%s is left over from a removed arena and is deleted", path.name)
                 path.unlink(missing_ok=True)
+        self.layouts.clear()
 
     def destroy(self) -> None:
         """Remove the directory and everything in it.
 
-        ``node.json``, without which no slot counts, goes first. The files that say who owns the arena go last. So if
+        ``node.json``, without which no slot counts, goes first. The file that says who owns the arena goes last. So if
         this is interrupted, a successor finds nothing to adopt, and `holdfast gc` still finds the directory.
         """
         (self.path / "node.json").unlink(missing_ok=True)
@@ -323,13 +337,88 @@ class Arena:
             for slot in list(pool.slots):
                 pool.remove(slot)
         for path in list(self.path.glob("*")):
-            if path.name not in OWNERSHIP:
-                with suppress(IsADirectoryError):  # not made by us; `rmtree` removes it below
-                    path.unlink(missing_ok=True)
+            if path.name != "smp.json":
+                put_away(path, self._system)
         failpoint("arena.emptied")
-        (self.path / "lock").unlink(missing_ok=True)
         self._system.rmtree(self.path, ignore_errors=False)
         failpoint("arena.removed")
+
+
+class _Ownership:
+    """The lock on an arena's directory, which no damage to a file in it can undo. The kernel releases it when its owner
+    dies."""
+
+    def __init__(self, path: Path, system: System) -> None:
+        """Raises `OSError`, `BlockingIOError` if another process has it."""
+        self._fd: Any = None
+        self._close = system.os.close
+        self._fd = system.os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._number = system.os.fstat(self._fd).st_ino
+        system.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def is_of(self, path: Path) -> bool:
+        """Whether `path` is still the directory that is locked."""
+        try:
+            return bool(path.lstat().st_ino == self._number)
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Release it; harmless if it is released already."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._close(fd)
+
+    __del__ = close
+
+
+def _own(path: Path, system: System) -> _Ownership:
+    """Make the arena's directory if there is none, and lock it. Raises `ConfigError`."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
+            ) from error
+        failpoint("arena.made")
+        try:
+            status = path.lstat()
+            if path.is_symlink() or status.st_uid != system.os.getuid() or status.st_mode & 0o077:
+                raise ConfigError(
+                    f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
+                )
+            _check_parent(path.parent, system.os.getuid())
+            lock = _Ownership(path, system)
+        except FileNotFoundError:
+            continue  # its last owner has just removed it
+        except BlockingIOError as error:
+            raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
+        except OSError as error:
+            raise ConfigError(f"cannot lock the arena {path}: {error.strerror}: remove it") from error
+        if lock.is_of(path):
+            return lock
+        lock.close()  # as above
+
+
+def put_away(path: Path, system: System = MACHINE) -> None:
+    """Remove whatever has this name; a directory with all that is in it. Links are not followed.
+
+    Raises:
+        ConfigError: it cannot be removed.
+    """
+    try:
+        if stat.S_ISDIR(path.lstat().st_mode):
+            system.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        pass  # it is gone already
+    except OSError as error:
+        raise ConfigError(
+            f"{path} is in the way of this node's SMP, which cannot remove it: {error}: remove it"
+        ) from error
 
 
 def _is_count(text: str) -> bool:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe, believe_unit
+from holdfast.smp_daemon.shared.belief import Claim, believe, believe_unit, parity_part
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -119,11 +119,15 @@ class Holdings:
             slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
             if record is None or slot is None:
                 raise ProtocolError(f"{key} is not held here")
-            believe(Claim.of_record(record), self._expected(key))
+            self._believe(key, record)
             return self._pool(key).view(slot), record
 
-    def _expected(self, key: Key) -> Claim:
-        """What the bytes of `key` should be, by the layouts that this node knows. Raises `NotOurs`."""
+    def _expected(self, key: Key, claim: Claim) -> Claim:
+        """What the bytes of `key` should be, by the layouts that this node knows. Raises `NotOurs`.
+
+        If it knows none, as that file was damaged, they are compared with their name alone: whoever asks for them has
+        the layout, and compares their lengths.
+        """
         for layout in self.arena.layouts.values():
             if layout.epoch != key.snapshot.epoch:
                 continue
@@ -131,7 +135,12 @@ class Holdings:
                 return Claim.of_shard(key.snapshot, key.coord, layout)
             if layout.group_of(key.tag) is not None:
                 return Claim.of_parity(key.snapshot, key.tag, key.position, layout)
-        raise NotOurs(f"no layout here says what {key} is")
+        part = key.coord if isinstance(key, ShardKey) else parity_part(key.tag, key.position)
+        return replace(claim, snapshot=key.snapshot, part=part)
+
+    def _believe(self, key: Key, record: Record) -> None:
+        claim = Claim.of_record(record)
+        believe(claim, self._expected(key, claim))
 
     def shard_unit(self, key: ShardKey, index: int) -> tuple[memoryview, int]:
         """A unit of a shard, to be sent, and the digest it was sealed with. The unit is checked by the receiver."""
@@ -225,7 +234,7 @@ class Holdings:
     def _commit(self, pool: SlotFilePool, slot: Slot, key: Key, record: Record) -> None:
         """Nothing is held that is not believed, so nothing else is read, sent or counted. Raises `NotOurs`."""
         with self._lock:
-            believe(Claim.of_record(record), self._expected(key))
+            self._believe(key, record)
             pool.commit(slot, to_plain(record))
             self._add(key, record)
 
@@ -370,7 +379,7 @@ class Holdings:
             key = ShardKey(record.snapshot, record.coord)
         if self._pool(key) is not pool or not _fits(record, slot.bytes):
             raise ProtocolError(f"the commit record of {key} does not fit its slot")
-        believe(Claim.of_record(record), self._expected(key))
+        self._believe(key, record)
         slot.snapshot = record.snapshot
         slot.state = SlotState.SEALED
         self._records[key] = record

@@ -10,18 +10,19 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe_slot
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError, StaleEpoch, VersionMismatch
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError, StaleEpoch, VersionMismatch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import Run, epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.plain import Count, Identifier, from_plain, to_plain
-from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, write_json
+from holdfast.smp_daemon.shared.plain import Count, Identifier, decode_json, from_plain, to_plain
+from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, read_small, write_json
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -603,37 +604,89 @@ class Store:
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
         failpoint("adopt.before")
-        data = read_json(self.arena.path / "node.json", self.system)
-        if data is None:
+        path = self.arena.path / "node.json"
+        try:
+            known = self._read_node(path)
+            damaged = known is None and path.name in self.arena.lost
+        except ProtocolError as error:
+            log.warning("%s is lost, and is written anew: %s", path, error, extra=about(file=path.name))
+            known, damaged = None, True
+        if known is not None or damaged:
+            self.arena.adopt_layouts()
+        if known is None and not self._is_ours():
             self.arena.clear()
             return
-        written = data.get("format", FIRST_FORMAT) if isinstance(data, dict) else FIRST_FORMAT
-        if written != ARENA_FORMAT:
-            raise VersionMismatch(
-                f"the arena {self.arena.path} was written by holdfast {data.get('release')} in format {written}, and "
-                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version, or delete the "
-                "arena with `holdfast gc` and let the other nodes rebuild it from their parity (docs/upgrades.md)"
-            )
-        try:
-            known = from_plain(_NodeFile, data, "what an SMP has written of its node")
-        except ProtocolError as error:
-            raise ProtocolError(f"{self.arena.path / 'node.json'} is damaged: {error}; remove the arena") from error
-        if known.job != self.job or known.node != self.node:
-            raise ProtocolError(
-                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}: "
-                "choose another, or remove it with `holdfast gc`"
-            )
-        self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
-        self.given_up = frozenset(known.given_up)
-        if self.board.epoch == self.epoch:
-            self.board.fail_pending()
-        else:
-            self.board.reset(self.epoch)  # the predecessor wrote a new epoch to `node.json`, and died before the board
-        failpoint("adopt.board")
+        if known is not None:
+            self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
+            self.given_up = frozenset(known.given_up)
+            self._adopt_board()
         self.holdings.adopt()
+        if known is None:
+            # What is held has records and digests of its own, so it stays. Lost are: the epoch, the newest protected
+            # snapshot, and the record of the last start. All other nodes were told the same, and a start takes the
+            # newest that any of them knows. The newest epoch of what is left is never newer than the lost one. If it is
+            # older, a late writer of it may write here, as it may on a node that has lost all its memory: nothing of
+            # that counts, since the other nodes do not let it in. The board's epoch has no digest and is not believed.
+            held = [key.snapshot.epoch for key in self.holdings.held()]
+            self.epoch = max([*held, *(epoch for epoch, _ in self.arena.layouts)])
+            self._adopt_board()
+            self._write_node()
         failpoint("adopt.done")
         if self.layout is not None:
             try:
                 self._reserve(self.layout)
             except ArenaTooSmall as error:  # go on: other nodes need the shards and parity that are held here
                 self.reserver.give_up(str(error))
+
+    def _read_node(self, path: Path) -> _NodeFile | None:
+        """What a predecessor knew; None if there was none, or it had begun to remove the arena.
+
+        Raises:
+            VersionMismatch: it wrote the arena in another format.
+            ConfigError: the arena is another job's or node's.
+            ProtocolError: the file is damaged.
+        """
+        try:
+            data = read_json(path, self.system)
+        except ProtocolError:
+            self._check_format(_without_digest(path, self.system), FIRST_FORMAT)
+            raise
+        if data is None:
+            return None
+        self._check_format(data, ARENA_FORMAT)
+        known = from_plain(_NodeFile, data, "what an SMP has written of its node")
+        if known.job != self.job or known.node != self.node:
+            raise ConfigError(
+                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}: "
+                "choose another, or remove it with `holdfast gc`"
+            )
+        return known
+
+    def _check_format(self, node: object, unsaid: int) -> None:
+        if isinstance(node, dict) and (written := node.get("format", unsaid)) != ARENA_FORMAT:
+            raise VersionMismatch(
+                f"the arena {self.arena.path} was written by holdfast {node.get('release')} in format {written}, and "
+                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version, or delete the "
+                "arena with `holdfast gc` and let the other nodes rebuild it from their parity (docs/upgrades.md)"
+            )
+
+    def _is_ours(self) -> bool:
+        """Whether a layout in the arena names this job and this node, as ``node.json`` would."""
+        layouts = self.arena.layouts.values()
+        return any(each.job == self.job and self.node in {node.name for node in each.nodes} for each in layouts)
+
+    def _adopt_board(self) -> None:
+        if self.board.epoch == self.epoch:
+            self.board.fail_pending()
+        else:
+            self.board.reset(self.epoch)  # the predecessor wrote a new epoch to `node.json`, and died before the board
+        failpoint("adopt.board")
+
+
+def _without_digest(path: Path, system: System) -> object:
+    """The JSON in a file of the first format; None if it is no such file."""
+    content = read_small(path, system) or b""
+    try:
+        return None if b"\n" in content else decode_json(dict, content, "")
+    except ProtocolError:
+        return None

@@ -97,19 +97,19 @@ def find_own(
     return entered, reach, own_inventories(entered.inventories, reach.run)
 
 
-def check_nothing_is_left(reach: Reach, passed_over: Sequence[str], *, tried: bool) -> None:
+def check_nothing_is_left(reach: Reach, passed_over: Sequence[str], *, promised: bool = False) -> None:
     """Raise unless a start may begin from nothing: nothing was promised or persisted that nobody has given up.
 
     Args:
         passed_over: why what was found cannot be used.
-        tried: whether a snapshot was tried, and could not be restored.
+        promised: whether memory had a snapshot that was protected.
 
     Raises:
         Unrecoverable: the run had a snapshot, and no place gives a whole one.
         ConfigError: the newest run never had a snapshot, and another has.
     """
     own = reach.own
-    if own is not None and (own.persisted or tried):
+    if own is not None and (own.persisted or promised):
         raise Unrecoverable(f"{own} cannot be restored: {'; '.join(passed_over)}. {ways_out(reach)}")
     if reach.others:
         newest = f"run {own.run} was begun last and has no snapshot" if own is not None else "no run goes on"
@@ -118,7 +118,8 @@ def check_nothing_is_left(reach: Reach, passed_over: Sequence[str], *, tried: bo
             f"{reach.others[0].run}, or begin anew by {GIVE_UP_ENV}={','.join(each.run.id for each in reach.others)}"
         )
     if own is not None and own.snapshots:
-        log.warning("the job begins at step 0: of %s no snapshot was ever whole on all nodes", own)
+        why = "; ".join(passed_over) or "no snapshot was ever sealed on all nodes"
+        log.warning("the job begins at step 0, and %s is not used: %s", own, why)
 
 
 def ways_out(reach: Reach) -> str:

@@ -4,7 +4,6 @@ job gets every byte back from the rest of the group.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.plain import decode_digested
+from holdfast.smp_daemon.shared.records import write_json
 from tests.smp_kit import Ground, Run, SmpProcess, flip_a_byte, playground, record_of, run_on, shard_file
 
 SEED = "files"
@@ -118,7 +119,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def change(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    write_json(path, decode_digested(path.read_bytes()) | changes)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -127,22 +128,23 @@ def test_what_was_spoilt_while_no_smp_ran_comes_back(damaged: Damaged, damage: s
     damaged.spoil(DAMAGE[damage])
 
 
-@pytest.mark.parametrize("name", ["node.json", "smp.json"])
-@pytest.mark.parametrize("content", ["", "[]", "7", "[" * 10_000, '{"job": 1}', '{"epoch": -1}'])
-def test_an_smp_that_cannot_read_who_it_is_says_so(damaged: Damaged, name: str, content: str) -> None:
-    """It must not guess an epoch. Its node counts as lost until an operator looks at it."""
-    path = damaged.smp.arena / name
-    before = path.read_text()
+@pytest.mark.parametrize("name", ["node.json", "smp.json", "layout-*.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "brackets", "another shape", "a directory", "a pipe", "a link"])
+def test_an_smp_that_cannot_read_a_small_file_says_so_and_goes_on(damaged: Damaged, name: str, damage: str) -> None:
+    path = max(damaged.smp.arena.glob(name))
     damaged.smp.kill()
-    path.write_text(content)
-    try:
-        damaged.smp.launch().wait_ready()
-    except HoldfastError as error:
-        assert name in str(error) or "arena" in str(error)
-    damaged.smp.kill()
+    {
+        "flipped": lambda path: flip_a_byte(path, 20),
+        "cut": lambda path: cut(path, 0),
+        "brackets": lambda path: path.write_bytes(b"[" * 10_000),
+        "another shape": lambda path: write_json(path, {"job": 1, "epoch": -1}),
+        "a directory": replace_by(Path.mkdir),
+        "a pipe": replace_by(os.mkfifo),
+        "a link": replace_by(lambda path: path.symlink_to("/etc/passwd")),
+    }[damage](path)
+    damaged.smp.launch().wait_ready().wait_settled()
+    assert path.name in (damaged.smp.arena / "smp.log").read_text()
     assert not damaged.smp.bugs()
-    path.write_text(before)
-    damaged.smp.launch().wait_ready()
     damaged.comes_back()
 
 

@@ -47,7 +47,15 @@ from holdfast.smp_daemon.shared.messages import (
     read_peer_control,
     read_trainer_request,
 )
-from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain, to_plain
+from holdfast.smp_daemon.shared.paths import Owner
+from holdfast.smp_daemon.shared.plain import (
+    decode_digested,
+    decode_json,
+    encode_digested,
+    encode_json,
+    from_plain,
+    to_plain,
+)
 from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
@@ -254,6 +262,7 @@ def targets() -> dict[str, Target]:
     )
     shard = ShardRecord(SNAPSHOT, "pp0-dp0", 3000, 1024, (1, 2, (1 << 64) - 1))
     parity = ParityRecord(SNAPSHOT, layout.tag(0), 2, 1024, (1024, 5), (7, 8), ({0: 1, 1: 2}, {0: 3}))
+    owner = Owner(7, 1.5, JOB, "node1", "127.0.0.1", 4001, 5001, more_bulk=(("127.0.0.2", 5002),))
     message = {"op": "accumulate", "job": JOB, "epoch": 3, "snapshot": SNAPSHOT, "coord": "pp0-dp0", "digest": 1 << 63}
     rank = RankInfo("pp0-dp0", inventory.node, "127.0.0.1", 4001, 5001, 3000, ("rack=r1",))
     return {
@@ -265,6 +274,8 @@ def targets() -> dict[str, Target]:
         "status": Target(_json(Status.read), (_text(status.to_plain()),), text=True),
         "shard-record": Target(_json(partial(from_plain, ShardRecord)), (_text(to_plain(shard)),), text=True),
         "parity-record": Target(_json(read_parity_record), (_text(to_plain(parity)),), text=True),
+        "small-file": Target(decode_digested, (encode_digested(to_plain(shard)),)),
+        "owner": Target(_json(partial(from_plain, Owner)), (_text(to_plain(owner)),), text=True),
         "record-leaf": Target(_json(read_leaf_of_records), (_values(),), text=True),
         "values": Target(_json(lambda v: decode(v, lambda name: torch.zeros(1))), (_values(),), text=True),
         "rank": Target(_json(partial(from_plain, RankInfo)), (_text(asdict(rank)),), text=True),
