@@ -14,6 +14,7 @@ from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
 from holdfast.smp_daemon.__main__ import add_options, parse_grace, settings_of
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.interpreter import own_environment
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, find_owners, socket_path
 from holdfast.smp_daemon.shared.spawn import (
     find_leftovers,
@@ -98,7 +99,7 @@ def _start(parsed: argparse.Namespace) -> int:
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:
         sys.stdout.flush()
-        os.execv(command[0], command)
+        os.execve(command[0], command, own_environment())
     try:
         owner, verb = launch(command, start_deadline_s(parsed.memory)), "started"
     except ConfigError:

@@ -14,6 +14,7 @@ __all__ = [
     "errors",
     "failpoints",
     "handshake",
+    "interpreter",
     "inventory",
     "layout",
     "limits",

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from holdfast.smp_daemon.shared.errors import (
     ProtocolError,
     SmpUnavailable,
 )
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import Owner, arena_base, folders_with, read_owner
 from holdfast.smp_daemon.shared.pidfds import await_end
@@ -78,7 +78,13 @@ def launch(command: Sequence[str], deadline_s: float) -> Owner:
     """
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s, check=False
+            command,
+            env=own_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
@@ -102,15 +108,12 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
 
 def smp_command(job: str, node: str, arena: Path, host: str, module: str = "holdfast.smp_daemon") -> list[str]:
     """The command line that runs an SMP, or a stand-in for it, in the foreground."""
-    return [
-        sys.executable,
-        "-m",
-        module,
-        *("--job", job),
-        *("--node", node),
-        *("--arena", str(arena)),
-        *("--host", host),
-    ]
+    return own_command(module, *smp_options(job, node, arena, host))
+
+
+def smp_options(job: str, node: str, arena: Path, host: str) -> list[str]:
+    """The options without which no SMP starts."""
+    return ["--job", job, "--node", node, "--arena", str(arena), "--host", host]
 
 
 def parse_report(text: str, errors: str = "") -> Owner:
