@@ -72,7 +72,7 @@ class Smp(Core):
         failpoint("start.bound")
         self.owner = Owner(
             os.getpid(),
-            system.created_s(),
+            system.start_ticks(),
             job,
             node,
             host,

@@ -29,7 +29,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import Owner, arena_base, folders_with, read_owner
-from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.quantities import parse_size
 
@@ -276,9 +276,9 @@ def _running(owner: Owner | None) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(owner.pid)
-        same = abs(process.create_time() - owner.created) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+        same = start_ticks(owner.pid) == owner.start_ticks and process.status() != psutil.STATUS_ZOMBIE
         return process if same else None
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ProcessLookupError):
         return None
 
 
