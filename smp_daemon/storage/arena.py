@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -304,6 +305,15 @@ class Arena:
             pool.abandon(slot)
         else:
             yield pool, slot, record
+
+    def lost(self) -> str:
+        """Why others find this arena no more: it was deleted, or another SMP has made one here. Empty if they do."""
+        try:
+            ours, there = os.fstat(self._lock.fileno()), (self.path / "lock").lstat()
+            (self.path / "smp.json").lstat()
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+        return "" if os.path.samestat(ours, there) else f"{self.path / 'lock'} is another SMP's"
 
     def clear(self) -> None:
         """Delete slots and layouts that no longer count: a predecessor was killed while it removed the arena."""
