@@ -55,16 +55,28 @@ def start_deadline_s(memory: str | None = None) -> float:
     return START_DEADLINE_S + parse_size(text, "HOLDFAST_MEMORY") / ZEROED_PER_S
 
 
-def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", insecure: bool = False) -> Owner:
+def start_smp(
+    job: str,
+    node: str,
+    arena: Path,
+    *,
+    host: str = "127.0.0.1",
+    insecure: bool = False,
+    ports: tuple[int, int] = (0, 0),
+) -> Owner:
     """Start an SMP that outlives this process, and wait until it serves.
 
     If several processes do this in the same arena, one succeeds, and the others fail once its SMP serves.
+
+    Args:
+        ports: for gRPC and for raw bytes; 0: the predecessor's in this arena, or any free one.
 
     Raises:
         HoldfastError: the error that the SMP reported.
         DeadlineExceeded: the SMP reported nothing for `start_deadline_s`.
     """
     command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
+    command += ["--port", str(ports[0]), "--bulk-port", str(ports[1])]
     with _one_at_a_time(arena.parent):
         return launch(command, start_deadline_s())
 
