@@ -142,8 +142,12 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 def no_arena_message(job: str, arena: Path) -> str:
     """The message that a job has no arena where it was looked for, and which jobs have one."""
-    known = ", ".join(sorted({owner.job for owner in find_owners(arena.parent)})) or "none"
-    return f"job {job}: there is no arena {arena}; jobs in {arena.parent}: {known}"
+    return f"job {job}: there is no arena {arena}; jobs in {arena.parent}: {jobs_in(arena.parent)}"
+
+
+def jobs_in(base: Path) -> str:
+    """The jobs with arenas below `base`, as text."""
+    return ", ".join(sorted({owner.job for owner in find_owners(base)})) or "none"
 
 
 def _status(parsed: argparse.Namespace) -> int:

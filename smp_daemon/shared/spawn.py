@@ -141,17 +141,21 @@ def parse_report(text: str, errors: str = "") -> Owner:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """An arena without trainers, or the scratch folder of a command that was killed.
+    """An arena, or the scratch folder of a command that was killed.
 
     Attributes:
         job: the job of the arena; empty for a scratch folder.
         smps: its SMPs that still run.
+        user: a process other than the SMPs that uses it, such as a trainer; 0: none does.
+        untouched_s: for how long no file in it has changed.
     """
 
     path: Path
     job: str
     bytes: int
     smps: tuple[psutil.Process, ...]
+    user: int = 0
+    untouched_s: float = float("inf")
 
 
 def find_leftovers(
@@ -161,6 +165,13 @@ def find_leftovers(
 
     Without a `job`, also scratch folders whose command was killed, whatever their age: no job needs them.
     """
+    for found in find_arenas(base, job=job):
+        if not found.user and found.untouched_s >= older_than_s:
+            yield found
+
+
+def find_arenas(base: Path | None = None, *, job: str | None = None) -> Iterator[Leftover]:
+    """Arenas below `base`, of `job` or of any, whether used or not; and scratch folders, as `find_leftovers`."""
     base = base or arena_base()
     if job is None:
         yield from filter(None, map(_abandoned, scratch.find_abandoned(base)))
@@ -181,14 +192,13 @@ def find_leftovers(
         newest = max((file.st_mtime for file in files), default=0.0)
         smp = _running(owner)
         smps = () if smp is None else (smp,)
-        if now - newest < older_than_s or _has_trainers(arena, smps):
-            continue
-        yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smps)
+        size, user = sum(file.st_blocks * 512 for file in files), _user(arena, smps)
+        yield Leftover(arena, found_job, size, smps, user, max(0.0, now - newest))
 
 
 def _abandoned(folder: Path) -> Leftover | None:
     smps = tuple(filter(None, map(running_process, folders_with("smp.json", folder))))
-    if _has_trainers(folder, smps):
+    if _user(folder, smps):
         return None  # the command was killed, but processes that it started still run
     size = sum(path.lstat().st_blocks * 512 for path in folder.glob("**/*"))
     return Leftover(folder, "", size, smps)
@@ -294,15 +304,15 @@ def _running(owner: Owner | None) -> psutil.Process | None:
         return None
 
 
-def _has_trainers(folder: Path, smps: Sequence[psutil.Process]) -> bool:
-    """Whether a process other than the SMPs has files below the folder mapped."""
+def _user(folder: Path, smps: Sequence[psutil.Process]) -> int:
+    """The pid of a process other than the SMPs that has files below the folder mapped; 0 if there is none."""
     needle, others = f"{folder.resolve()}/", {smp.pid for smp in smps}
     for process in psutil.process_iter():
         if process.pid in others:
             continue
         try:
             if needle in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
+                return process.pid
         except (OSError, psutil.Error):
             continue  # it ended, or is another user's and cannot use this arena
-    return False
+    return 0
