@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Self
 
 from holdfast.chaos.network.clocks import compile_shim
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.scratch import Scratch
 
 IMPORT_DEADLINE_S = 120.0
@@ -85,9 +85,9 @@ class Launcher:
             | self.shim
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.chaos.zygote", str(theirs.fileno()), *self._modules],
+            own_command("holdfast.chaos.zygote", str(theirs.fileno()), *self._modules),
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env=own_environment(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # we handle Ctrl-C

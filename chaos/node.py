@@ -16,6 +16,7 @@ from holdfast.chaos.network import clocks
 from holdfast.chaos.network.namespaces import DEVICE, inside
 from holdfast.chaos.runner import LocalNode, Wiring
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.shared.interpreter import own_environment
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, parse_report, smp_command
 
@@ -78,7 +79,7 @@ class VirtualNode(LocalNode):
             with inside(self.namespace):
                 self._process = subprocess.Popen(
                     command,
-                    env=environment,
+                    env=own_environment(environment),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=errors,

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+
 DEADLINE_S = 60.0
 MAX_ORDER_BYTES = 1 << 17
 
@@ -32,9 +34,9 @@ class Zygote:
         self._channel.settimeout(DEADLINE_S)
         self._lock = threading.Lock()  # held from an order to its answer; no other lock is taken under it
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.chaos.smp_zygote", str(theirs.fileno())],
+            own_command("holdfast.chaos.smp_zygote", str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            env=own_environment() | {"OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # keeps Ctrl-C from it
         )

@@ -6,8 +6,8 @@ snapshots is in `smp_daemon.storage.store`; this module only carries messages to
 
 from __future__ import annotations
 
+import logging
 import os
-import select
 import socket
 import threading
 from functools import partial
@@ -22,12 +22,17 @@ from holdfast.smp_daemon.remote import PeerConversation, answer_control
 from holdfast.smp_daemon.shared.addresses import check_own, parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.paths import LOOPBACK, Owner, read_owner, socket_path
+from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import RELEASE
 
 START_DEADLINE_S = 10.0
+OWNER_LOOK_S = 3600.0
+LOOK_EVERY_S = 1.0
+LOOK_AGAIN_S = 0.1
+"""Time to the next look after one that ended a connection: whoever floods a port comes back at once."""
 
 log = get_log(__name__)
 
@@ -75,7 +80,7 @@ class Smp(Core):
         failpoint("start.bound")
         self.owner = Owner(
             os.getpid(),
-            system.created_s(),
+            system.start_ticks(),
             job,
             node,
             host,
@@ -101,6 +106,7 @@ class Smp(Core):
             lambda sock: TrainerConversation(self, checked_peer(sock)),
             system=system,
         )
+        self._episodes = Episodes(log)
         failpoint("start.serving")
         self.rejoiner.start(self.store)
 
@@ -116,7 +122,26 @@ class Smp(Core):
         known = {each.name: each for each in layout.nodes}.get(node) if layout is not None else None
         if before is not None or known is None:
             return before
-        return Owner(0, 0.0, job, node, known.host, known.control_port, known.bulk_port, more_bulk=known.more_bulk)
+        return Owner(0, 0, job, node, known.host, known.control_port, known.bulk_port, more_bulk=known.more_bulk)
+
+    def look(self) -> float:
+        """End the SMP if its arena is gone, and connections to the gRPC port that only take up room. Returns in how
+        many seconds to look again. Does not block, except for the file system. For one thread, until `close`.
+        """
+        if self.arena.is_gone:
+            log.critical("this SMP ends, as nothing can find it any more: %s was deleted or replaced", self.arena.path)
+            self.stop()
+        elif not (self.arena.path / "smp.json").exists():
+            log.warning("smp.json was deleted and is written again: others find this SMP by it")
+            self.write_owner()
+        try:
+            ended = self._control.end_strangers()
+        except OSError as error:
+            text = "connections to the gRPC port cannot be looked at: %s"
+            self._episodes.begin("strangers", text, error, level=logging.ERROR)
+            return LOOK_EVERY_S
+        self._episodes.end("strangers", "connections to the gRPC port can be looked at again")
+        return LOOK_AGAIN_S if ended else LOOK_EVERY_S
 
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""
@@ -140,17 +165,20 @@ def _bind_if_free(host: str, port: int, system: System) -> socket.socket:
 
 
 def watch(smp: Smp, owner_pid: int | None) -> None:
-    """Block until the SMP is told to stop or, if `owner_pid` is given, until that process ends."""
-    if owner_pid is None:
-        smp.stopped.wait()
-        return
+    """Look after the SMP until it is told to stop or, if `owner_pid` is given, until that process ends. Blocks."""
+    if owner_pid is not None:
+        threading.Thread(target=_finish_after, args=(smp, owner_pid), name="owner", daemon=True).start()
+    pause_s = LOOK_EVERY_S
+    while not smp.stopped.wait(pause_s):
+        pause_s = smp.look()
+
+
+def _finish_after(smp: Smp, owner_pid: int) -> None:
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
         smp.finish()
         return
-    woken, wake = os.pipe()
-    threading.Thread(target=lambda: (smp.stopped.wait(), os.write(wake, b".")), daemon=True).start()
-    ready, _, _ = select.select([owner, woken], [], [])
-    if owner in ready:
-        smp.finish()
+    while not await_end(owner, OWNER_LOOK_S):
+        pass
+    smp.finish()

@@ -44,12 +44,13 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
     return client
 
 
-def start_here(arena: Path, job: str, spans: str = "") -> None:
+def start_here(arena: Path, job: str, spans: str = "", ports: tuple[int, int] = (0, 0)) -> None:
     """Start an SMP for this node, unless another rank is faster. Blocks until one serves.
 
     Args:
         spans: how the caller knows that the job spans several hosts, if the environment does not say so; see
             `launchers.spanning`.
+        ports: see `start_smp`.
 
     Raises:
         ConfigError: it cannot be started, or the other hosts could not reach it.
@@ -58,7 +59,7 @@ def start_here(arena: Path, job: str, spans: str = "") -> None:
     host = os.environ.get("HOLDFAST_HOST", LOOPBACK)
     check_reachable(host, spans or spanning(os.environ))
     try:
-        start_smp(job, node, arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
+        start_smp(job, node, arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1", ports=ports)
     except ConfigError:
         if not serves(arena):
             raise  # else another rank of this node was faster, and its SMP serves

@@ -56,6 +56,10 @@ class OwnSmp:
         self._system = system
         self.client = connect(arena, job, start=start, coord=coord, system=system)
         self.sealing = SmpClient(arena, job, system=system)
+        held = self.client.inventory()
+        # The job's layout names them, so the other SMPs look for a successor there, also if the arena is gone, in which
+        # it would find them.
+        self._ports = held.control_port, held.bulk_port
 
     def another(self) -> SmpClient:
         """One more connection, for a thread that must not wait for these two."""
@@ -113,7 +117,7 @@ class OwnSmp:
         except SmpUnavailable:
             if not self._start:
                 raise
-            start_here(self._arena, self._job)
+            start_here(self._arena, self._job, ports=self._ports)
             self.client.reconnect(deadline_s)
 
     def finish(self, epoch: int) -> None:

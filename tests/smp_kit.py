@@ -334,9 +334,9 @@ def shared_zygote() -> Zygote:
 
 def launch_by_fork(command: Sequence[str], deadline_s: float) -> Owner:
     """`spawn.launch` without the half second that imports take in a new interpreter."""
-    assert list(command[1:3]) == ["-m", "holdfast.smp_daemon"]
+    arguments = command[command.index("holdfast.smp_daemon") + 1 :]
     with tempfile.NamedTemporaryFile() as errors:
-        smp = shared_zygote().start(command[3:], os.environ, Path(errors.name))
+        smp = shared_zygote().start(arguments, os.environ, Path(errors.name))
         text = read_all(smp.stdout, deadline_s)
         smp.wait(DEADLINE_S)
         return parse_report(text, Path(errors.name).read_text())

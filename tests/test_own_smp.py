@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
+from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
 from tests.smp_kit import Ground, suspend
 
@@ -32,4 +33,20 @@ def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) 
         process.resume()
     own.attach(2, lambda: None)
     assert own.client.inventory().epoch == 2
+    own.close()
+
+
+def test_an_smp_that_replaces_one_and_its_arena_is_where_the_others_look_for_it(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp = ground.smp()
+    monkeypatch.setenv("HOLDFAST_HOST", smp.host)
+    own = OwnSmp(smp.arena, smp.job, "dp0", start=True)
+    smp.lose()
+    own.attach(1, lambda: None)
+    assert own.client.pid != smp.owner.pid
+    owner = running_owner(smp.arena)
+    assert owner is not None
+    assert (owner.control, owner.bulk_addresses) == (smp.control, smp.owner.bulk_addresses)
+    own.finish(1)
     own.close()

@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.paths import Owner, arena_path, find_owners, read_owner, socket_path
 from holdfast.smp_daemon.shared.records import write_json
 
-OWNER = Owner(pid=7, created=1.5, job="run", node="a", host="h", control_port=1, bulk_port=2)
+OWNER = Owner(pid=7, start_ticks=15, job="run", node="a", host="h", control_port=1, bulk_port=2)
 
 
 def test_an_arena_lies_in_shared_memory_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,14 @@ from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner
+from holdfast.smp_daemon.shared.messages import Hello
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
-from holdfast.smp_daemon.shared.plain import decode_digested
+from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
+from holdfast.smp_daemon.shared.transport import call, connect
+from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
     JOB,
@@ -410,7 +413,55 @@ class TestGc:
         os.utime(dead / "smp.json", (time.time() - 4000, time.time() - 4000))
         assert main(["gc", "--arena", str(base)]) == 0
         assert not dead.exists()
-        assert "nothing to remove" in capsys.readouterr().err
+
+    def test_a_job_that_is_named_is_given_up_whatever_its_age(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """As `Unrecoverable` advises, right after a start that failed."""
+        owner = orphan(ground, base / "orphan", "orphaned")
+        other = dead_arena(ground, base / "other", "other")
+        assert main(["gc", "--arena", str(base), "--json", "-"]) == 0
+        said = capsys.readouterr()
+        assert json.loads(said.out) == []
+        kept = [line for line in said.err.splitlines() if line.startswith("kept ")]
+        assert [str(base / name) in line for name, line in zip(("orphan", "other"), kept, strict=True)] == [True, True]
+        assert "--job orphaned" in kept[0] and "--job other" in kept[1]
+        assert main(["gc", "--arena", str(base), "--job", "orphaned", "--older-than", "1h"]) == 0
+        assert is_running(owner.pid), "an age that is given counts"
+        assert main(["gc", "--arena", str(base), "--job", "orphaned"]) == 0
+        assert not is_running(owner.pid)
+        assert [path.name for path in base.iterdir()] == ["other"] and other.exists()
+
+    def test_a_job_with_trainers_is_kept_and_said_to_be(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        owner = start_smp(JOB, "node0", base / "live", host=ground.host())
+        client = ground.keep(SmpClient(base / "live", JOB))
+        assert main(["gc", "--arena", str(base), "--job", JOB]) == 0
+        assert f"process {os.getpid()} " in capsys.readouterr().err
+        assert (client.inventory().node, client.pid) == ("node0", owner.pid)
+        finish(ground, base / "live")
+
+    def test_an_smp_knows_of_trainers_in_other_containers(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """What these have mapped cannot be seen from here; this one has mapped nothing."""
+        owner = start_smp(JOB, "node0", base / "live", host=ground.host())
+        stream = connect(socket_path(base / "live"), DEADLINE_S)
+        call(stream, to_plain(Hello(job=JOB, version=PROTOCOL_VERSION)))
+        assert str(base / "live") not in Path("/proc/self/maps").read_text()
+        assert main(["gc", "--arena", str(base), "--job", JOB]) == 0
+        assert "kept" in capsys.readouterr().err and is_running(owner.pid)
+        stream.close()
+        finish(ground, base / "live")
+
+    def test_a_job_that_has_no_arena_is_told_which_have(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        dead_arena(ground, base / "dead", "there")
+        assert main(["gc", "--arena", str(base), "--job", "misspelt"]) == 0
+        said = capsys.readouterr().err
+        assert "misspelt" in said and "there" in said and (base / "dead").exists()
 
     def test_as_a_command_looks_where_the_environment_says(self, ground: Ground, base: Path) -> None:
         dead_arena(ground, base / "dead")

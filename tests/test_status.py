@@ -64,7 +64,7 @@ def test_however_many_see_that_a_peer_is_late_it_is_one_line() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_status_fits_80_columns_and_a_pipe(terminal: bool) -> None:
-    owner = Owner(1, 1.0, "job", "node0", "127.0.0.1", 1, 2, 3)
+    owner = Owner(1, 1, "job", "node0", "127.0.0.1", 1, 2, 3)
     out = io.StringIO()
     say(Console(file=out, width=80, force_terminal=terminal, no_color=True), render([(owner, many_that_miss_one())]))
     lines = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.chaos.loops.judge import Result, TrialOutcome
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 
 SEED_DEADLINE_S = 600.0
 """Timeout for the next result, in seconds. A seed takes less than 1 s, and its lives have timeouts of their own."""
@@ -89,9 +88,12 @@ class _TrialProcess:
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.channel.settimeout(SEED_DEADLINE_S)
-        command = [sys.executable, "-m", "holdfast.chaos.loops.worker", str(theirs.fileno())]
+        command = own_command("holdfast.chaos.loops.worker", str(theirs.fileno()))
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=own_environment() | {"OMP_NUM_THREADS": "1"},
         )
         theirs.close()
         self._lines = self.channel.makefile("r")

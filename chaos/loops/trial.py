@@ -34,7 +34,7 @@ from holdfast.chaos.smp_zygote import Forked, Zygote
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
+from holdfast.smp_daemon.shared.spawn import parse_report, smp_options
 
 PR_SET_PDEATHSIG = 1
 JOB = "loop"
@@ -136,7 +136,7 @@ class Trials:
     @contextmanager
     def _smp(self, ground: Path) -> Iterator[Forked]:
         environment = _environment(ground)
-        command = [*smp_command(JOB, NODE, ground / "arenas" / JOB, "127.0.0.1")[3:], "--owner-pid", str(os.getpid())]
+        command = [*smp_options(JOB, NODE, ground / "arenas" / JOB, "127.0.0.1"), "--owner-pid", str(os.getpid())]
         (ground / "arenas").mkdir(mode=0o700)
         smp = self._zygote.start(command, environment, ground / "log")
         try:

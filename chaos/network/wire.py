@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from holdfast.chaos.network.namespaces import inhabitants, unavailable
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 
 ANSWER_DEADLINE_S = 30.0
 
@@ -31,7 +31,8 @@ class Wire:
         self._answers = self._channel.makefile("rb")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.chaos.network.forwarder", str(theirs.fileno())],
+                own_command("holdfast.chaos.network.forwarder", str(theirs.fileno())),
+                env=own_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, loopback_of,
 from holdfast.integrations.ray.worker_group import Seat
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import end
 
@@ -268,8 +268,8 @@ class VirtualRay(Runner):
     def _start_driver(self, plan: Mapping[str, Any], log: Path) -> None:
         environment = {**os.environ, "RAY_ADDRESS": self._cluster.address, "HOLDFAST_JOB": JOB}
         with log.open("ab") as out:
-            command = [sys.executable, "-m", "holdfast.chaos.ray.job", json.dumps(plan)]
-            self._driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+            command = own_command("holdfast.chaos.ray.job", json.dumps(plan))
+            self._driver = subprocess.Popen(command, env=own_environment(environment), stdout=out, stderr=out)
 
     def heard(self, event: Event, sock: socket.socket) -> None:
         """Inject the faults that are due where a rank has reached a point, and let the rank go on."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from holdfast.chaos.sim.run import SeedReport, simulate
 from holdfast.chaos.sim.seams import installed
 from holdfast.chaos.sim.tasks import Violated
+from holdfast.smp_daemon.shared.interpreter import own_environment
 
 BATCH = 256
 """Seeds per batch. With several processes, each runs one batch and ends, which frees its memory faster than `gc`."""
@@ -93,8 +93,8 @@ def again(seeds: range) -> list[int]:
         "from holdfast.chaos.sim.campaign import fingerprints\n"
         "print(json.dumps(fingerprints(range(*map(int, sys.argv[1:])))))"
     )
-    command = [sys.executable, "-c", script, str(seeds.start), str(seeds.stop)]
-    environment = os.environ | {"PYTHONHASHSEED": str(1 + seeds.start % 1000)}
+    command = [sys.executable, "-P", "-c", script, str(seeds.start), str(seeds.stop)]
+    environment = own_environment() | {"PYTHONHASHSEED": str(1 + seeds.start % 1000)}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=BATCH_DEADLINE_S, check=True
     )

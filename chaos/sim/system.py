@@ -92,8 +92,8 @@ class SimSystem(System):
     def credentials(self) -> Credentials:
         return Credentials()
 
-    def created_s(self) -> float:
-        return 0.0
+    def start_ticks(self) -> int:
+        return 0
 
     def grpc(self) -> Any:
         return SimGrpc

@@ -29,6 +29,7 @@ from typing import Any
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.records import digest
 
 PIECE_BYTES = 256 << 10
@@ -94,14 +95,14 @@ class Floor:
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Floor:
-        command = [sys.executable, "-m", "holdfast.bench.floor", "--processes", str(self.wires.processes)]
+        command = own_command("holdfast.bench.floor", "--processes", str(self.wires.processes))
         command += ["--connections", str(self.wires.connections), "--bytes", str(self.wires.bytes)]
         command += [*(["--oneway"] if self.wires.oneway else []), *(["--tls"] if self.wires.tls else [])]
         with self._stack:
             for index in range(self.wires.processes):
                 process = subprocess.Popen(
                     [*command, "--index", str(index)],
-                    env=self._environment,
+                    env=own_environment(self._environment),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,

@@ -32,6 +32,7 @@ from holdfast.bench.smp import rounded
 from holdfast.planner.rates import FORMAT, KIND, NodeRates
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.versions import RELEASE
 
 LINKS_ENV = "HOLDFAST_LINKS"
@@ -347,11 +348,12 @@ class Smps:
     def __init__(
         self, setup: Setup, shard_bytes: int, seed: int, environment: Mapping[str, str], root: Path | None
     ) -> None:
-        command = ["-m", cluster_module.__name__] if root is None else ["-P", str(Path(cluster_module.__file__))]
-        self._command = [sys.executable, *command, "--nodes", str(setup.nodes), "--protect", CODES[setup.nodes]]
+        alone = [sys.executable, "-P", str(Path(cluster_module.__file__))]
+        self._command = own_command(cluster_module.__name__) if root is None else alone
+        self._command += ["--nodes", str(setup.nodes), "--protect", CODES[setup.nodes]]
         self._command += ["--shard-bytes", str(shard_bytes), "--seed", str(seed)]
         self._root = root
-        self._environment = {**environment}
+        self._environment = own_environment(environment)
         if root is not None:
             self._environment |= {"PYTHONPATH": str(root.resolve()), "PYTHONDONTWRITEBYTECODE": "1"}
         self._process: subprocess.Popen[str]

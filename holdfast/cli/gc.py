@@ -1,13 +1,22 @@
-"""``holdfast gc``: remove what dead jobs left behind."""
+"""``holdfast gc``: remove what dead jobs left behind, and jobs that are given up."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.arguments import arena_folder, time
 from holdfast.cli.output import add_json, write_json
+from holdfast.cli.smp import jobs_in
+from holdfast.smp_daemon.shared.quantities import duration
+
+if TYPE_CHECKING:
+    from holdfast.smp_daemon.shared.spawn import Leftover
+
+UNTOUCHED_S = 3600.0
+"""How long an arena must be untouched if no job is named: a job may be between two starts, and needs it."""
 
 
 def add(commands: Any) -> None:
@@ -16,12 +25,16 @@ def add(commands: Any) -> None:
         "gc",
         help="remove snapshots and SMPs that dead jobs left behind",
         description="Finds arenas of this user that no trainer uses and ends their SMPs. Snapshots in them are lost: "
-        "a job that is to be restarted needs them, so only those untouched for a while are taken. What a command such "
-        "as `holdfast demo` left when it was killed goes at once.",
+        "a job that is to be restarted needs them, so only those untouched for an hour are taken, unless the job is "
+        "named. What a command such as `holdfast demo` left when it was killed goes at once. What stays is listed, "
+        "with the reason.",
     )
-    gc.add_argument("--job", help="only this job")
+    gc.add_argument("--job", help="only this job, which is given up: also if its SMP still runs or was used just now")
     gc.add_argument(
-        "--older-than", type=time, default="1h", metavar="TIME", help="how long arenas must be untouched (default 1h)"
+        "--older-than",
+        type=time,
+        metavar="TIME",
+        help="how long arenas must be untouched (default 1h; 0 with --job)",
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     gc.add_argument("--zero", action="store_true", help="overwrite what is removed with zeros first")
@@ -34,29 +47,61 @@ def add(commands: Any) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     from holdfast.smp_daemon.shared.paths import arena_base
-    from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+    from holdfast.smp_daemon.shared.spawn import find_arenas, remove
 
-    found = []
-    for leftover in find_leftovers(parsed.arena, job=parsed.job, older_than_s=parsed.older_than):
-        pids = [smp.pid for smp in leftover.smps]
+    base: Path = parsed.arena or arena_base()
+    older_than_s = parsed.older_than
+    if older_than_s is None:
+        older_than_s = 0.0 if parsed.job else UNTOUCHED_S
+    found, seen = [], False
+    for each in find_arenas(base, job=parsed.job):
+        seen = True
+        pids = [smp.pid for smp in each.smps]
         smps = f", SMP {', '.join(map(str, pids))}" if pids else ""
-        whose = f"job {leftover.job}" if leftover.job else "left by a command that was killed"
+        whose = f"job {each.job}" if each.job else "left by a command that was killed"
+        said = f"{each.path}: {whose}, {each.bytes:,} bytes{smps}"
+        if why := _why_kept(each, older_than_s):
+            print(f"kept {said}: {why}", file=sys.stderr)
+            continue
         if not parsed.dry_run:
-            remove(leftover, zero=parsed.zero)
-        verb = "would remove" if parsed.dry_run else "removed"
-        print(f"{verb} {leftover.path}: {whose}, {leftover.bytes:,} bytes{smps}", file=sys.stderr)
+            remove(each, zero=parsed.zero)
+        print(f"{'would remove' if parsed.dry_run else 'removed'} {said}", file=sys.stderr)
         found.append(
             {
-                "arena": str(leftover.path),
-                "job": leftover.job,
-                "bytes": leftover.bytes,
+                "arena": str(each.path),
+                "job": each.job,
+                "bytes": each.bytes,
                 "smp_pids": pids,
                 "removed": not parsed.dry_run,
             }
         )
-    if not found:
-        where = parsed.arena or arena_base()
-        of = f" of job {parsed.job}" if parsed.job else ""
-        print(f"nothing to remove: {where} has no unused arena{of} untouched for --older-than", file=sys.stderr)
+    if not seen:
+        of = f" of job {parsed.job}; jobs there: {jobs_in(base)}" if parsed.job else ""
+        print(f"nothing to remove: {base} has no arena{of}", file=sys.stderr)
     write_json(parsed.json, found)
     return 0
+
+
+def _why_kept(arena: Leftover, older_than_s: float) -> str:
+    """Why an arena is left alone, and what to do if it is to go; empty if it is to go."""
+    if arena.user:
+        return f"process {arena.user} uses it: end that first"
+    if arena.untouched_s < older_than_s:
+        return (
+            f"it was changed {duration(arena.untouched_s)} ago, and its job may be about to start again; if not, add "
+            f"--job {arena.job}"
+        )
+    if trainers := _connected(arena):
+        return f"its SMP has {trainers} connections of trainers, in another container perhaps: end these first"
+    return ""
+
+
+def _connected(arena: Leftover) -> int:
+    """How many connections trainers have to the arena's SMP, if it runs and answers: it also knows of those whose
+    memory cannot be looked at from here."""
+    from holdfast.smp_daemon.ops.status import take_statuses
+    from holdfast.smp_daemon.shared.spawn import running_owner
+
+    owner = running_owner(arena.path) if arena.job and arena.smps else None
+    statuses = take_statuses(owner.job, [owner.control]) if owner is not None else []
+    return sum(status.inventory.trainers for status in statuses)

@@ -15,6 +15,7 @@ from holdfast.smp_daemon.__main__ import add_options, parse_grace, settings_of
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
+from holdfast.smp_daemon.shared.interpreter import own_environment
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, find_owners, socket_path
 from holdfast.smp_daemon.shared.spawn import (
     find_leftovers,
@@ -99,7 +100,7 @@ def _start(parsed: argparse.Namespace) -> int:
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:
         sys.stdout.flush()
-        os.execv(command[0], command)
+        os.execve(command[0], command, own_environment())
     try:
         owner, verb = launch(command, start_deadline_s(parsed.memory)), "started"
     except ConfigError:
@@ -142,8 +143,12 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 def no_arena_message(job: str, arena: Path) -> str:
     """The message that a job has no arena where it was looked for, and which jobs have one."""
-    known = ", ".join(sorted({owner.job for owner in find_owners(arena.parent)})) or "none"
-    return f"job {job}: there is no arena {arena}; jobs in {arena.parent}: {known}"
+    return f"job {job}: there is no arena {arena}; jobs in {arena.parent}: {jobs_in(arena.parent)}"
+
+
+def jobs_in(base: Path) -> str:
+    """The jobs with arenas below `base`, as text."""
+    return ", ".join(sorted({owner.job for owner in find_owners(base)})) or "none"
 
 
 def _status(parsed: argparse.Namespace) -> int:

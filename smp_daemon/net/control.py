@@ -7,6 +7,8 @@ certificates; this module checks the name in them.
 from __future__ import annotations
 
 import ipaddress
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -18,7 +20,8 @@ from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.signatures import Signer, Verifier, WrongServer
-from holdfast.smp_daemon.shared.uids import may_come
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.uids import may_come, uid_of
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
 LONGEST_CALL_S = 24 * 3600
@@ -33,8 +36,10 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
     def __init__(self, credentials: Credentials, job: str) -> None:
         self._credentials = credentials
         self._verifier = Verifier(credentials.token, job) if credentials.token else None
-        self._complaints = Complaints()
+        self.complaints = Complaints()
         self.listens_at = ("0.0.0.0", 0)
+        self._lock = threading.Lock()  # guards `_admitted`; no other lock is taken under it
+        self._admitted: set[str] = set()
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """The guarded handler of a method. Called by gRPC."""
@@ -51,16 +56,33 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
                     self._verifier.verify_request(request, sign)
             except ProtocolError as error:
                 if not isinstance(error, WrongServer):
-                    self._complaints.note(_host(context.peer()), error)
+                    self.complaints.note(_host(context.peer()), error)
                 if self._verifier is not None:
                     context.set_trailing_metadata(((SERVER_KEY, self._verifier.name),))
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not let in: {error}")
+            with self._lock:
+                self._admitted.add(context.peer())
             reply: bytes = handler.unary_unary(request, context)
             if self._verifier is not None:
                 context.set_trailing_metadata(((REPLY_KEY, self._verifier.sign_reply(sign, reply)),))
             return reply
 
         return grpc.stream_unary_rpc_method_handler(guarded)
+
+    def newly_admitted(self) -> set[Address]:
+        """The addresses from which calls were let in since this was asked last."""
+        with self._lock:
+            peers, self._admitted = self._admitted, set()
+        return {ipv4(*_host_and_port(peer)) for peer in peers}
+
+    def is_of_another_user(self, peer: Address) -> bool:
+        """Whether a connection that exists is refused for good: it is not this user's, and no credentials are set.
+
+        Raises `OSError` if no descriptor is left to find out.
+        """
+        if self._credentials or not ipaddress.ip_address(peer[0]).is_loopback:
+            return False
+        return uid_of(peer, self.listens_at) not in (None, os.getuid(), 0)
 
     def _check(self, method: str, sign: bytes, context: grpc.ServicerContext) -> None:
         if context.time_remaining() > LONGEST_CALL_S:
@@ -96,19 +118,30 @@ def value(metadata: Sequence[tuple[str, Any]] | None, key: str) -> bytes:
     return b""
 
 
-def _address(peer: str) -> tuple[str, int] | None:
+def ipv4(host: str, port: int) -> Address:
+    """An address of a socket, as IPv4 if it is that mapped to IPv6: gRPC makes such sockets."""
+    mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    return str(mapped or host), port
+
+
+def _address(peer: str) -> Address | None:
     """(host, port) of a peer that gRPC names like ``ipv4:127.0.0.1:4711``; None if it is IPv6 and not loopback.
 
     Raises:
         ProtocolError: the user of that peer cannot be determined.
     """
-    kind, _, rest = unquote(peer).partition(":")
-    host, _, port = rest.rpartition(":")
-    if kind == "ipv4" and port.isdigit():
-        return host, int(port)
-    if kind == "ipv6" and not ipaddress.ip_address(host.strip("[]")).is_loopback:
+    kind = peer.partition(":")[0]
+    if kind == "ipv4":
+        return _host_and_port(peer)
+    if kind == "ipv6" and not ipaddress.ip_address(_host_and_port(peer)[0]).is_loopback:
         return None
     raise ProtocolError(f"cannot tell whose process is at {peer}")
+
+
+def _host_and_port(peer: str) -> Address:
+    """Of a TCP peer, as gRPC names it."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _host(peer: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import grpc
 
 from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, learn, value
+from holdfast.smp_daemon.net.strangers import Strangers, most_connections
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -86,9 +87,11 @@ class PeerServer:
         self._job = job
         self._answer = answer
         guard = Guard(credentials, job)
+        self._strangers = Strangers(guard)
+        options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections())]
         rpc = system.grpc()
         self._server = rpc.server(
-            system.Pool(THREADS, "peer"), options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
+            system.Pool(THREADS, "peer"), options=options, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
         )
         handler = rpc.unary_unary_rpc_method_handler(self._handle)
         self._server.add_generic_rpc_handlers((rpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
@@ -103,6 +106,10 @@ class PeerServer:
     def start(self) -> None:
         """Begin to answer."""
         self._server.start()
+
+    def end_strangers(self) -> int:
+        """End connections whose peers authenticate nothing; see `Strangers.end`. For one thread, often."""
+        return self._strangers.end()
 
     def close(self) -> None:
         """Stop serving; waits at most a second for calls in progress."""

@@ -18,6 +18,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent, last_events, log_file_problem
 from holdfast.smp_daemon.shared.messages import PeerStatus
+from holdfast.smp_daemon.shared.pidfds import ran_s
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION, RELEASE
@@ -141,7 +142,7 @@ def take_status(smp: Core) -> Status:
     return Status(
         inventory,
         os.getpid(),
-        max(0.0, now - process.create_time()),
+        ran_s(os.getpid()),
         str(store.arena.path),
         everything - missing,
         store.arena.budget.limit,

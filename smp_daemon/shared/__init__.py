@@ -16,6 +16,7 @@ __all__ = [
     "failpoints",
     "handshake",
     "identity",
+    "interpreter",
     "inventory",
     "layout",
     "limits",

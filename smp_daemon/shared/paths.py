@@ -54,13 +54,13 @@ class Owner:
     Attributes:
         host, control_port, bulk_port: where the SMP listens.
         more_bulk: its further addresses for raw bytes, if this node has several network cards.
-        created: start time of its process in seconds since 1970, which tells it from another with a reused pid.
+        start_ticks: when its process started, see `pidfds.start_ticks`, which tells it from another with a reused pid.
         http_host, http_port: where it serves its page; port 0: nowhere.
         version: its version of holdfast.
     """
 
     pid: int
-    created: float
+    start_ticks: int
     job: str
     node: str
     host: str

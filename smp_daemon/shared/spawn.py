@@ -9,7 +9,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,9 +27,10 @@ from holdfast.smp_daemon.shared.errors import (
     ProtocolError,
     SmpUnavailable,
 )
+from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import OURS, Owner, arena_base, folders_with, read_owner, socket_path
-from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.quantities import parse_size
 from holdfast.smp_daemon.shared.uids import peer_of
@@ -61,16 +61,28 @@ def start_deadline_s(memory: str | None = None) -> float:
     return START_DEADLINE_S + parse_size(text, "HOLDFAST_MEMORY") / ZEROED_PER_S
 
 
-def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", insecure: bool = False) -> Owner:
+def start_smp(
+    job: str,
+    node: str,
+    arena: Path,
+    *,
+    host: str = "127.0.0.1",
+    insecure: bool = False,
+    ports: tuple[int, int] = (0, 0),
+) -> Owner:
     """Start an SMP that outlives this process, and wait until it serves.
 
     If several processes do this in the same arena, one succeeds, and the others fail once its SMP serves.
+
+    Args:
+        ports: for gRPC and for raw bytes; 0: the predecessor's in this arena, or any free one.
 
     Raises:
         HoldfastError: the error that the SMP reported.
         DeadlineExceeded: the SMP reported nothing for `start_deadline_s`.
     """
     command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
+    command += ["--port", str(ports[0]), "--bulk-port", str(ports[1])]
     with _one_at_a_time(arena.parent):
         return launch(command, start_deadline_s())
 
@@ -84,7 +96,13 @@ def launch(command: Sequence[str], deadline_s: float) -> Owner:
     """
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s, check=False
+            command,
+            env=own_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
@@ -117,15 +135,12 @@ def _locked(directory: Path, how: int) -> Iterator[None]:
 
 def smp_command(job: str, node: str, arena: Path, host: str, module: str = "holdfast.smp_daemon") -> list[str]:
     """The command line that runs an SMP, or a stand-in for it, in the foreground."""
-    return [
-        sys.executable,
-        "-m",
-        module,
-        *("--job", job),
-        *("--node", node),
-        *("--arena", str(arena)),
-        *("--host", host),
-    ]
+    return own_command(module, *smp_options(job, node, arena, host))
+
+
+def smp_options(job: str, node: str, arena: Path, host: str) -> list[str]:
+    """The options without which no SMP starts."""
+    return ["--job", job, "--node", node, "--arena", str(arena), "--host", host]
 
 
 def parse_report(text: str, errors: str = "") -> Owner:
@@ -141,17 +156,21 @@ def parse_report(text: str, errors: str = "") -> Owner:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """An arena without trainers, or the scratch folder of a command that was killed.
+    """An arena, or the scratch folder of a command that was killed.
 
     Attributes:
         job: the job of the arena; empty for a scratch folder.
         smps: its SMPs that still run.
+        user: a process other than the SMPs that uses it, such as a trainer; 0: none does.
+        untouched_s: for how long no file in it has changed.
     """
 
     path: Path
     job: str
     bytes: int
     smps: tuple[psutil.Process, ...]
+    user: int = 0
+    untouched_s: float = float("inf")
 
 
 def find_leftovers(
@@ -161,6 +180,13 @@ def find_leftovers(
 
     Without a `job`, also scratch folders whose command was killed, whatever their age: no job needs them.
     """
+    for found in find_arenas(base, job=job):
+        if not found.user and found.untouched_s >= older_than_s:
+            yield found
+
+
+def find_arenas(base: Path | None = None, *, job: str | None = None) -> Iterator[Leftover]:
+    """Arenas below `base`, of `job` or of any, whether used or not; and scratch folders, as `find_leftovers`."""
     base = base or arena_base()
     if job is None:
         yield from filter(None, map(_abandoned, scratch.find_abandoned(base)))
@@ -181,14 +207,13 @@ def find_leftovers(
         newest = max((file.st_mtime for file in files), default=0.0)
         smp = running_process(arena)
         smps = () if smp is None else (smp,)
-        if now - newest < older_than_s or _has_trainers(arena, smps):
-            continue
-        yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smps)
+        size, user = sum(file.st_blocks * 512 for file in files), _user(arena, smps)
+        yield Leftover(arena, found_job, size, smps, user, max(0.0, now - newest))
 
 
 def _abandoned(folder: Path) -> Leftover | None:
     smps = tuple(filter(None, map(running_process, folders_with("smp.json", folder))))
-    if _has_trainers(folder, smps):
+    if _user(folder, smps):
         return None  # the command was killed, but processes that it started still run
     size = sum(path.lstat().st_blocks * 512 for path in folder.glob("**/*"))
     return Leftover(folder, "", size, smps)
@@ -317,21 +342,21 @@ def _running(owner: Owner | None) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(owner.pid)
-        same = abs(process.create_time() - owner.created) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+        same = start_ticks(owner.pid) == owner.start_ticks and process.status() != psutil.STATUS_ZOMBIE
         return process if same else None
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ProcessLookupError):
         return None
 
 
-def _has_trainers(folder: Path, smps: Sequence[psutil.Process]) -> bool:
-    """Whether a process other than the SMPs has files below the folder mapped."""
+def _user(folder: Path, smps: Sequence[psutil.Process]) -> int:
+    """The pid of a process other than the SMPs that has files below the folder mapped; 0 if there is none."""
     needle, others = f"{folder.resolve()}/", {smp.pid for smp in smps}
     for process in psutil.process_iter():
         if process.pid in others:
             continue
         try:
             if needle in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
+                return process.pid
         except (OSError, psutil.Error):
             continue  # it ended, or is another user's and cannot use this arena
-    return False
+    return 0

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.smp_daemon.shared.credentials import Credentials, current
-from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.uids import is_of_this_user
 
@@ -57,11 +57,9 @@ class System:
         """The credentials that this process shows to SMPs and asks of those that connect; see `credentials.current`."""
         return current()
 
-    def created_s(self) -> float:
-        """When this process started, in seconds since 1970. With the pid it identifies the process: pids are reused."""
-        import psutil
-
-        return psutil.Process().create_time()
+    def start_ticks(self) -> int:
+        """When this process started; see `pidfds.start_ticks`."""
+        return start_ticks(os.getpid())
 
     def grpc(self) -> Any:
         """The module `grpc`. Never called in trainers, which may fork."""

@@ -318,6 +318,11 @@ class Arena:
         else:
             yield pool, slot, record
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory was deleted or moved away, or another SMP has made one in its place."""
+        return not self._lock.is_of(self.path)
+
     def clear(self) -> None:
         """Delete slots and layouts that no longer count: a predecessor was killed while it removed the arena."""
         for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*"):

@@ -262,7 +262,7 @@ def targets() -> dict[str, Target]:
     )
     shard = ShardRecord(SNAPSHOT, "pp0-dp0", 3000, 1024, (1, 2, (1 << 64) - 1))
     parity = ParityRecord(SNAPSHOT, layout.tag(0), 2, 1024, (1024, 5), (7, 8), ({0: 1, 1: 2}, {0: 3}))
-    owner = Owner(7, 1.5, JOB, "node1", "127.0.0.1", 4001, 5001, more_bulk=(("127.0.0.2", 5002),))
+    owner = Owner(7, 15, JOB, "node1", "127.0.0.1", 4001, 5001, more_bulk=(("127.0.0.2", 5002),))
     message = {"op": "accumulate", "job": JOB, "epoch": 3, "snapshot": SNAPSHOT, "coord": "pp0-dp0", "digest": 1 << 63}
     rank = RankInfo("pp0-dp0", inventory.node, "127.0.0.1", 4001, 5001, 3000, ("rack=r1",))
     return {
