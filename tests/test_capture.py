@@ -94,11 +94,11 @@ class Noting(CpuEngine):
 class Rig:
     """The state of a toy, its capture, and a copy thread."""
 
-    def __init__(self, adapter: Toy) -> None:
+    def __init__(self, adapter: Toy, slots: Slots | None = None) -> None:
         self.adapter = adapter
         self.engine = Noting()
         self.capture = Capture(adapter, Alone(), self.engine, "run", "dp0")
-        self.slots = Slots()
+        self.slots = slots or Slots()
         client = cast(SmpClient, self.slots)
         self.copier = Copier(client, client, self.engine, Pace(), lambda: None, self.capture.over)
         self._epoch = 0
