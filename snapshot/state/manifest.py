@@ -1,7 +1,7 @@
 """The tensors of a rank's state. The state is walked once; each snapshot after that only copies.
 
 The walk is repeated when a container of tensors holds another object, or a tensor has moved. Checking for that takes no
-Python loop: about 0.1 microseconds a tensor.
+Python loop: about 0.2 microseconds a tensor.
 """
 
 from __future__ import annotations
