@@ -344,11 +344,11 @@ class Protecting:
         done = copy is not None and copy.done.is_set()
         if copy is None or copy.error is not None:
             return SnapshotState.FAILED
+        if not done:
+            return SnapshotState.PENDING  # even if it is protected by now: it may still be read back, in vain
         outcome = self._rank.client.outcome(snapshot) if snapshot in self.ledger.encoded else SnapshotOutcome.FAILED
         if outcome is SnapshotOutcome.PROTECTED:
             return SnapshotState.PROTECTED
-        if not done:
-            return SnapshotState.PENDING
         return SnapshotState.ENCODING if outcome is SnapshotOutcome.PENDING else SnapshotState.SEALED
 
     def _hear_of(self, error: StateChanged) -> None:

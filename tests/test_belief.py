@@ -23,6 +23,7 @@ ASKS = {"believe", "believe_slot", "_believe", "_check_slot"}
 
 ASKED_BEFORE = {
     "smp_daemon.persist.writing._write_shard": "`Holdings.open` has believed the shard",
+    "snapshot.step.reading._holds": "only asks whether another snapshot has the slot meanwhile",
     "smp_daemon.storage.holdings.Holdings.take": "bytes are received into it, and believed as they are committed",
 }
 """Readers that need not ask, and why."""

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
@@ -37,6 +38,7 @@ from tests.test_hook import train, values
 from tests.test_state import Toy, named, toy
 
 SLOTS = 3
+UNIT_BYTES = 4096
 
 
 class Slots:
@@ -58,6 +60,9 @@ class Slots:
 
     def seal(self, snapshot: SnapshotId, *_: Any, **options: Any) -> None:
         self.sealed.append(snapshot)
+
+    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:
+        return RecoveredShard(slot, "held", 0, UNIT_BYTES, digest_units(slot, UNIT_BYTES))
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         if not unused:
@@ -89,11 +94,11 @@ class Noting(CpuEngine):
 class Rig:
     """The state of a toy, its capture, and a copy thread."""
 
-    def __init__(self, adapter: Toy) -> None:
+    def __init__(self, adapter: Toy, slots: Slots | None = None) -> None:
         self.adapter = adapter
         self.engine = Noting()
         self.capture = Capture(adapter, Alone(), self.engine, "run", "dp0")
-        self.slots = Slots()
+        self.slots = slots or Slots()
         client = cast(SmpClient, self.slots)
         self.copier = Copier(client, client, self.engine, Pace(), lambda: None, self.capture.over)
         self._epoch = 0

@@ -91,7 +91,7 @@ def test_start_options_out_of_range_are_refused(options: Any) -> None:
 
 
 def test_ranks_that_want_to_go_back_to_different_steps_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"HOLDFAST_RESTORE_STEP .*rank 2: .*restore_step=4"):
+    with pytest.raises(ConfigError, match=r"HOLDFAST_RESTORE_STEP.*rank 2: .*restore_step=4"):
         agree([StartOptions(), StartOptions(), StartOptions(restore_step=4)])
 
 

@@ -223,9 +223,19 @@ def plain_for_tensor(state: dict[str, Any]) -> None:
     state["sum"] = 0.0
 
 
+def rename_tensor(state: dict[str, Any]) -> None:
+    state["total"] = state.pop("sum")
+
+
+def rename_plain(state: dict[str, Any]) -> None:
+    state["other"] = state.pop("last")
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        rename_tensor,
+        rename_plain,
         replace_state,
         repoint_state,
         add_tensor,

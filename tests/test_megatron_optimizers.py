@@ -52,7 +52,8 @@ def bytes_of(of: list[torch.nn.Parameter]) -> list[list[int]]:
 def move(state: OptimizerState, main: dict[str, torch.Tensor], into: OptimizerState) -> None:
     """Move state as a snapshot does: fill everything that `state` names into another job's `into`."""
     held = {each.name: each.tensor.clone() for each in state.tensors()}
-    plain, fixed = state.plain(), state.fixed()
+    listed = state.look()
+    plain, fixed = listed.late(), listed.fixed
     main = {name: each.clone() for name, each in main.items()}
     into.check(plain, fixed)
     into.materialise({name: leaf_of(name, each) for name, each in held.items()})
@@ -114,7 +115,7 @@ def test_an_offloaded_optimizer_goes_on_bit_for_bit(
     before = hybrid(first, fraction, overlap)
     train(before, first, range(4))
     state = hybrid_state(before, first)
-    kinds = [kind.rpartition(".")[2] for kind in state.fixed()["inside"].values()]
+    kinds = [kind.rpartition(".")[2] for kind in state.look().fixed["inside"].values()]
     assert kinds == ["AdamW"] * offloaded + ["FusedAdam"] * (3 - offloaded)
     after = hybrid(second, fraction, overlap)
     restored = hybrid_state(after, second)
@@ -140,8 +141,10 @@ def test_another_fraction_than_the_snapshots_is_refused(hybrid: Any) -> None:
     before = hybrid(first, 1.0)
     train(before, first, range(2))
     state, other = hybrid_state(before, first), hybrid_state(hybrid(second, 0.5), second)
+    listed = state.look()
+    plain = listed.late()
     with pytest.raises(StateMismatch, match=r"offloads other parameters .*p2 by .*AdamW, now .*FusedAdam.*fraction"):
-        other.check(state.plain(), state.fixed())
+        other.check(plain, listed.fixed)
 
 
 def test_a_state_that_is_loaded_while_it_trains_is_noticed(hybrid: Any) -> None:
@@ -149,10 +152,13 @@ def test_a_state_that_is_loaded_while_it_trains_is_noticed(hybrid: Any) -> None:
     optimizer = hybrid(of, 1.0, overlap=True)
     state = hybrid_state(optimizer, of)
     train(optimizer, of, range(2))
-    state.plain()
+    listed = state.look()
+    listed.late()
     optimizer._init_sub_optimizers()  # as its `load_state_dict` does
     with pytest.raises(StateMismatch, match=r"the inner optimizers of optim0 were replaced"):
-        state.plain()
+        listed.late()
+    with pytest.raises(StateMismatch, match=r"the inner optimizers of optim0 were replaced"):
+        state.look()
 
 
 def test_scales_inside_an_offloaded_optimizer_are_refused(hybrid: Any) -> None:
@@ -315,9 +321,10 @@ def test_the_adapters_keep_delayed_scaling_with_the_extra_state() -> None:
     model: Any = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 2))
     adapter = base.BaseAdapter(model, [], None, None)
     model[0].fp8_meta["scaling_fwd"].scale.fill_(7.0)
-    late = adapter.late()
+    listed = adapter.look()
+    late = listed.late()
     assert late[base.SCALING].keys() == {"model0.0"}
     model[0].fp8_meta["scaling_fwd"].scale.fill_(1.0)
-    adapter.load(adapter.early(), late, adapter.fixed())
+    adapter.load(adapter.early(), late, listed.fixed)
     assert model[0].fp8_meta["scaling_fwd"].scale.tolist() == [7.0]
-    assert base.SCALING not in base.BaseAdapter(model[1], [], None, None).late()
+    assert base.SCALING not in base.BaseAdapter(model[1], [], None, None).look().late()

@@ -362,6 +362,121 @@ def test_a_parameter_that_is_given_twice_has_one_state() -> None:
     assert [item.name for item in state.tensors()] == ["optim.model0.weight.momentum_buffer"]
 
 
+# ------------------------------------------------------------------ state that comes and goes
+
+
+class Late(torch.optim.Optimizer):
+    """Gives each parameter a number and a tensor with its first gradient, and changes its state in a later step."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], when: int, change: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self._when, self._change = when, change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            state["n"] = state.get("n", 0) + 1
+            state["m"] = state.get("m", 0.5) * parameter.grad
+            if state["n"] == self._when:
+                self._change(state)
+            parameter -= 0.1 * state.get("m", 0.5) * state.get("scale", 1)
+
+
+def number(state: dict[str, Any]) -> None:
+    state["scale"] = 0.5
+
+
+def tensor(state: dict[str, Any]) -> None:
+    state["scale"] = torch.tensor(0.5)
+
+
+def several(state: dict[str, Any]) -> None:
+    state["scale"], state["rows"] = 2, [1, torch.ones(3)]
+
+
+def renamed(state: dict[str, Any]) -> None:
+    state["scale"] = state.pop("n")
+
+
+def gone(state: dict[str, Any]) -> None:
+    del state["m"]
+
+
+PLAIN = [(change, when) for change in (number, renamed) for when in (1, 2, 3)]
+NEW_LAYOUT = [(change, when) for change in (tensor, several, gone) for when in (1, 2)]  # takes the place of a snapshot
+
+
+@pytest.mark.parametrize(("change", "when"), PLAIN + NEW_LAYOUT)
+def test_state_that_changes_its_form_is_in_the_snapshot_after_that_step(
+    arena: Path, change: Callable[[dict[str, Any]], None], when: int
+) -> None:
+    """The snapshot that is restored is the one after step 3."""
+
+    def make(model: nn.Module) -> Late:
+        return Late(model.parameters(), when, change)
+
+    model, optim, again, other = start_anew(make, make)
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert list(other.state[two]) == list(optim.state[one])
+        assert repr(other.state[two]) == repr(optim.state[one])
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_parameter_that_gets_its_first_gradient_late_has_its_state(arena: Path, step: int) -> None:
+    def make(model: nn.Module) -> Late:
+        return Late(model.parameters(), 9, number)
+
+    class Bypassed(nn.Module):
+        """Its second layer takes part from some step on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.calls = net(), 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            first: torch.Tensor = self.layers[0](inputs)  # type: ignore[index]
+            return self.layers[1](first) if self.calls > step else first  # type: ignore[index]
+
+    model = Bypassed()
+    optim = make(model)
+    with InMemorySnapshot(model, optim, keep=True, strict=True, overhead_budget=0) as snap:
+        train(snap, model, optim, 3)
+    again = Bypassed()
+    other = make(again)
+    with InMemorySnapshot(again, other, keep=True) as snap:
+        assert snap.step == 3
+    counts = [[of.state[p].get("n") for p in job.parameters()] for job, of in ((model, optim), (again, other))]
+    assert counts[0] == counts[1] == [3, 3, 3 - step, 3 - step]
+
+
+class Warming(torch.optim.SGD):
+    """Counts down to its last warm step, and then forgets the count and a factor."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, lr=0.1)
+        cast(Any, self.state)["warm"] = 2
+        self.factor: float | None = 0.5
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        values = cast(Any, self.state)
+        if "warm" in values:
+            values["warm"] -= 1
+            if not values["warm"]:
+                del values["warm"]
+                self.factor = None
+
+
+def test_values_that_are_gone_do_not_come_back(arena: Path) -> None:
+    _, optim, _, other = start_anew(lambda m: Warming(m.parameters()), lambda m: Warming(m.parameters()))
+    assert not optim.state and not other.state
+    assert optim.factor is other.factor is None
+
+
 # ------------------------------------------------------------------ optimizers within optimizers
 
 

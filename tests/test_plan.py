@@ -295,24 +295,6 @@ def endings(job: Job) -> set[str]:
 each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
 
 
-def test_snapshots_of_two_starts_that_knew_nothing_of_each_other_are_never_mixed() -> None:
-    """Both began epoch 2: one with two ranks on other nodes, the other with a single one."""
-
-    def begun(*names: str) -> Layout:
-        nodes = tuple(Node(name, "host", 1, 2, (Shard(f"dp{i}", UNIT),)) for i, name in enumerate(names))
-        return Layout("run", 2, 0, nodes, (tuple(range(len(names))),), 7, 1, UNIT, 3)
-
-    two, one = begun("a", "b"), begun("c")
-    of_b = Inventory("b", "host", 1, 2, epoch=2, shards=frozenset({(NEW, "dp1")}), layouts={(2, 0): two})
-    of_c = Inventory("c", "host", 1, 2, epoch=2, shards=frozenset({(NEW, "dp0")}), layouts={(2, 0): one})
-    for inventories in ([of_b, of_c], [of_c, of_b]):
-        sources = choose_sources(inventories, NEW)
-        assert sources is not None and sources.layout == one and set(sources.shards) == {"dp0"}
-    of_a = Inventory("a", "host", 1, 2, epoch=2, shards=frozenset({(NEW, "dp0")}), layouts={(2, 0): two})
-    both = choose_sources([of_c, of_b, of_a], NEW)
-    assert both is not None and both.layout == two and set(both.shards) == {"dp0", "dp1"}
-
-
 @each_job
 def test_every_loss_at_every_moment_of_a_newer_snapshot(job: Job) -> None:
     """Thousands of cases: any of the newer one's shards sealed, any of its parities complete, any machines lost."""
@@ -368,7 +350,7 @@ def test_nobody_answering_is_a_cold_start() -> None:
 def test_survivors_that_hold_nothing_of_what_was_protected_say_so() -> None:
     job = JOBS["two nodes"]
     empty = World(job, [Holding(OLD, frozenset())], OLD).inventories.values()
-    with pytest.raises(Unrecoverable, match=r"step 10 .* no SMP that answers holds any of it.*holdfast gc"):
+    with pytest.raises(Unrecoverable, match=r"step 10 .* no SMP that answers holds any of it"):
         plan_restore(list(empty), job.shards)
 
 
@@ -379,7 +361,7 @@ def test_a_snapshot_whose_layout_nobody_knows_is_passed_over() -> None:
     plan = plan_restore(forgetful, job.shards)
     assert plan is not None and plan.snapshot == OLD
     ignorant = [replace(i, layouts={}) for i in forgetful]
-    with pytest.raises(Unrecoverable, match=r"step 10 .*no SMP knows the layout of epoch 1"):
+    with pytest.raises(Unrecoverable, match=r"step 10 .*no SMP knows the layout of its epoch"):
         plan_restore(ignorant, job.shards)
 
 

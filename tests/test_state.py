@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import read_leaf
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, Updated
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
     RECORD_PAGE_BYTES,
@@ -80,14 +80,11 @@ class Toy:
     def watched(self) -> Iterator[Container]:
         yield self.live
 
-    def fixed(self) -> Tree:
-        return self.fixed_tree
+    def look(self) -> Look:
+        return Look(self.fixed_tree, lambda: self.late_tree)
 
     def early(self) -> Tree:
         return self.early_tree
-
-    def late(self) -> Tree:
-        return self.late_tree
 
     def generators(self) -> dict[str, Any]:
         return {}
@@ -144,7 +141,7 @@ BEGAN_SO = {"read": {"rng torch": "5e"}, "rng": None}
 
 def test_early_and_late_values_are_copied_when_they_are_captured() -> None:
     adapter = toy()
-    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(adapter), BEGAN_SO)
+    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(adapter.look()), BEGAN_SO)
     adapter.early_tree["rng"].fill_(9)
     adapter.early_tree["seen"] = 9
     adapter.late_tree["warm"].fill_(9)
@@ -162,7 +159,7 @@ def test_copies_carry_no_gradient() -> None:
 def test_the_leaves_of_values_are_their_tensors() -> None:
     adapter = toy()
     assert capture_early(adapter, {}).leaves == [Leaf("early.rng", "U8", (3,))]
-    assert capture_late(adapter).leaves == [Leaf("late.warm", "F32", ())]
+    assert capture_late(adapter.look()).leaves == [Leaf("late.warm", "F32", ())]
 
 
 def placed_toy(adapter: Toy, restless: Collection[str] = ()) -> Placed:
@@ -214,7 +211,7 @@ def test_a_tensor_without_a_place_is_an_error() -> None:
 def whole_slot(adapter: Toy, snapshot: SnapshotId = SNAPSHOT) -> tuple[SlotFormat, memoryview]:
     """A slot as the copy thread writes it, without its stamp."""
     manifest = Manifest(adapter)
-    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(adapter), BEGAN_SO)
+    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(manifest), BEGAN_SO)
     record = encode_record(snapshot, "dp0", early, late, manifest.fixed)
     form = plan_format("run", "dp0", [*manifest.leaves, *early.leaves, *late.leaves], len(record))
     slot = memoryview(bytearray(form.total_bytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ from holdfast.snapshot.copy.tensors import block_of, local
 from holdfast.snapshot.state import own_generators, rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
 from holdfast.snapshot.state.hidden import ChangingAttributes, generators, owners
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Stateful, Tree, Updated
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
@@ -55,9 +56,8 @@ class BaseAdapter:
             for name, part in ({} if extra is None else extra).items()
             if part is not None
         }
-        self._flags = Flags(self._modules)
         self._tracked: dict[str, Tracked] = {}
-        self._with_extra_state = _with_extra_state(self._roots())
+        _with_extra_state(self._roots())  # raises now rather than with the first snapshot
         _warn_of_own_tensors(self._roots())
         self._episodes = Episodes(log)
         self._generators: dict[str, Any] | None = None
@@ -110,14 +110,15 @@ class BaseAdapter:
         for piece in self._tracked.values():
             yield from piece.watched()
 
-    def fixed(self) -> Tree:
-        self._flags = Flags(self._modules)
+    def look(self) -> Look:
         self._generators = self._find_generators()
-        return {
-            "flags": self._flags.names(),
-            "optim": [state.fixed() for state in self._states],
+        flags, states = Flags(self._modules), [state.look() for state in self._states]
+        fixed = {
+            "flags": flags.names(),
+            "optim": [state.fixed for state in states],
             "schedulers": [type(each).__qualname__ for each in self._schedulers],
         }
+        return Look(fixed, partial(self._late, flags, states, _with_extra_state(self._roots())))
 
     def early(self) -> Tree:
         return {
@@ -128,15 +129,16 @@ class BaseAdapter:
             **({"streams": self.carried} if self.carried else {}),
         }
 
-    def late(self) -> Tree:
+    def _late(self, flags: Flags, states: Sequence[Look], extra: Sequence[tuple[str, torch.nn.Module]]) -> Tree:
+        """Values of what one look has found. `extra`: the modules that have an extra state."""
         return {
-            "optim": [state.plain() for state in self._states],
+            "optim": [state.late() for state in states],
             "scheduler": [each.state_dict() for each in self._schedulers],
             "extra": self._extras(late=True),
-            "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in self._with_extra_state},
-            **self._scalings(),
-            "flags": self._flags.state(),
-            GRADIENTS: self._flags.gradients(),
+            "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in extra},
+            **_scalings(extra),
+            "flags": flags.state(),
+            GRADIENTS: flags.gradients(),
             "tracked": tracked.values(self._tracked, late=True),
         }
 
@@ -202,9 +204,7 @@ class BaseAdapter:
         held, have = fixed["schedulers"], [type(each).__qualname__ for each in self._schedulers]
         if held != have:
             raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
-        self._with_extra_state = _with_extra_state(self._roots())
-        self._flags = Flags(self._modules)
-        names = [name for name, _ in self._with_extra_state]
+        names = [name for name, _ in _with_extra_state(self._roots())]
         check_names("what has get_extra_state", late["get_extra_state"], names)
         tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
         self._generators = self._find_generators()
@@ -223,8 +223,8 @@ class BaseAdapter:
         held = {**early["extra"], **late["extra"]}
         for name, part in self._extra.items():
             part.load_state_dict(held[name])
-        self._flags.load(fixed["flags"], late["flags"], late[GRADIENTS])
-        for name, module in self._with_extra_state:
+        Flags(self._modules).load(fixed["flags"], late["flags"], late[GRADIENTS])
+        for name, module in _with_extra_state(self._roots()):
             _hooked(module).set_extra_state(late["get_extra_state"][name])
             put_back_scaling(name, module, late.get(SCALING, {}).get(name, {}))
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
@@ -242,20 +242,13 @@ class BaseAdapter:
         """The states of the extras that settle late (see `settles_late`), or of the others."""
         return {n: part.state_dict() for n, part in self._extra.items() if settles_late(part) is late}
 
-    def _scalings(self) -> Tree:
-        """The scaling state of modules that compute in 8 bits with delayed scaling, if there are any."""
-        found = {name: scaling(module) for name, module in self._with_extra_state}
-        held = {name: {key: each.clone() for key, each in of.items()} for name, of in found.items() if of}
-        return {SCALING: held} if held else {}
-
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules, by name. Begins a walk over all tensors: also looks again which modules have an extra state."""
-        self._with_extra_state = _with_extra_state(self._roots())
+        """The modules, by name."""
         yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
 
     def _roots(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """All modules that were given, by name, including tracked ones."""
-        yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
+        yield from self._of_modules()
         for name, piece in self._tracked.items():
             if isinstance(piece.tensors, torch.nn.Module):
                 yield f"tracked.{name}", piece.tensors
@@ -330,6 +323,13 @@ def _with_extra_state(roots: Iterable[tuple[str, torch.nn.Module]]) -> list[tupl
             raise ConfigError(f"{name}: {kind.__qualname__} has get_extra_state without set_extra_state: add it")
         found.append((name, module))
     return found
+
+
+def _scalings(extra: Sequence[tuple[str, torch.nn.Module]]) -> Tree:
+    """The scaling state of modules that compute in 8 bits with delayed scaling, if there are any."""
+    found = {name: scaling(module) for name, module in extra}
+    held = {name: {key: each.clone() for key, each in of.items()} for name, of in found.items() if of}
+    return {SCALING: held} if held else {}
 
 
 def _hooked(module: torch.nn.Module) -> Any:

@@ -38,7 +38,7 @@ from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import set_dtype
-from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
+from holdfast.snapshot.state.live import Change, LiveTensor, Look, Stateful, Tree
 
 log = get_log(__name__)
 
@@ -116,9 +116,14 @@ class MegatronAdapter(BaseAdapter):
         }
         return super().early() | {"tracker": generators}
 
-    def late(self) -> Tree:
-        scalers = [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)]
-        return super().late() | {"scaler": scalers}
+    def look(self) -> Look:
+        found = super().look()
+
+        def late() -> Tree:
+            scalers = [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)]
+            return found.late() | {"scaler": scalers}
+
+        return Look(found.fixed, late)
 
     def verify(self) -> None:
         super().verify()

@@ -14,7 +14,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.state.live import Container, LiveTensor, Tree
+from holdfast.snapshot.state.live import Container, LiveTensor, Look, Tree
 from holdfast.snapshot.state.optimizers import OptimizerState
 
 COPY = "master_param"
@@ -67,26 +67,29 @@ class HybridState(OptimizerState):
             yield each.state
             yield from each.state.values()
 
-    def fixed(self) -> Tree:
-        """The base's, and the class of the optimizer that steps each parameter."""
-        return super().fixed() | {"inside": self._kinds()}
+    def look(self) -> Look:
+        """The base's, and the class of the optimizer that steps each parameter; values as in `_with_options`."""
+        self._check_inside()
+        found = super().look()
+        return Look(found.fixed | {"inside": self._kinds()}, lambda: self._with_options(found))
 
-    def plain(self) -> Tree:
-        """The base's, and options that the inner optimizers have added to their groups, such as FusedAdam's ``step``.
+    def _with_options(self, found: Look) -> Tree:
+        """The base's, and options that the inner optimizers have added to their groups, such as FusedAdam's
+        ``step``."""
+        self._check_inside()
+        return found.late() | {
+            "inside": {
+                name: {k: group[k] for k in group.keys() - given} for name, group, given in self._groups_inside()
+            }
+        }
 
-        Raises:
-            StateMismatch: the inner optimizers were replaced since this object was made.
-        """
+    def _check_inside(self) -> None:
+        """Raises `StateMismatch` if the inner optimizers were replaced since this object was made."""
         if [*map(id, self.optimizer.sub_optimizers)] != [*map(id, self.inside)]:
             raise StateMismatch(
                 f"the inner optimizers of {self._prefix} were replaced, as load_state_dict does: load its state before "
                 "the hook is entered, not while it trains"
             )
-        return super().plain() | {
-            "inside": {
-                name: {k: group[k] for k in group.keys() - given} for name, group, given in self._groups_inside()
-            }
-        }
 
     def check(self, plain: Tree, fixed: Tree) -> None:
         """Raises `StateMismatch` as the base does, and if another kind of optimizer stepped a parameter before."""

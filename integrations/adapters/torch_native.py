@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.copy.tensors import block_of, local, piece_of
 from holdfast.snapshot.state.hidden import untracked
-from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
+from holdfast.snapshot.state.live import Change, LiveTensor, Look, Stateful
 from holdfast.snapshot.state.optimizers import OptimizerState, nested, says_more, unwrapped
 
 
@@ -65,9 +65,10 @@ class TorchAdapter(BaseAdapter):
     def _unknown_optimizers(self) -> list[tuple[str, Any]]:
         return [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._optimizers)]
 
-    def fixed(self) -> Tree:
+    def look(self) -> Look:
         """The base's state and, for exporting a snapshot, whether names have DDP's prefix, and where in the whole a
         rank's part of a distributed parameter is."""
+        found = super().look()
         export = {
             "wrapped": self._replicated,
             "pieces": {
@@ -77,7 +78,7 @@ class TorchAdapter(BaseAdapter):
                 if (piece := piece_of(parameter)) is not None
             },
         }
-        return {**super().fixed(), "export": export}
+        return Look({**found.fixed, "export": export}, found.late)
 
     def tensors(self) -> Iterator[LiveTensor]:
         self._names.clear()

@@ -70,7 +70,7 @@ from holdfast.smp_daemon.shared.messages import (
 )
 from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
-from holdfast.smp_daemon.shared.records import digest
+from holdfast.smp_daemon.shared.records import ShardRecord, digest, read_json, record_name
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -287,6 +287,21 @@ class SmpClient:
             encode: whether the snapshot is to be protected; the same on every rank.
         """
         self._call(Seal(snapshot=snapshot, coord=coord, protected=protected, encode=encode), MOVE_DEADLINE_S)
+
+    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:
+        """The shard that was sealed in `slot`, which `begin` returned, with the digests from its commit record. Reads
+        a file of the arena, and does not ask the SMP. Thread-safe.
+
+        Raises:
+            StaleEpoch: the slot does not hold that shard any more.
+        """
+        with self._mapping:
+            name = next((name for name, (_, view) in self._maps.items() if view is slot), None)
+        data = None if name is None else read_json(self.arena / record_name(name), self.system)
+        record = None if data is None else from_plain(ShardRecord, data, "a commit record")
+        if record is None or (record.snapshot, record.coord) != (snapshot, coord):
+            raise StaleEpoch(f"the slot of {coord} does not hold {snapshot} any more")
+        return RecoveredShard(slot, "held", 0, record.unit_bytes, record.digests)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         """Give back a slot that will not be sealed. `unused`: it was not needed after all; else the snapshot fails."""

@@ -49,6 +49,10 @@ class DamagedSnapshot(HoldfastError):
     """Bytes of a snapshot do not match their digests."""
 
 
+class IncompleteSnapshot(DamagedSnapshot):
+    """A snapshot lacks state that its record lists, or its record cannot be understood; so do all copies of it."""
+
+
 class Unrecoverable(HoldfastError):
     """More of a protected snapshot is lost than its parity can restore."""
 
@@ -82,6 +86,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         NoFreeSlot,
         ProtocolError,
         DamagedSnapshot,
+        IncompleteSnapshot,
         Unrecoverable,
         StateMismatch,
         Repeated,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.errors import StateMismatch, Unrecoverable
@@ -42,6 +42,7 @@ def plan_restore(
     coords: Collection[str] | None,
     without: Collection[SnapshotId] = frozenset(),
     choice: Choice | None = None,
+    incomplete: Mapping[SnapshotId, str] | None = None,
 ) -> RestorePlan | None:
     """Plan to restore the newest snapshot whose every byte is held or can be decoded.
 
@@ -52,16 +53,22 @@ def plan_restore(
         coords: coordinates of the ranks to restore; None: any.
         without: snapshots to skip, as they turned out not to be recoverable and were never reported as protected.
         choice: which snapshots may be restored; None: any.
+        incomplete: snapshots that lack state in every copy, and what they lack. They are skipped. If the protected one
+            is among them, older ones may be restored: nothing can bring it back, and the caller says so.
 
     Raises:
         Unrecoverable: a snapshot was protected, and neither it nor a younger one can be recovered. An older one is
-            never chosen: that would silently undo training that was promised to be safe.
+            not chosen then: that would silently undo training that was promised to be safe.
         StateMismatch: the snapshot has other coordinates than `coords`.
     """
     protected = newest_protected(inventories, choice)
+    known = incomplete or {}
     reasons: list[str] = []
-    for snapshot in candidates(inventories, protected):
+    for snapshot in candidates(inventories, None if protected in known else protected):
         if choice is not None and not choice.admits(snapshot):
+            continue
+        if snapshot in known:
+            reasons.append(f"{snapshot}: {known[snapshot]}")
             continue
         if snapshot in without and snapshot != protected:
             continue
@@ -84,7 +91,7 @@ def plan_restore(
         return None
     how = "chosen" if choice is not None and protected == choice.snapshot else "protected"
     raise Unrecoverable(
-        f"{protected} was {how}, and too much of it is lost. "
+        f"{protected} was {how}, and {'is not complete' if protected in known else 'too much of it is lost'}. "
         + "; ".join(reasons or ["no SMP that answers holds any of it"])
     )
 

@@ -92,6 +92,11 @@ class ParityRecord:
         return index * self.unit_bytes, self.lengths[index]
 
 
+def record_name(slot_file: str) -> str:
+    """The name of the file with the commit record of the slot in `slot_file`."""
+    return f"{slot_file}.json"
+
+
 def write_json(path: Path, data: Any) -> None:
     """Replace `path` by `data` atomically: a reader sees either the whole old file or the whole new one.
 

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.populate import slices
-from holdfast.smp_daemon.shared.records import PART, write_json
+from holdfast.smp_daemon.shared.records import PART, record_name, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.numa import prefer
 
@@ -169,7 +169,7 @@ class SlotFilePool(SlotPool):
 
     def record_path(self, slot: Slot) -> Path:
         """The file of the slot's commit record."""
-        return self.arena / f"{self.name}.{slot.index}.{self.suffix}.json"
+        return self.arena / record_name(self.path(slot).name)
 
     def view(self, slot: Slot) -> memoryview:
         """The slot's bytes, mapped."""

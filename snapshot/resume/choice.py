@@ -174,22 +174,31 @@ class RestoreAttempts:
     Attributes:
         failures, persisted_failures: failed attempts by snapshot, in memory and in storage.
         passed_over: why each snapshot and each tier that was tried was not used, in order.
+        incomplete: why snapshots in memory are not tried again on any account: they lack state, and so does every copy.
         given_up: why memory is not tried any more; empty while it is.
     """
 
     failures: Counter[SnapshotId] = field(default_factory=Counter)
     persisted_failures: Counter[SnapshotId] = field(default_factory=Counter)
     passed_over: list[str] = field(default_factory=list)
+    incomplete: dict[SnapshotId, str] = field(default_factory=dict)
     given_up: str = ""
 
     def hopeless(self, unacknowledged: Collection[SnapshotId]) -> set[SnapshotId]:
         """The snapshots in memory that are not tried again: they failed too often, and were never promised."""
         return {snapshot for snapshot, count in self.failures.items() if count >= ENOUGH_FAILURES} & set(unacknowledged)
 
-    def failed(self, plan: RestorePlan, reason: str, *, damaged: bool) -> None:
-        """Note a failed attempt. `damaged`: a rank has seen that the bytes are not those that were written."""
+    def failed(self, plan: RestorePlan, reason: str, *, damaged: bool, complete: bool = True) -> None:
+        """Note a failed attempt.
+
+        Args:
+            damaged: a rank has seen that the bytes are not those that were written, or that they lack something.
+            complete: no rank has seen that they lack something.
+        """
         if plan.sources.persisted:
             self.persisted_failures[plan.snapshot] += ENOUGH_FAILURES if damaged else 1
+        elif not complete:
+            self.incomplete[plan.snapshot] = reason
         else:
             self.failures[plan.snapshot] += 1
             if self.failures.total() == ATTEMPTS:

@@ -58,7 +58,7 @@ class Resumed:
         self._buffers = {item.name for item in items if item.change is Change.ANY}
         self._pieces = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
         self._witness = Witness(engine, WatchedPieces(self._pieces), step)
-        self._late = _flat(adapter)  # after the walk, which finds optimizer state that is not a tensor
+        self._late = _flat(adapter)
 
     def check(self, *, declared: bool, forward_ran: bool = False) -> None:
         """Called when the first step begins.
@@ -185,7 +185,7 @@ def _called(name: str) -> str:
 
 def _flat(adapter: Adapter) -> dict[str, Any]:
     """The plain values that code between two steps changes, by path; digests of the tensors among them."""
-    values = capture_late(adapter)
+    values = capture_late(adapter.look())
     found = dict(_leaves("", {kind: part for kind, part in values.encoded.items() if kind != GRADIENTS}))
     return found | {name: streams.digest(tensor) for name, tensor in values.tensors.items()}
 

@@ -49,6 +49,7 @@ from holdfast.snapshot.resume.reshard import (
 )
 from holdfast.snapshot.state import streams
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
@@ -60,6 +61,7 @@ from holdfast.snapshot.state.record import (
     is_of_record,
     parse_record,
     shared_leaves,
+    whole_leaves,
 )
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.shares import parse_part
@@ -261,8 +263,8 @@ class OldManifest:
         leaves: name, dtype, shape and offset of every tensor except those of the record.
         shared: the leaves that its replicas share, whole: dtype and shape by name.
         blocks: which part of a whole each divided leaf is, by name.
-        optimizers: for each, ``prefix``, ``groups`` and ``order`` from `OptimizerState.fixed`, and ``state``: the state
-            of its parameters that is not tensors, still encoded.
+        optimizers: for each, ``prefix``, ``groups`` and ``order`` from `OptimizerState.look`, and ``state``: what its
+            parameters have that is not tensors, still encoded.
         digests: digests of the leaves that are neither shared nor divided.
         streams: digests of its random generators.
         carried: the absent ranks whose streams it carries.
@@ -285,8 +287,10 @@ class OldManifest:
 
         Raises:
             StateMismatch: the shard was written by a version that did not note which parts of a whole tensors are.
+            IncompleteSnapshot: it lacks something that it lists.
         """
         early, late, fixed = shard.values()
+        check_complete(fixed, late, whole_leaves(shard.form, shared_leaves(shard.record)).keys())
         if "blocks" not in shard.record[FIXED]:
             raise StateMismatch(
                 f"the snapshot of {shard.coord} was taken by an older holdfast and cannot be resharded: "

@@ -17,7 +17,9 @@ from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
+    IncompleteSnapshot,
     PlaceError,
+    ProtocolError,
     StateMismatch,
     Unrecoverable,
     failure_of,
@@ -38,7 +40,7 @@ from holdfast.smp_daemon.shared.plan import (
 )
 from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.smp_daemon.shared.runs import own_inventories
-from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf, SlotFormat
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
@@ -64,6 +66,7 @@ from holdfast.snapshot.resume.own_run import (
     ways_out,
 )
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import (
     BEGAN,
@@ -77,6 +80,7 @@ from holdfast.snapshot.state.record import (
     place_tensors,
     restore_strides,
     shared_leaves,
+    whole_leaves,
 )
 from holdfast.snapshot.state.replicas import is_part_of, part_of, plan_gathering
 from holdfast.snapshot.state.shares import Part, parse_part
@@ -173,8 +177,9 @@ def restore(
     """Restore the newest snapshot available, tier by tier: see `resume.choice`. A collective call; blocks.
 
     A copy that turns out to be damaged no longer counts, and planning starts again. A snapshot that failed twice, and
-    was never promised, is passed over: an older one may be whole, down to the one that was promised. Storage is only
-    looked at if memory holds nothing that may be restored.
+    was never promised, is passed over: an older one may be whole, down to the one that was promised. One that is not
+    complete, or whose record cannot be understood, is passed over at once, on all ranks, even if it was promised.
+    Storage is only looked at if memory holds nothing that may be restored.
 
     Args:
         elastic: also accept, from memory, a snapshot of another number of data-parallel ranks; see `resume.elastic`.
@@ -238,11 +243,11 @@ def restore(
             Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
         )
         failure = agreement.patiently(partial(failure_of, attempt.recover, HoldfastError))
-        whole, unspoilt = _agree(agreement, failure)
+        whole, unspoilt, complete = _agree(agreement, failure)
         if whole:
             clock["fetch"] = monotonic()
             failure = attempt.load(agreement, adapter, engine)
-            whole, unspoilt = _agree(agreement, failure)
+            whole, unspoilt, complete = _agree(agreement, failure)
         if whole:
             clock["load"] = monotonic()
             tier = tier_of(plan, inventories, coords)
@@ -255,7 +260,8 @@ def restore(
             _say_what_is_lost(plan, inventories, course)
             if agreement.rank == 0:
                 reach.say_others()
-            held = sorted(whole_snapshots(inventories)) if choice or agreed.generations > 1 else []
+            older = choice is not None or bool(course.incomplete)  # than the newest that is held
+            held = sorted(whole_snapshots(inventories)) if older or agreed.generations > 1 else []
             return Restored(
                 epoch,
                 run,
@@ -274,11 +280,12 @@ def restore(
                 tier=tier,
                 passed_over=tuple(course.passed_over),
                 earlier=tuple(snapshot for snapshot in held if snapshot < plan.snapshot),
-                abandoned=tuple(snapshot for snapshot in held if choice is not None and snapshot > plan.snapshot),
+                abandoned=tuple(snapshot for snapshot in held if older and snapshot > plan.snapshot),
                 steps_again=None if finished is None else max(0, finished - plan.snapshot.step),
             )
-        course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
-        text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
+        why = str(failure or "another rank failed; see its log")
+        course.failed(plan, why, damaged=not unspoilt, complete=complete)
+        text = "recovery of %s is tried again: %s" if complete else "%s is passed over: %s"
         log.warning(text, plan.snapshot, why, extra=about(plan.snapshot))
 
 
@@ -314,10 +321,12 @@ def _known_to_be_protected(plan: RestorePlan, inventories: Sequence[Inventory]) 
     return max((snapshot for snapshot in known if snapshot <= plan.snapshot), default=None)
 
 
-def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, bool]:
-    """Whether an attempt succeeded on every rank, and whether no rank has met damage. A collective call."""
-    whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
-    return bool(whole), bool(unspoilt)
+def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, bool, bool]:
+    """Whether an attempt succeeded on every rank, whether no rank has met damage, and whether none has found that the
+    snapshot is incomplete. A collective call."""
+    met = [int(not isinstance(failure, kind)) for kind in (DamagedSnapshot, IncompleteSnapshot)]
+    whole, unspoilt, complete = agreement.minimum([int(failure is None), *met])()
+    return bool(whole), bool(unspoilt), bool(complete)
 
 
 def _in_memory(
@@ -331,7 +340,8 @@ def _in_memory(
     if course.given_up:
         return None, Unrecoverable(course.given_up)
     try:
-        return plan_restore(inventories, coords, course.hopeless(unacknowledged), choice), None
+        hopeless = course.hopeless(unacknowledged)
+        return plan_restore(inventories, coords, hopeless, choice, course.incomplete), None
     except Unrecoverable as error:
         return None, error
 
@@ -390,11 +400,12 @@ def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Pers
 def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: RestoreAttempts) -> None:
     for reason in course.passed_over:
         log.warning("passed over: %s", reason, extra=about(plan.snapshot))
-    if not plan.sources.persisted:
-        return
     protected = newest_protected(inventories)
+    if not plan.sources.persisted and (protected not in course.incomplete or protected <= plan.snapshot):
+        return
     after = f"steps after it, up to {protected}, which was protected, are lost" if protected else "later steps are lost"
-    log.error("going back to %s, which was persisted: %s", plan.snapshot, after, extra=about(plan.snapshot))
+    which = "was persisted" if plan.sources.persisted else "is older"
+    log.error("going back to %s, which %s: %s", plan.snapshot, which, after, extra=about(plan.snapshot))
 
 
 class _Attempt:
@@ -469,6 +480,23 @@ class _Attempt:
         self.notes, self.inputs = record.get(NOTES) or {}, record.get(INPUTS)
         return form, record
 
+    def read_values(self) -> tuple[SlotFormat, dict[str, Any], tuple[Tree, Tree, Tree]]:
+        """The slot's format, its record, and the early, late and fixed values in that.
+
+        Raises:
+            DamagedSnapshot: as `read`.
+            IncompleteSnapshot: the record cannot be understood, or lists something that the slot does not hold.
+        """
+        try:
+            form, record = self.read()
+            values = decode_values(record, lambda name: read_leaf(self.shard.view, *form.offsets[name]))
+            shared = shared_leaves(record)
+        except ProtocolError as error:
+            raise IncompleteSnapshot(f"no copy of it can be loaded: {error}") from error
+        _, late, fixed = values
+        check_complete(fixed, late, whole_leaves(form, shared).keys())
+        return form, record, values
+
     def midway(self) -> None:
         """Half of the slot is loaded."""
         failpoint("restore.middle", self.snapshot.step)
@@ -486,23 +514,20 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: Cop
     made = False
     problem: HoldfastError | None = None
     try:
-        form, record = attempt.read()
-
-        def tensor(name: str) -> torch.Tensor:
-            offset, leaf = form.offsets[name]
-            return read_leaf(attempt.shard.view, offset, leaf)
-
-        early, late, fixed = decode_values(record, tensor)
+        form, record, (early, late, fixed) = attempt.read_values()
         shared = shared_leaves(record)
         held = [name for name in form.offsets if is_part_of(name, shared)]
-        whole = {name: leaf for name, (_, leaf) in form.offsets.items() if name != RECORD and name not in held}
+        whole = whole_leaves(form, shared)
         adapter.check(early, late, fixed)
-        adapter.materialise(whole | shared)
+        adapter.materialise(whole)
         made = True
         live = list(adapter.tensors())
         check_fit(form, live, shared)
     except HoldfastError as error:
         problem = error
+    except LookupError as error:  # the other ranks wait for this one, and no other copy of the record has more
+        log.exception("the record of %s lacks something", attempt.snapshot, extra=about(attempt.snapshot))
+        problem = IncompleteSnapshot(f"its record lacks {error}")
     damaged = isinstance(problem, DamagedSnapshot)
     fits, whole_everywhere = agreement.minimum([int(problem is None or damaged), int(not damaged)])()
     if made and not (fits and whole_everywhere):

@@ -3,6 +3,7 @@
 __all__ = [
     "adapter",
     "audit",
+    "completeness",
     "flags",
     "hidden",
     "inputs",

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.state.live import Container, LiveTensor, Tree, Updated
+from holdfast.snapshot.state.live import Container, LiveTensor, Look, Tree, Updated
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked
 
@@ -60,16 +60,12 @@ class Adapter(Protocol):
         """The containers in which `tensors` found the tensors."""
         ...
 
-    def fixed(self) -> Tree:
-        """State that changes only when `watched` does, such as the order of keys."""
+    def look(self) -> Look:
+        """A new look at the state beside its tensors."""
         ...
 
     def early(self) -> Tree:
         """State that reading data for the next step changes: random generators, data iterators."""
-        ...
-
-    def late(self) -> Tree:
-        """State that code between two steps changes: schedules, group options."""
         ...
 
     def generators(self) -> Mapping[str, Any]:
@@ -97,7 +93,7 @@ class Adapter(Protocol):
         ...
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
-        """Load what `early`, `late` and `fixed` returned, after the tensors are restored; random generators last."""
+        """Load what `early` and `look` returned, after the tensors are restored; random generators last."""
         ...
 
     def rewinding(self, early: Tree) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -52,6 +53,21 @@ class LiveTensor:
     change: Change
     replicated: bool = False
     block: Block | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the state found beside its tensors. Another look may find other entries, so values are read
+    only through the look that listed them.
+
+    Attributes:
+        fixed: state that changes only when `Adapter.watched` does, such as the order of keys.
+        late: returns the current values of exactly what `fixed` lists: state that code between two steps changes, such
+            as schedules and group options. Raises `LayoutChanged` if something is not there any more.
+    """
+
+    fixed: Tree
+    late: Callable[[], Tree]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ of its state, as LoRA-FA does, is called ``named.<text>``; any other value there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, Updated
 
 SHAREABLE = ("torch.optim.",)
 """Modules whose optimizers keep only functions of the reduced gradients, alike on all replicas. Other optimizers may
@@ -136,7 +138,6 @@ class OptimizerState:
         self._blocks = blocks
         self._prefix = prefix
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
-        self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
         self._before: dict[Any, Any] = {}
         self._made_with = _attributes(optimizer)
         self._counts: set[str] = set()
@@ -158,16 +159,16 @@ class OptimizerState:
             for g, group in enumerate(groups)
         ]
 
-    def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The state of every parameter, and dicts under text keys. Raises `ConfigError` for other keys, and if a tensor
-        is a key in such a dict."""
+    def _entries(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """Name, key and state of every parameter, and of dicts under text keys. Raises `ConfigError` for other keys,
+        and if a tensor is a key in such a dict."""
         for name, parameter in self.parameters():
-            yield name, self.optimizer.state.get(parameter, {})
+            yield name, parameter, self.optimizer.state.get(parameter, {})
         for key, state in self.optimizer.state.items():
             if isinstance(key, str) and isinstance(state, dict):
                 if tensors := [inner for inner in state if isinstance(inner, torch.Tensor)]:
                     raise self._nameless(tensors[0])
-                yield f"{NAMED}{key}", state
+                yield f"{NAMED}{key}", key, state
             elif not isinstance(key, torch.Tensor | str):
                 raise self._nameless(key)
 
@@ -179,15 +180,11 @@ class OptimizerState:
 
     def tensors(self) -> Iterator[LiveTensor]:
         """The current state tensors, such as Adam's moments. Many appear only with the first step."""
-        self._plain = []
         updated = self.updated()
         unnamed = {name for name, _ in self.unnamed()}
-        for name, state in self._entries():
+        for name, _, state in self._entries():
             of = updated.get(f"{self._prefix}.{name}", Updated((), None))
             replicated = self._replicated and name not in unnamed  # replicas may have others at that place
-            plain = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
-            if plain:
-                self._plain.append((name, state, plain))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     part = local(value)
@@ -211,25 +208,42 @@ class OptimizerState:
             for name, parameter in self.parameters()
         }
 
-    def fixed(self) -> Tree:
-        """The optimizer's class, the parameters of each of its groups, and the order of keys in each one's state."""
+    def look(self) -> Look:
+        """The optimizer's class, the parameters of each of its groups, and the order of keys in each one's state; and
+        what reads the values in it that are not tensors, see `_values`."""
+        order: dict[str, list[Any]] = {}
+        plain: list[tuple[str, Any, list[Any]]] = []
+        for name, key, state in self._entries():
+            order[name] = list(state)
+            if entries := [entry for entry, value in state.items() if not isinstance(value, torch.Tensor)]:
+                plain.append((name, key, entries))
+        fixed = {"class": self._class(), "prefix": self._prefix, "order": order, "groups": self._groups()}
+        return Look(fixed, partial(self._values, plain))
+
+    def _class(self) -> str:
         kind = type(self.optimizer)
-        return {
-            "class": f"{kind.__module__}.{kind.__qualname__}",
-            "prefix": self._prefix,
-            "order": {name: list(state) for name, state in self._entries()},
-            "groups": self._groups(),
-        }
+        return f"{kind.__module__}.{kind.__qualname__}"
 
     def _groups(self) -> list[list[str]]:
         return [[name for name, _ in group] for group in self._places()]
 
-    def plain(self) -> Tree:
-        """Group options such as lr, and the per-parameter state that `tensors` found not to be tensors.
+    def _values(self, plain: Sequence[tuple[str, Any, list[Any]]]) -> Tree:
+        """Group options such as lr, and per-parameter state that is not tensors.
 
         Options that are classes, such as the class of inner optimizers, are the job's code, not state. Numbers in
         attributes are state if they change, such as the count of steps since weights were last merged.
+
+        Args:
+            plain: name and key of each parameter that has such state, and its entries.
+
+        Raises:
+            LayoutChanged: one of these entries is not there any more.
         """
+        held = self.optimizer.state
+        try:
+            state = {name: {entry: held[key][entry] for entry in entries} for name, key, entries in plain}
+        except KeyError as error:
+            raise LayoutChanged(f"an entry of {self._prefix} is not there any more: {error}") from error
         numbers = _attributes(self.optimizer)
         self._counts |= {name for name, value in numbers.items() if self._made_with.get(name) != value}
         return {
@@ -238,7 +252,7 @@ class OptimizerState:
                 {k: v for k, v in group.items() if k not in PLACES and not isinstance(v, type)}
                 for group in self.optimizer.param_groups
             ],
-            "state": {name: {key: state[key] for key in keys if key in state} for name, state, keys in self._plain},
+            "state": state,
             "values": {
                 key: value
                 for key, value in self.optimizer.state.items()
@@ -252,7 +266,7 @@ class OptimizerState:
         Groups, and the parameters in a group, may have another order if each parameter's state is independent: with
         `torch.optim`'s optimizers except LBFGS, and with any optimizer that has no state.
         """
-        kind = self.fixed()["class"]
+        kind = self._class()
         if kind != fixed["class"]:
             raise StateMismatch(f"{self._prefix} is a {fixed['class']} in the snapshot, a {kind} in this job")
         held, have = fixed["groups"], self._groups()
@@ -282,7 +296,7 @@ class OptimizerState:
             )
 
     def load(self, plain: Tree, fixed: Tree) -> None:
-        """Load what `plain` and `fixed` returned. Options that are tensors are filled in place."""
+        """Load what `look` returned, and the values that it read. Options that are tensors are filled in place."""
         self._before = {}  # else it would keep replaced tensors alive
         for name, number in plain.get("numbers", {}).items():  # earlier releases did not keep them
             held = getattr(self.optimizer, name, None)
@@ -306,7 +320,11 @@ class OptimizerState:
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
                 }
-        self.optimizer.state.update(plain.get("values", {}))  # earlier releases did not keep them
+        if (values := plain.get("values")) is not None:  # earlier releases did not keep them
+            texts = [key for key in self.optimizer.state if isinstance(key, str)]
+            for gone in (text for text in texts if text not in values and f"{NAMED}{text}" not in order):
+                self.optimizer.state.pop(gone)
+            self.optimizer.state.update(values)
         held = dict(self.optimizer.state)  # restore the order in which steps create the entries
         self.optimizer.state.clear()
         self.optimizer.state.update({key: held.pop(key) for key in keys.values() if key in held} | held)
@@ -346,8 +364,8 @@ class OptimizerState:
 
 
 def _attributes(optimizer: Any) -> dict[str, Any]:
-    """Numbers, texts, and copies of lists of these, in an optimizer's attributes. torch's own optimizers keep nothing
-    there that lasts."""
+    """Numbers, texts, None, and copies of lists of these, in an optimizer's attributes. torch's own optimizers keep
+    nothing there that lasts."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return {
@@ -358,7 +376,11 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in (bool, int, float, str) or (isinstance(value, np.generic) and value.dtype.kind in "biufc")
+    return (
+        value is None
+        or type(value) in (bool, int, float, str)
+        or (isinstance(value, np.generic) and value.dtype.kind in "biufc")
+    )
 
 
 def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:

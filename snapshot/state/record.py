@@ -17,7 +17,7 @@ from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of
 from holdfast.snapshot.copy.witness import WatchedPieces
 from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.live import Change, LiveTensor, Tree
+from holdfast.snapshot.state.live import Change, LiveTensor, Look, Tree
 from holdfast.snapshot.state.manifest import FIXED, Manifest
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.values import decode, encode
@@ -54,9 +54,9 @@ def with_loop(early: Values, loop: Tree) -> Values:
     return _with(early, {LOOP: loop}, EARLY)
 
 
-def capture_late(adapter: Adapter) -> Values:
-    """The current values that code between two steps changes."""
-    return capture_tree(adapter.late(), LATE)
+def capture_late(found: Manifest | Look) -> Values:
+    """The current values that code between two steps changes. Raises as `Manifest.late`, or `Look.late`."""
+    return capture_tree(found.late(), LATE)
 
 
 def with_beginning(late: Values, began: Tree | None) -> Values:
@@ -204,18 +204,25 @@ def is_of_record(name: str) -> bool:
     return name == RECORD or name.startswith((f"{EARLY}.", f"{LATE}."))
 
 
+def whole_leaves(form: SlotFormat, shared: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """The leaves of the tensors in a slot by name, with those that replicas `shared` whole."""
+    own = {name: leaf for name, (_, leaf) in form.offsets.items()}
+    return {n: leaf for n, leaf in own.items() if not is_of_record(n) and not is_part_of(n, shared)} | dict(shared)
+
+
 def check_fit(form: SlotFormat, live: list[LiveTensor], shared: Mapping[str, Leaf]) -> None:
-    """Check that a slot, with the leaves that replicas `shared`, fits the live job, before anything is written.
+    """Check that a slot, with the leaves that replicas `shared`, fits the live job, before anything is written. Raises
+    `StateMismatch` as `check_leaves` does."""
+    check_leaves(form, {item.name: leaf_of(item.name, item.tensor) for item in live}, shared)
+
+
+def check_leaves(form: SlotFormat, have: Mapping[str, Leaf], shared: Mapping[str, Leaf]) -> None:
+    """Check that a slot, with the leaves that replicas `shared`, holds the leaves that the job has.
 
     Raises:
         StateMismatch: lists the tensors that are missing, extra, or of another shape or dtype.
     """
-    have = {item.name: leaf_of(item.name, item.tensor) for item in live}
-    held = {
-        name: leaf
-        for name, (_, leaf) in form.offsets.items()
-        if not is_of_record(name) and not is_part_of(name, shared)
-    } | dict(shared)
+    held = whole_leaves(form, shared)
     problems = [f"{name} is not in the snapshot" for name in sorted(have.keys() - held.keys())]
     problems += [f"{name} is not in this job" for name in sorted(held.keys() - have.keys())]
     problems += [

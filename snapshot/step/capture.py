@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.belief import Claim
+from holdfast.smp_daemon.shared.client import RecoveredShard
+from holdfast.smp_daemon.shared.errors import HoldfastError, IncompleteSnapshot, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import some
@@ -25,6 +27,7 @@ from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.witness import WatchedPieces, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.manifest import Manifest
@@ -33,7 +36,9 @@ from holdfast.snapshot.state.record import (
     Values,
     capture_early,
     capture_late,
+    decode_values,
     encode_record,
+    parse_record,
     place,
     place_tensors,
     plan_format,
@@ -44,6 +49,7 @@ from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
 from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.step.boundary import BEGIN
 from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.reading import read_back
 
 READ, GENERATORS = "read", "rng"
 """Keys of what `began_with` returns."""
@@ -54,6 +60,10 @@ FORWARDS = frozenset({"tracked", "get_extra_state"})
 
 class Capture:
     """Captures one rank's state as steps begin.
+
+    A record lists what the slot holds. That both fit together is checked three times, in the trainer: for a new layout
+    the record is read as a restart would read it; `Manifest.late` compares the two for each snapshot; and the first
+    snapshot of a layout is read back from its slot once it is sealed.
 
     Attributes:
         loop: returns the place of the loop; called whenever the generators are captured. See `SnapshotHook`.
@@ -80,6 +90,7 @@ class Capture:
         self._run = run
         self._sharing = ALONE
         self._form: SlotFormat | None = None
+        self._read_form: SlotFormat | None = None  # a slot of this format was read back; the sealing thread sets it
         self._placed: Placed | None = None
         self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
@@ -102,15 +113,25 @@ class Capture:
         self._sharing = agree_on_shares(self._agreement, self._adapter.replica_set(), self._adapter.tensors())
         manifest = Manifest(self._adapter, self._sharing)
         early = capture_early(self._adapter, self.loop())
-        late = with_beginning(capture_late(self._adapter), {READ: {}, GENERATORS: rng.capture()})
-        self._adapter.verify()
-        record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
+        try:
+            late = with_beginning(capture_late(manifest), {READ: {}, GENERATORS: rng.capture()})
+            self._adapter.verify()
+            record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
+            self._rehearse(parse_record(record, snapshot), early.tensors | late.tensors, manifest)
+        except (LayoutChanged, IncompleteSnapshot, ProtocolError) as error:
+            raise StateMismatch(f"this state cannot be restored: {error}") from error
         leaves = [*manifest.leaves, *early.leaves, *late.leaves]
         form = plan_format(self._job, self._coord, leaves, len(record), self._run)
         self._leaves, self._tensors = frozenset(leaves), frozenset(manifest.leaves)
         self._form = form
         self._place(manifest, form)
         return form
+
+    def _rehearse(self, record: dict[str, Any], tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
+        """Read a record as a restart of this job would. Raises what `restore` would."""
+        early, late, fixed = decode_values(record, tensors.__getitem__)
+        check_complete(fixed, late, manifest.whole.keys())
+        self._adapter.check(early, late, fixed)
 
     @property
     def leaf_names(self) -> frozenset[str]:
@@ -161,11 +182,11 @@ class Capture:
         began = None if declared else began_with(self._adapter, forward_ran=marked)
         # A batch was read since `mark`; the loop describes it now.
         early = with_loop(self._early, self.loop())
-        settled = capture_late(self._adapter)
-        self._adapter.watch()
-        late = with_beginning(settled, began)
         before = self._marked  # read before `_current`, which drops it if weights have moved
         placed = self._current()
+        settled = capture_late(placed.manifest)
+        self._adapter.watch()
+        late = with_beginning(settled, began)
         self._check_leaves(early)
         self._check_leaves(late)
         if marked:
@@ -191,8 +212,19 @@ class Capture:
             witness=Witness(self._engine, placed.subjects, snapshot.step),
             reshaped=placed.manifest.reshaped,
             release=[partial(self._staging.give_back, staged)],
+            read_back=None if self._read_form is placed.form else self._reading(placed, snapshot),
             system=self._system,
         )
+
+    def _reading(self, placed: Placed, snapshot: SnapshotId) -> Callable[[RecoveredShard], None]:
+        form, leaves = placed.form, placed.manifest.whole  # not the manifest, which keeps tensors alive
+
+        def read(shard: RecoveredShard) -> None:
+            if self._read_form is not form:
+                read_back(shard, Claim(self._run, snapshot, self._coord, form.total_bytes), leaves)
+                self._read_form = form
+
+        return read
 
     def entered(self) -> None:
         """Note the states of the random generators as the loop is entered, for `drawn`."""
@@ -209,10 +241,11 @@ class Capture:
         taken = self._taken
         if taken is None or copy.witness is None or self._placed is None:
             return False, False
-        late = capture_late(self._adapter)
-        differing = _differing(taken.late, late)
         manifest = self._placed.manifest
-        if differing - FORWARDS or copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
+        if copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
+            return True, True
+        differing = _differing(taken.late, capture_late(manifest))
+        if differing - FORWARDS:
             return True, True
         versions = WatchedPieces(self._placed.at_once).versions()
         return False, bool(differing) or versions != taken.versions or self._has_read(taken.began)

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import (
     DeadlineExceeded,
     HoldfastError,
     NoFreeSlot,
     SmpUnavailable,
+    StaleEpoch,
     VersionMismatch,
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -56,6 +57,7 @@ class CopyJob:
         reshaped: names the live tensors whose shape is no longer that of their pieces.
         alike: blocks until replicas have compared what they share; raises unless they hold the same.
         release: called when `ready` is not needed any more.
+        read_back: reads the sealed slot, and raises unless a restart could load it; None: that is not tried.
         with_parity: those of `keep` whose parity is kept, or is still being made; None: all.
         encode: whether the snapshot is to be protected, and not only sealed.
         persist: a snapshot that the SMP is to persist; None: none.
@@ -66,7 +68,7 @@ class CopyJob:
         begins: whether it was certain from the start that the step begins where the snapshot was taken.
         sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is set. The snapshot
             is not sealed before that; but if it `begins` and no forward comes, it is sealed after `FORWARD_S`.
-        slot: the slot's memory, until the record is written.
+        slot: the slot's memory, until the sealing thread takes it.
         done: set once the snapshot is sealed, or has failed with `error`.
         begun_s, filled_s, sealed_s: `time.monotonic` when the job was made, the slot was filled, and it was sealed.
     """
@@ -85,6 +87,7 @@ class CopyJob:
     reshaped: Callable[[], list[str]] = list
     alike: Callable[[], None] = lambda: None
     release: list[Callable[[], None]] = field(default_factory=list)
+    read_back: Callable[[RecoveredShard], None] | None = None
     with_parity: tuple[SnapshotId, ...] | None = None
     encode: bool = True
     persist: SnapshotId | None = None
@@ -313,26 +316,37 @@ class Copier:
 
     def _seal(self, job: CopyJob) -> None:
         self._engine.enter_thread()
+        slot, job.slot = job.slot, memoryview(b"")
         try:
             if not job.sure.wait(FORWARD_S if job.begins else FINAL_DEADLINE_S) and not job.begins:
                 raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
             job.check()
-            self._write_record(job)
+            self._write_record(job, slot)
             job.alike()
         except HoldfastError as error:
             self._sealing.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
             raise
-        finally:
-            job.slot = memoryview(b"")
         self._sealing.seal(job.snapshot, job.coord, job.protected, encode=job.encode)
         job.sealed_s = self._monotonic()
+        if job.read_back is not None:
+            self._read_back(job, job.read_back, slot)
 
-    def _write_record(self, job: CopyJob) -> None:
+    def _read_back(self, job: CopyJob, read: Callable[[RecoveredShard], None], slot: memoryview) -> None:
+        """Read what was sealed. If that fails, this rank reports that the snapshot has failed, and it is given up."""
+        try:
+            read(self._client.sealed_shard(job.snapshot, job.coord, slot))
+        except StaleEpoch as error:  # the next snapshot is read instead
+            log.info("%s is not read back: %s", job.snapshot, error, extra=about(job.snapshot))
+        except HoldfastError as error:
+            self.say(f"{job.snapshot} was sealed, and a restart could not load it: {error}")
+            raise
+
+    def _write_record(self, job: CopyJob, slot: memoryview) -> None:
         offset, capacity = job.form.record
         record = job.record(None if job.inputs is None else job.inputs.digest())
         if len(record) > capacity:
             raise LayoutChanged(f"the plain values of {job.snapshot} take {len(record)} bytes, the slot has {capacity}")
-        job.slot[offset : offset + capacity] = record.ljust(capacity)
+        slot[offset : offset + capacity] = record.ljust(capacity)
 
     def _begin_ahead(self, job: CopyJob) -> None:
         """Ask for a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""
