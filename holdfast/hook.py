@@ -18,7 +18,8 @@ class InMemorySnapshot(SnapshotHook):
 
     Entering restores the newest snapshot in place if the job has one. Every ``optim.step()`` inside the block is a
     step; its state is copied while the next step runs. All ranks enter together, after the process group, the model
-    and the optimizer are made, and before data is read. Leaving without an exception ends the job and frees its memory.
+    and the optimizer are made, and before data is read. Leaving without an exception ends the job and frees its memory,
+    unless a loop over `steps` or `data` was left before its end.
 
     The state at a boundary is the state with which the next training step begins. Lasting changes that code makes
     between two steps (clamped weights, averages, schedules, counters) belong to it; temporary ones (weights swapped for
