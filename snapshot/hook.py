@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,6 +17,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Statistics
+from holdfast.snapshot.resume.blocks import Blocks
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.session import Checks, Session, enter
 from holdfast.snapshot.state.adapter import Adapter
@@ -31,10 +33,12 @@ class SnapshotHook:
     Attributes:
         checks: which checks of the loop are made.
         system: the threads, clock, files and sockets to use.
+        blocks: which block of the script is entered next; shared by all hooks of this process.
     """
 
     checks = Checks()
     system = MACHINE
+    blocks = Blocks()
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
@@ -223,7 +227,10 @@ class SnapshotHook:
         """
         for piece in registered(self._roots()):
             self._adapter.track(piece)
-        self._entered = enter(self._adapter, self._options, self._statistics, self.checks, self.system)
+        options, arena = self._options, self._options.job_arena
+        self._block = options.block or self.blocks.number(arena)
+        options = replace(options, block=self._block)
+        self._entered = enter(self._adapter, options, self._statistics, self.checks, self.system)
         self._entered.expect_resumption(self._adapter)
         return self
 
@@ -234,7 +241,7 @@ class SnapshotHook:
             early: training has stopped before its end, and goes on at the next start: the snapshots taken so far stay.
         """
         if early:
-            self._session.leave(None, early=True)
+            self._leave(None, early=True)
         else:
             self.__exit__(None, None, None)
 
@@ -249,7 +256,12 @@ class SnapshotHook:
         one line says so. A loop that goes through neither cannot be seen, and ends the job. In a process that was
         forked inside the block nothing happens: the job belongs to its parent.
         """
-        self._session.leave(error)
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None, *, early: bool = False) -> None:
+        self._session.leave(error, early=early)
+        if error is None and not self._options.keep:
+            self.blocks.over(self._options.job_arena, self._block)
 
     # ------------------------------------------------------------------ for trainers that report every step themselves
 

@@ -54,6 +54,7 @@ class Options:
     generations: int = field(default_factory=partial(whole_number, GENERATIONS_ENV, 1))
     restore_step: int | None = field(default_factory=partial(whole_number, RESTORE_STEP_ENV, None))
     elastic: bool = field(default_factory=elastic_from_environment)
+    block: int | None = None
 
     @classmethod
     def given(cls, **values: Any) -> Options:
@@ -72,6 +73,8 @@ class Options:
             raise ConfigError(
                 f"protect_every={self.protect_every!r}: of every 1 or more snapshots one is protected, or 'auto'"
             )
+        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+            raise ConfigError(f"block={self.block!r}: the trainings of a script are numbered from 1")
         if not 0 < self.deadline_s < math.inf:
             raise ConfigError(f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0")
         check_budget(self.budget)
@@ -96,7 +99,7 @@ class Options:
     @property
     def for_start(self) -> StartOptions:
         """How to treat what earlier starts left behind."""
-        return StartOptions(self.max_repeats, self.generations, self.restore_step)
+        return StartOptions(self.max_repeats, self.generations, self.restore_step, self.block or 1)
 
     @property
     def slots_with_generations(self) -> int:

@@ -29,6 +29,7 @@ from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
+from holdfast.snapshot.resume.blocks import describe, to_tree
 from holdfast.snapshot.resume.comparison import Resumed, check_inputs, refuse_unseen, warn_of_unknown_inputs
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
@@ -171,7 +172,7 @@ class Session:
         statistics.interval = self.intervals.policy.interval
         self.capture = Capture(adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system)
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
-        self.position = Position(step, restored.loop)
+        self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
         self.capture.notes = self.intervals.notes
         self.capture.loop = self.position.tree
         self._auditor = self._auditor_if_ordered(adapter)

@@ -49,11 +49,13 @@ class StartOptions:
             0: no limit.
         generations: how many protected snapshots are kept, besides those in progress.
         restore_step: the step to go back to; None: the newest.
+        block: number of the block of the script that is entered.
     """
 
     max_repeats: int = MAX_REPEATS
     generations: int = 1
     restore_step: int | None = None
+    block: int = 1
 
     def __post_init__(self) -> None:
         if self.max_repeats < 0:
@@ -79,8 +81,9 @@ def agree(everyones: Sequence[StartOptions]) -> StartOptions:
     if len(set(everyones)) > 1:
         others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
         raise ConfigError(
-            f"ranks were started with different {MAX_REPEATS_ENV}, {GENERATIONS_ENV} or {RESTORE_STEP_ENV} "
-            f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set the same values on all ranks"
+            f"ranks enter different blocks of the script, or were started with different {MAX_REPEATS_ENV}, "
+            f"{GENERATIONS_ENV} or {RESTORE_STEP_ENV} (rank 0: {everyones[0]}; rank {others}: {everyones[others]}): "
+            "set the same values on all ranks"
         )
     return everyones[0]
 

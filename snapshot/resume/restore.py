@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,11 @@ from holdfast.smp_daemon.shared.plan import (
 )
 from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
-from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
+from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, ScriptBlock, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.resume.blocks import check_block, check_given, check_order, describe
 from holdfast.snapshot.resume.choice import (
     PERSISTED,
     RestoreAttempts,
@@ -171,10 +172,12 @@ def restore(
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
+        ConfigError: another block of the script is held, see `check_order` and `check_block`.
         ConfigError, PlaceError: see `RestoreAttempts.choose_persisted`, `snapshot.resume.choice.agree`.
         Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     coord = adapter.coordinate()
+    block = describe(options.block if options is not None else 1, adapter)
     monotonic = client.system.monotonic
     clock = {"enter": monotonic()}
     failure: HoldfastError | None = None
@@ -190,6 +193,7 @@ def restore(
             inventories += ask_idle(client, agreement, inventories)
         if not joined:
             streak = check_repeats(inventories, agree(everyones))
+            check_order(inventories, block)
             choice = choose(inventories, everyones[0])
             finished = steps_finished(inventories)
         unacknowledged.update(*(inventory.never_acknowledged for inventory in inventories))
@@ -207,7 +211,7 @@ def restore(
         if plan is not None and resharded:
             check_change(plan.sources.layout.coords, coords)
         epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
-        client.join(epoch, _start(epoch, plan, inventories, streak, choice))
+        client.join(epoch, replace(_start(epoch, plan, inventories, streak, choice), block=block))
         joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
         clock["plan"] = monotonic()
@@ -215,7 +219,9 @@ def restore(
             return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         failpoint("restore.before", plan.snapshot.step)
         attempt: _Attempt | Resharding = (
-            Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
+            Resharding(client, plan, coords, coord, agreement.rank)
+            if resharded
+            else _Attempt(client, plan, coord, block)
         )
         failure = agreement.patiently(partial(failure_of, attempt.recover, HoldfastError))
         whole, unspoilt = _agree(agreement, failure)
@@ -376,8 +382,9 @@ class _Attempt:
 
     shard: RecoveredShard
 
-    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str) -> None:
+    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str, block: ScriptBlock) -> None:
         self.snapshot = plan.snapshot
+        self.block = block
         self.how = ""
         self.notes: dict[str, Any] = {}
         self.loop: dict[str, Any] = {}
@@ -473,11 +480,14 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: Cop
         shared = shared_leaves(record)
         held = [name for name in form.offsets if is_part_of(name, shared)]
         whole = {name: leaf for name, (_, leaf) in form.offsets.items() if name != RECORD and name not in held}
+        loop = early.get(LOOP, {})
+        check_block(loop, attempt.block)
         adapter.check(early, late, fixed)
         adapter.materialise(whole | shared)
         made = True
         live = list(adapter.tensors())
         check_fit(form, live, shared)
+        check_given(loop, attempt.block)
     except HoldfastError as error:
         problem = error
     damaged = isinstance(problem, DamagedSnapshot)

@@ -22,14 +22,16 @@ class Position:
         in_steps, in_data: whether a loop over step numbers, or over a source, has begun and not reached its end.
     """
 
-    def __init__(self, step: int, held: Tree) -> None:
+    def __init__(self, step: int, held: Tree, block: Tree) -> None:
         """
         Args:
             step: how many steps the state has behind it.
             held: `tree` of the earlier run; empty if there was none.
+            block: the block of the script that the loop is in, for `tree`.
         """
         self.declared = self.in_steps = self.in_data = False
         self.sources: dict[str, Data] = {}
+        self._block = block
         self._turn: int | None = held.get("turn")
         self._next_turn = self.number(step)
         self._held: dict[str, Any] = dict(held.get("data", {}))  # places of sources that the loop has not named yet
@@ -102,4 +104,5 @@ class Position:
 
     def tree(self) -> Tree:
         """The position as plain values, for the next run."""
-        return {"turn": self._turn, "data": self._held | {name: data.state() for name, data in self.sources.items()}}
+        places = self._held | {name: data.state() for name, data in self.sources.items()}
+        return {"turn": self._turn, "data": places, "block": self._block}
