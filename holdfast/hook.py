@@ -18,7 +18,8 @@ class InMemorySnapshot(SnapshotHook):
 
     Entering restores the newest snapshot in place if the job has one. Every ``optim.step()`` inside the block is a
     step; its state is copied while the next step runs. All ranks enter together, after the process group, the model
-    and the optimizer are made, and before data is read. Leaving without an exception ends the job and frees its memory.
+    and the optimizer are made, and before data is read. Leaving without an exception ends the job and frees its memory,
+    unless a loop over `steps` or `data` was left before its end.
 
     The state at a boundary is the state with which the next training step begins. Lasting changes that code makes
     between two steps (clamped weights, averages, schedules, counters) belong to it; temporary ones (weights swapped for
@@ -66,6 +67,8 @@ class InMemorySnapshot(SnapshotHook):
             Default ``HOLDFAST_RESTORE_STEP``.
         elastic: also restore a snapshot of a different number of data-parallel ranks; its shards are cut anew, in
             memory. The same on every rank. Default ``HOLDFAST_ELASTIC``, or off. See docs/elastic.md.
+        block: which training of the script this is, from 1, if it has several under one job and a start need not enter
+            them in order. Default: counted. See docs/loops.md.
 
     Raises:
         ConfigError: an argument or the machine's set-up is wrong. Entering raises any `HoldfastError`, as does the
@@ -95,6 +98,7 @@ class InMemorySnapshot(SnapshotHook):
         generations: int | None = None,
         restore_step: int | None = None,
         elastic: bool | None = None,
+        block: int | None = None,
     ) -> None:
         options = Options.given(
             job=job or None,
@@ -113,6 +117,7 @@ class InMemorySnapshot(SnapshotHook):
             generations=generations,
             restore_step=restore_step,
             elastic=elastic,
+            block=block,
         )
         super().__init__(adapter_for(model, optim, scheduler, {} if extra is None else dict(extra)), options)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
@@ -57,8 +57,9 @@ def protect(
     collator that masks at random, or a data set with state of its own, needs seeds that follow from the example. Use
     `track` for any other state.
 
-    An evaluation that was interrupted is repeated, together with the step before it. For finished epochs callbacks get
-    ``on_epoch_begin`` again, but no other event. A snapshot takes precedence over
+    Training that stops before ``max_steps``, because a callback asked for it, keeps the snapshots for the next start,
+    unless it was `EarlyStoppingCallback`. An evaluation that was interrupted is repeated, together with the step before
+    it. For finished epochs callbacks get ``on_epoch_begin`` again, but no other event. A snapshot takes precedence over
     ``train(resume_from_checkpoint=...)``.
 
     Supports one process, and DDP. Training blocks as `holdfast.InMemorySnapshot` says.
@@ -134,6 +135,8 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._overlooked.look()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._has_stopped_early():
+            return  # the epoch's end has run too soon: the last step is repeated
         if state.global_step - self._first >= self._steps:
             self._begin_epoch(self._epoch + 1, state.global_step, self._steps)
         if self._snap is not None:
@@ -230,11 +233,22 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._snap is None:
             return
         try:
-            self._snap.__exit__(type(error) if error is not None else None, error, None)
+            if error is not None:
+                self._snap.__exit__(type(error), error, None)
+            else:
+                self._snap.close(early=self._has_stopped_early())
         finally:
             self._snap = self.snapshot = None
             self._held = None
             self._begin_epoch(0, 0, 1)
+
+    def _has_stopped_early(self) -> bool:
+        """Whether a callback stopped training before its end, and not because there is nothing to gain any more."""
+        trainer = self._trainer
+        if trainer.state.global_step >= trainer.state.max_steps:
+            return False
+        stopping = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        return all(each.early_stopping_patience_counter < each.early_stopping_patience for each in stopping)
 
 
 class _LogHistory:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
@@ -48,6 +50,9 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     are not called again when it resumes in the middle; ``on_fit_start`` and ``on_train_start`` are. A snapshot takes
     precedence over ``fit(ckpt_path=...)``. If callbacks change other tensors, one warning names them. All steps of
     optimizers within a batch count as one.
+
+    A fit that stops because ``should_stop`` was set, as `Timer` sets it, keeps the snapshots for the next start, and
+    goes on in the middle of its epoch, unless it was `EarlyStopping` that set it.
 
     Supports one process, and ``strategy="ddp"``. The trainer blocks as `holdfast.InMemorySnapshot` says.
 
@@ -88,21 +93,23 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         fit.begin(Overlooked(snap, others, _state_of))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._snap is not None:
+        if self._snap is not None and not _has_stopped_early(trainer):
             self._snap.settle()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self._leave(None)
+        self._leave(None, early=_has_stopped_early(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave(exception)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None, *, early: bool = False) -> None:
         snap, fit, self._snap, self._fit = self._snap, self._fit, None, None
         if fit is not None:
             fit.end()
-        if snap is not None:
-            snap.__exit__(type(error) if error is not None else None, error, None)
+        if snap is not None and error is not None:
+            snap.__exit__(type(error), error, None)
+        elif snap is not None:
+            snap.close(early=early)
 
 
 class _Fit:
@@ -238,6 +245,21 @@ class _Fit:
         earlier = vars(owner).get(name)
         setattr(owner, name, make(getattr(owner, name)))
         self._undo.append(lambda: delattr(owner, name) if earlier is None else setattr(owner, name, earlier))
+
+
+def _has_stopped_early(trainer: Any) -> bool:
+    """Whether ``should_stop`` ended a fit before its end, and not because there is nothing to gain any more.
+
+    By the end of a fit the loops have counted the epoch that was stopped as a whole one.
+    """
+    loop = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress
+    is_over = loop.max_epochs not in (None, -1) and epochs >= loop.max_epochs and batches.is_last_batch
+    if not trainer.should_stop or is_over or 0 < loop.epoch_loop.max_steps <= trainer.global_step:
+        return False
+    none = EarlyStoppingReason.NOT_STOPPED
+    stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
+    return not any(each.stopped_epoch or each.stopping_reason is not none for each in stopping)
 
 
 def _state_of(callback: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,6 +17,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Statistics
+from holdfast.snapshot.resume.blocks import Blocks
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.session import Checks, Session, enter
 from holdfast.snapshot.state.adapter import Adapter
@@ -31,10 +33,12 @@ class SnapshotHook:
     Attributes:
         checks: which checks of the loop are made.
         system: the threads, clock, files and sockets to use.
+        blocks: which block of the script is entered next; shared by all hooks of this process.
     """
 
     checks = Checks()
     system = MACHINE
+    blocks = Blocks()
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
@@ -84,10 +88,7 @@ class SnapshotHook:
             for step in snap.steps(1000):
                 loss = train_step(...)
         """
-        session = self._session
-        while (turn := session.next_turn()) < count:
-            self.begin()
-            yield turn
+        return self._session.steps(count)
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
         """Wrap a `DataLoader`, or another source of batches, so that it goes on where it was; each batch begins a step,
@@ -107,6 +108,15 @@ class SnapshotHook:
             ConfigError: the source cannot be read again, or its saved place is that of another number of ranks.
         """
         return self._session.data(source, name, ahead, exact)
+
+    def finish(self) -> None:
+        """Say that training is over although its loop, over `steps` or `data`, is left before its end. The job then
+        ends with the block, as if the loop had reached its end. Returns at once.
+
+        Call it on every rank. Without it such a block keeps its snapshots for the next start, as a job that is asked to
+        stop, and breaks out of its loop, needs them.
+        """
+        self._session.finish()
 
     @property
     def restored(self) -> Restored:
@@ -217,23 +227,41 @@ class SnapshotHook:
         """
         for piece in registered(self._roots()):
             self._adapter.track(piece)
-        self._entered = enter(self._adapter, self._options, self._statistics, self.checks, self.system)
+        options, arena = self._options, self._options.job_arena
+        self._block = options.block or self.blocks.number(arena)
+        options = replace(options, block=self._block)
+        self._entered = enter(self._adapter, options, self._statistics, self.checks, self.system)
         self._entered.expect_resumption(self._adapter)
         return self
 
-    def close(self) -> None:
-        """Leave the hook without a ``with`` block, when training has ended well."""
-        self.__exit__(None, None, None)
+    def close(self, *, early: bool = False) -> None:
+        """Leave the hook without a ``with`` block, when training has ended well.
+
+        Args:
+            early: training has stopped before its end, and goes on at the next start: the snapshots taken so far stay.
+        """
+        if early:
+            self._leave(None, early=True)
+        else:
+            self.__exit__(None, None, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """If the block ended well, finish the job: SMPs exit and their memory is freed (unless ``keep``).
+        """If the block ended well, finish the job: SMPs exit and their memory is freed (unless ``keep``). A collective
+        call then; blocks.
 
-        After an exception everything stays, for the restart. In a process that was forked inside the block nothing
-        happens: the job belongs to its parent.
+        After an exception everything stays, for the restart. So it does if a loop over `steps` or `data` was left
+        before its end on any rank, unless all have said `finish`: the state after the last step is protected first, and
+        one line says so. A loop that goes through neither cannot be seen, and ends the job. In a process that was
+        forked inside the block nothing happens: the job belongs to its parent.
         """
-        self._session.leave(error)
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None, *, early: bool = False) -> None:
+        self._session.leave(error, early=early)
+        if error is None and not self._options.keep:
+            self.blocks.over(self._options.job_arena, self._block)
 
     # ------------------------------------------------------------------ for trainers that report every step themselves
 

@@ -57,6 +57,7 @@ class Options:
     run: str = field(default_factory=run_from_environment)
     give_up: tuple[str, ...] = field(default_factory=given_up_ids)
     elastic: bool = field(default_factory=elastic_from_environment)
+    block: int | None = None
 
     @classmethod
     def given(cls, **values: Any) -> Options:
@@ -75,6 +76,8 @@ class Options:
             raise ConfigError(
                 f"protect_every={self.protect_every!r}: of every 1 or more snapshots one is protected, or 'auto'"
             )
+        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+            raise ConfigError(f"block={self.block!r}: the trainings of a script are numbered from 1")
         if not 0 < self.deadline_s < math.inf:
             raise ConfigError(f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0")
         check_budget(self.budget)
@@ -99,7 +102,9 @@ class Options:
     @property
     def for_start(self) -> StartOptions:
         """How to treat what earlier starts left behind."""
-        return StartOptions(self.max_repeats, self.generations, self.restore_step, self.run, self.give_up)
+        return StartOptions(
+            self.max_repeats, self.generations, self.restore_step, self.run, self.give_up, self.block or 1
+        )
 
     @property
     def slots_with_generations(self) -> int:

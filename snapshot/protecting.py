@@ -118,6 +118,8 @@ class Protecting:
         newest: the job of the snapshot that is copied beside the current step; None if there is none.
         due: the snapshot to take when the next step begins, or taken when this one did; None if there is none.
         index: this rank's index among the ranks of its node.
+        last: whether the step that ends next is the last of a loop whose snapshots are kept: its snapshot is due at any
+            interval, and waits for a slot.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class Protecting:
         self.due: Due | None = None
         self.layout: Layout | None = None
         self.index = 0
+        self.last = False
         self.pace = Pace(system=rank.system)
         self.episodes = Episodes(log)
         self._reported: Result | None = None  # result of the minimum that was started last
@@ -201,7 +204,9 @@ class Protecting:
                 self._go_on()
             if self._enabled and not self._parted:
                 self.settle()
-                if self._intervals.policy.takes(step):
+                if self.last:
+                    self._catch_up()
+                if self.last or self._intervals.policy.takes(step):
                     self._prepare()
         except AgreementLost as error:
             self._part()
@@ -303,6 +308,14 @@ class Protecting:
             failure = failure_of(lambda: self._note_usable(reserving, usable), SmpUnavailable)
             if failure is not None:
                 self._without_smp(failure)
+
+    def _catch_up(self) -> None:
+        """Wait until pending snapshots are protected here, and settle them, so that one more finds a slot. A collective
+        call; blocks, for `deadline_s` at most."""
+        limit_s = self._rank.system.monotonic() + self._options.deadline_s
+        self.drain(limit_s, lambda copy: not copy.sure.is_set())
+        self.report()
+        self.settle()
 
     def _facts(self) -> list[int]:
         """The values whose minimum the ranks take: the state of each pending snapshot; the repair of the restored
@@ -607,8 +620,28 @@ class Protecting:
                 return False
         return all(outcome is SnapshotOutcome.PROTECTED for outcome in outcomes)
 
-    def finish_together(self) -> None:
-        """End the job here once all ranks have ended well, even if they lost each other. A collective call.
+    def agree_on_end(self, *, keeps: bool, takes: bool, stepped: bool) -> tuple[bool, bool]:
+        """All ranks have left their loops well: whether the snapshots are kept, as they are if any rank keeps them; and
+        whether a last one can be taken, as all have left after the same step. A collective call; blocks.
+
+        Args:
+            keeps, takes: what this rank wants.
+            stepped: whether its last step has not been ended yet.
+        """
+        if not self._enabled or self._parted:
+            return keeps, False
+        step = self._progress.step
+        mine = [int(not keeps), int(takes), int(stepped), -int(stepped), step, -step]
+        try:
+            lets_go, all_take, any_not, none, earliest, latest = self._rank.agreement.minimum(mine)()
+        except AgreementLost:
+            self._part()
+            return keeps, False
+        return not lets_go, bool(all_take) and any_not == -none and earliest == -latest
+
+    def finish_together(self, keeps: bool) -> bool:
+        """End the job here once all ranks have ended well, even if they lost each other, unless one of them keeps its
+        snapshots. A collective call. Returns whether they are kept.
 
         Raises:
             HoldfastError: the job cannot be ended here, and this node's SMP goes on running.
@@ -616,30 +649,43 @@ class Protecting:
         lost: AgreementLost | None = None
         if self._enabled and not self._parted:
             try:
-                self._finish()
-                return
+                return self._finish(keeps)
             except AgreementLost as error:
                 lost = error
-        if self._options.keep:
-            return
+        if keeps:
+            return True
         self._part()
         if not self._rank.agreement.meet_at_end(self._options.deadline_s):
             raise lost or AgreementLost("not all ranks have ended well")
-        self._finish()
+        return self._finish(keeps)
 
-    def _finish(self) -> None:
+    def _finish(self, keeps: bool) -> bool:
         rank, deadline_s = self._rank, self._options.deadline_s
         if self.newest is not None:
             self.newest.done.wait(deadline_s)
-        if self._options.keep:
+        if self._options.keep or (keeps and self.ledger.keep):
             if self.ledger.encoded:
                 rank.client.await_outcome(self.ledger.encoded[-1], deadline_s)
-            return
+            return True
         mine = json.dumps([rank.coord, rank.client.node, self._progress.epoch])
         everyone = [json.loads(text) for text in rank.agreement.gather(mine.encode())]
         on_this_node = [coord for coord, node, _ in everyone if node == rank.client.node]
         if min(on_this_node, key=coordinate_key) == rank.coord:
             rank.smp.finish(max(epoch for _, _, epoch in everyone))
+        return False
+
+    def say_what_is_kept(self) -> None:
+        """Log, on one rank, that the snapshots stay although the loop raised nothing."""
+        if self._rank.agreement.rank:
+            return
+        copy, ledger = self.newest, self.ledger
+        is_sealed = copy is not None and copy.done.is_set() and copy.error is None
+        newest = copy.snapshot if copy is not None and is_sealed else ledger.sealed or ledger.protected
+        log.warning(
+            "the loop was left before its end, so the job's snapshots stay in memory for the next start (the newest: "
+            "%s). If training is over, say snap.finish() before the block ends",
+            newest or "none",
+        )
 
     def let_go(self) -> None:
         """Drop all slots, so that whoever still refers to this hook does not keep them mapped: a process may enter

@@ -16,7 +16,7 @@ in training mode and with gradients begins it, see `snapshot.step.beginning`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
+from holdfast.snapshot.resume.blocks import describe, to_tree
 from holdfast.snapshot.resume.comparison import Resumed, check_inputs, refuse_unseen, warn_of_unknown_inputs
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
@@ -174,7 +175,7 @@ class Session:
             adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system, restored.run.id
         )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
-        self.position = Position(step, restored.loop)
+        self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
         self.capture.notes = self.intervals.notes
         self.capture.loop = self.position.tree
         self._auditor = self._auditor_if_ordered(adapter)
@@ -193,6 +194,7 @@ class Session:
         self._marked = False  # data was read, or a step declared, at least once
         self._awaiting_inputs: CopyJob | None = None  # a copy whose first forward's inputs are not known yet
         self._smp_is_slow = False
+        self._is_over = False  # the loop says that training is over, wherever it is left
 
     def expect_resumption(self, adapter: Adapter) -> None:
         """Note the state and inputs that the first step after a restore must begin with, if they are checked.
@@ -243,7 +245,15 @@ class Session:
         self.mark()
         self.begin()
 
-    def next_turn(self) -> int:
+    def steps(self, count: int) -> Iterator[int]:
+        """See `SnapshotHook.steps`."""
+        while (turn := self._next_turn()) < count:
+            self.begin_turn()
+            self.position.in_steps = True
+            yield turn
+        self.position.steps_over()
+
+    def _next_turn(self) -> int:
         """Number of the turn that the next `begin_turn` begins. Notes that the loop says where its steps begin."""
         self._declare()
         return self.position.next_turn
@@ -255,9 +265,25 @@ class Session:
             source,
             name,
             lambda held: Data(
-                source, name, held, self.mark, self.begin, ahead=ahead, exact=exact, heartbeat=self.heartbeat
+                source,
+                name,
+                held,
+                self.mark,
+                self._begin_with_batch,
+                ahead=ahead,
+                exact=exact,
+                heartbeat=self.heartbeat,
+                over=self.position.pass_over,
             ),
         )
+
+    def _begin_with_batch(self) -> None:
+        self.position.in_data = True
+        self.begin()
+
+    def finish(self) -> None:
+        """See `SnapshotHook.finish`."""
+        self._is_over = True
 
     def communicate(self, begins: bool) -> None:
         """The step begins, or stops, communicating: holdfast's copies and traffic wait meanwhile. Never blocks."""
@@ -499,8 +525,13 @@ class Session:
 
     # ------------------------------------------------------------------ ends
 
-    def leave(self, error: BaseException | None) -> None:
-        """See `SnapshotHook.__exit__`. Blocks."""
+    def leave(self, error: BaseException | None, *, early: bool = False) -> None:
+        """See `SnapshotHook.__exit__`. Blocks.
+
+        Args:
+            early: the trainer says that training stopped before its end. Its loop may have moved on since the last
+                step, so no snapshot is taken of where it is now.
+        """
         if os.getpid() != self._pid:
             return
         well, protecting, deadline_s = error is None, self.protecting, self._options.deadline_s
@@ -511,8 +542,11 @@ class Session:
         self._steppers.remove()
         self.rank.smp.say_end(self.progress.step, error)
         protecting.pace.fence()
-        if well and self._options.keep:
-            self._end_last_step()
+        kept = well and (early or self._options.keep or self._is_left_early())
+        if well:
+            kept, takes = protecting.agree_on_end(keeps=kept, takes=not early, stepped=self._stepped)
+            if kept and takes:
+                self._end_last_step()
         if (copy := protecting.newest) is not None:
             if copy.begins or (well and not self._is_doubtful(copy)):
                 copy.sure.set()
@@ -523,7 +557,9 @@ class Session:
             protecting.copier.close(deadline_s)
             self.intervals.close(deadline_s)
             if well:
-                protecting.finish_together()
+                kept = protecting.finish_together(kept)
+                if kept and not self._options.keep:
+                    protecting.say_what_is_kept()
         except HoldfastError as failure:
             if self._options.strict and well:
                 raise
@@ -533,10 +569,15 @@ class Session:
             self._awaiting_inputs = None
             protecting.let_go()
 
+    def _is_left_early(self) -> bool:
+        """Whether the loop was left before its end, as far as it tells."""
+        return not self._is_over and (self.position.in_steps or self.position.in_data)
+
     def _end_last_step(self) -> None:
         """Take the last snapshot of a loop that has ended well, as it is kept."""
         if self._stepped:
-            self.position.turn_ended()
+            self.protecting.last = True
+            self.position.last_turn_ended(goes_on=self._is_left_early())
             self.mark()
         if self.protecting.due is not None and not self._beginning.seen:
             self._take(self.protecting.due, ended=True)

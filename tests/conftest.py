@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,14 @@ def ground() -> Iterator[Ground]:
         yield made
 
 
+_arenas = count()
+"""Each test has its own arena: a process counts the trainings that it has finished in each."""
+
+
 @pytest.fixture
 def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The arena base for a job of this process; whatever is left in it is removed at the end."""
-    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
+    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}-{next(_arenas)}")
     monkeypatch.setenv(ARENA_ENV, str(base))
     monkeypatch.setenv("HOLDFAST_JOB", "test")
     monkeypatch.setattr("holdfast.smp_daemon.shared.spawn.launch", launch_by_fork)

@@ -33,6 +33,9 @@ class Told(TrainerCallback):
     def on_epoch_end(self, args, state, control, **_):
         if protected and ends == "late" and state.global_step == stop:
             raise ZeroDivisionError
+    def on_step_end(self, args, state, control, **_):
+        if ends == "asked" and state.global_step == stop:
+            control.should_training_stop = True
 
 class Average(TrainerCallback):
     def __init__(self): self.average = copy.deepcopy(model)
@@ -81,9 +84,10 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True, save_strategy="no", logging_steps=3, eval_strategy="epoch", warmup_steps=5, seed=3,
         metric_for_best_model="loss", **more,
     )
+    stopping = EarlyStoppingCallback(*((1, 1e9) if ends == "gain" else (30,)))
     trainer = Watched(
         model, args, train_dataset=data, eval_dataset=data[:6],
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=30), Told(), *([average] if average else [])],
+        callbacks=[stopping, Told(), *([average] if average else [])],
     )
     kept = protect(trainer) if protected else None
     try:
@@ -145,3 +149,23 @@ def test_an_exception_or_a_kill_in_an_evaluation_loses_one_step_at_most(
     status, after = train(-1, "plain")
     assert status == 0
     assert after == undisturbed[first:]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_goes_on_in_its_epoch(arena: Path) -> None:
+    _, undisturbed = train(-1, "plain", protected=False)
+    status, before = train(13, "plain", "asked")
+    assert status == 0
+    assert before[:-1] == undisturbed[:13]
+    assert (arena / "test").exists()
+    status, after = train(-1, "plain")
+    assert status == 0
+    assert after == undisturbed[12:]
+    assert not (arena / "test").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_gains_nothing_any_more_is_over(arena: Path) -> None:
+    status, lines = train(-1, "plain", "gain")
+    assert status == 0 and len(lines) == 20 + 1
+    assert not (arena / "test").exists()

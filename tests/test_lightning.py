@@ -84,6 +84,8 @@ class Net(pl.LightningModule):
     def on_train_batch_end(self, *_):
         if self.batch - 1 == stop and ends == "late":
             raise ZeroDivisionError
+        if self.batch - 1 == stop and ends == "timer":
+            self.trainer.should_stop = True
     def validation_step(self, batch, batch_idx):
         torch.rand(1)
         self.log("val", torch.nn.functional.mse_loss(self(batch), batch))
@@ -109,7 +111,7 @@ def counter(snap, module):
     snap.track("batch", get=lambda: module.batch, set=lambda value: setattr(module, "batch", value))
 
 net = Net()
-stopping = EarlyStopping("val", patience=50)
+stopping = EarlyStopping("val", patience=1, min_delta=1e9) if ends == "gain" else EarlyStopping("val", patience=50)
 callbacks = [InMemoryCallback(track=counter), stopping] if protected else [stopping]
 average = WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
 if kind == "average":
@@ -190,3 +192,23 @@ def test_an_exception_or_a_kill_in_validation_loses_one_step_at_most(arena: Path
     status, after = fit(-1, "plain")
     assert status == 0
     assert after == undisturbed[first:]
+
+
+@pytest.mark.slow
+def test_a_fit_that_is_stopped_goes_on_in_its_epoch(arena: Path) -> None:
+    _, undisturbed = fit(-1, "plain")
+    status, before = fit(13, "plain", "timer")
+    assert status == 0
+    assert before[:-1] == undisturbed[:14]
+    assert (arena / "test").exists()
+    status, after = fit(-1, "plain")
+    assert status == 0
+    assert after == undisturbed[13:]
+    assert not (arena / "test").exists()
+
+
+@pytest.mark.slow
+def test_a_fit_that_gains_nothing_any_more_is_over(arena: Path) -> None:
+    status, lines = fit(-1, "plain", "gain")
+    assert status == 0 and len(lines) == 20 + 1
+    assert not (arena / "test").exists()

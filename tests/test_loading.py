@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.engines import LOAD_THREADS, CpuEngine, SlotTensor
@@ -404,7 +405,7 @@ class Peers:
 
     def attempt(self) -> restore._Attempt:
         plan = RestorePlan(cast(Sources, SimpleNamespace(snapshot=SNAPSHOT)), (), ())
-        attempt = restore._Attempt(cast(SmpClient, self), plan, "dp0")
+        attempt = restore._Attempt(cast(SmpClient, self), plan, "dp0", ScriptBlock(1, "Toy"))
         attempt.recover()
         return attempt
 

@@ -274,6 +274,7 @@ class SimScript:
                 skipped = self._scaler.get_scale() < before
             self._between(number + 1, float(loss.detach()), skipped)
         self.boundary = self.state()
+        snap.finish()  # the last pass need not be read to its end
 
     def _batches(self, snap: SnapshotHook) -> Iterator[torch.Tensor]:
         while self._passed is not None:

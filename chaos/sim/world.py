@@ -319,6 +319,7 @@ class World:
             arena=arena,
             overhead_budget=0.0 if pace == "steady" else DEFAULT_BUDGET,
             elastic=state is not None and bool(state.sizes),
+            block=1,  # every life of a trainer is a process of its own
         )
         train = self._train_bytes if state is None else self._train_modules
         train(trainer, circle, options, steps, floor, quiet and steps > 0)

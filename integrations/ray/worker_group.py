@@ -242,9 +242,11 @@ class Worker:
         """Take part in an attempt, like a worker that torchrun started with its agent's store."""
         import torch.distributed as dist
 
+        from holdfast.snapshot.hook import SnapshotHook
         from holdfast.snapshot.state.audit import StepsDone, raise_at_the_end
 
         raise_at_the_end()
+        SnapshotHook.blocks.start_over()
         self._attempts += 1
         os.environ |= {
             "RANK": str(rank),

@@ -70,6 +70,9 @@ MAX_SAYING = 1000
 MAX_FAILURE = 500
 """Characters of the text that says how a trainer ended."""
 
+MAX_GIVEN = 200
+"""Characters of the text that says what a block of a script was given."""
+
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path that fits in ``sockaddr_un.sun_path`` with its terminating zero."""
 

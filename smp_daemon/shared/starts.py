@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.smp_daemon.shared.identity import UNNAMED, Run
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_FAILURE
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE, MAX_GIVEN
 from holdfast.smp_daemon.shared.plain import Address, Count, Identifier
 
 KILLED = "killed"
@@ -84,6 +84,22 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptBlock:
+    """One of the trainings of a script.
+
+    Attributes:
+        number: its place among those of its job, from 1.
+        given: the classes of its models and optimizers.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+    given: Annotated[str, msgspec.Meta(max_length=MAX_GIVEN)]
+
+    def __str__(self) -> str:
+        return f"block {self.number} ({self.given})"
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """One start of the job.
 
@@ -95,6 +111,7 @@ class Start:
         newcomers: SMPs that are not in the layout of the snapshot that it went back to. They may hold parts of that
             snapshot by now, and nothing else says where they are until a snapshot of this start is protected.
         run: the run that it goes on with, or begins.
+        block: the block of the script that it entered; None: not known.
     """
 
     epoch: Count
@@ -103,6 +120,7 @@ class Start:
     choice: Choice | None = None
     newcomers: tuple[Address, ...] = ()
     run: Run = UNNAMED
+    block: ScriptBlock | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class StartOptions:
         restore_step: the step to go back to; None: the newest.
         run: id of the run to go on with; empty: the one that was begun last, see `shared.runs`.
         give_up: ids of runs that are over: none of their snapshots is used.
+        block: number of the block of the script that is entered.
     """
 
     max_repeats: int = MAX_REPEATS
@@ -60,6 +61,7 @@ class StartOptions:
     restore_step: int | None = None
     run: str = ""
     give_up: tuple[str, ...] = ()
+    block: int = 1
 
     @classmethod
     def of_run(cls) -> StartOptions:
@@ -99,9 +101,9 @@ def agree(everyones: Sequence[StartOptions]) -> StartOptions:
     if len(set(everyones)) > 1:
         others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
         raise ConfigError(
-            f"ranks were started with different {MAX_REPEATS_ENV}, {GENERATIONS_ENV}, {RESTORE_STEP_ENV}, {RUN_ENV} or "
-            f"{GIVE_UP_ENV} "
-            f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set the same values on all ranks"
+            f"ranks enter different blocks of the script, or were started with different {MAX_REPEATS_ENV}, "
+            f"{GENERATIONS_ENV}, {RESTORE_STEP_ENV}, {RUN_ENV} or {GIVE_UP_ENV} (rank 0: {everyones[0]}; rank "
+            f"{others}: {everyones[others]}): set the same values on all ranks"
         )
     return everyones[0]
 

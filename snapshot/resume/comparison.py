@@ -90,7 +90,7 @@ class Resumed:
             "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
             f"at the top of the loop moves on): {BEGIN}"
         )
-        _refuse(text)
+        refuse(text)
 
     def _drifted(self, forward_ran: bool) -> list[str]:
         """The generators, data iterators and the like that differ from when that step began originally. Generators that
@@ -140,7 +140,7 @@ def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
         StateMismatch: the inputs are others now.
     """
     if given is None or given.digest() != expected:
-        _refuse(
+        refuse(
             f"the first step after the restore of step {step} was given another batch than when the snapshot was "
             "taken: it was read ahead, before the hook was entered, or from another place in the data. Go through data "
             "by `snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
@@ -160,13 +160,14 @@ def warn_of_unknown_inputs(step: int) -> None:
 def refuse_unseen(step: int) -> None:
     """Raises `StateMismatch`: generators were set to their state when forward began, and an optimizer has stepped
     without any forward being seen."""
-    _refuse(
+    refuse(
         "no forward of the model was seen in the first step after the restore of step "
         f"{step}, so its batch and random numbers cannot be checked: {BEGIN}"
     )
 
 
-def _refuse(text: str) -> None:
+def refuse(text: str) -> None:
+    """Raise `StateMismatch`, or warn if ``HOLDFAST_DRIFT`` accepts it."""
     if os.environ.get(ENV) != "accept":
         raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept continues anyway, with other results")
     log.warning("%s", text)

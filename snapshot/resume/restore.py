@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,10 +41,11 @@ from holdfast.smp_daemon.shared.plan import (
 from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf, SlotFormat
-from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
+from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, ScriptBlock, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.resume.blocks import check_block, check_given, check_order, describe
 from holdfast.snapshot.resume.choice import (
     PERSISTED,
     RestoreAttempts,
@@ -188,10 +189,12 @@ def restore(
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
+        ConfigError: another block of the script is held, see `check_order` and `check_block`.
         ConfigError, PlaceError: see `RestoreAttempts.choose_persisted`, `snapshot.resume.choice.agree`.
         Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     coord = adapter.coordinate()
+    block = describe(options.block if options is not None else 1, adapter)
     monotonic = client.system.monotonic
     clock = {"enter": monotonic()}
     failure: HoldfastError | None = None
@@ -214,6 +217,7 @@ def restore(
         inventories = own_inventories(everyone, reach.run)
         if not joined:
             streak = check_repeats(inventories, agreed)
+            check_order(inventories, block)
             choice = choose(inventories, agreed)
             finished = steps_finished(inventories)
         unacknowledged.update(*(inventory.never_acknowledged for inventory in inventories))
@@ -232,7 +236,7 @@ def restore(
             check_change(plan.sources.layout.coords, coords)
         run = reach.begun(entered.drawn, entered.now_s) if plan is None else reach.continued(entered.now_s)
         epoch = next_epoch(max(newest, *(inv.epoch for inv in everyone)), entered.drawn)
-        client.join(epoch, _start(epoch, run, plan, everyone, streak, choice))
+        client.join(epoch, replace(_start(epoch, run, plan, everyone, streak, choice), block=block))
         joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
         clock["plan"] = monotonic()
@@ -240,7 +244,9 @@ def restore(
             return Restored(epoch, run, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         failpoint("restore.before", plan.snapshot.step)
         attempt: _Attempt | Resharding = (
-            Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
+            Resharding(client, plan, coords, coord, agreement.rank)
+            if resharded
+            else _Attempt(client, plan, coord, block)
         )
         failure = agreement.patiently(partial(failure_of, attempt.recover, HoldfastError))
         whole, unspoilt, complete = _agree(agreement, failure)
@@ -413,8 +419,9 @@ class _Attempt:
 
     shard: RecoveredShard
 
-    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str) -> None:
+    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str, block: ScriptBlock) -> None:
         self.snapshot = plan.snapshot
+        self.block = block
         self.how = ""
         self.notes: dict[str, Any] = {}
         self.loop: dict[str, Any] = {}
@@ -518,11 +525,14 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: Cop
         shared = shared_leaves(record)
         held = [name for name in form.offsets if is_part_of(name, shared)]
         whole = whole_leaves(form, shared)
+        loop = early.get(LOOP, {})
+        check_block(loop, attempt.block)
         adapter.check(early, late, fixed)
         adapter.materialise(whole)
         made = True
         live = list(adapter.tensors())
         check_fit(form, live, shared)
+        check_given(loop, attempt.block)
     except HoldfastError as error:
         problem = error
     except LookupError as error:  # the other ranks wait for this one, and no other copy of the record has more

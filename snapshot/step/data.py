@@ -88,9 +88,9 @@ class _Place:
 class Data:
     """One source of batches, which remembers how far it was read; each loop over it is a pass.
 
-    A pass that is left by ``break`` is finished, too. After a restart the first loop gives the rest of the interrupted
-    pass. A loop's own count of batches is not restored: ``enumerate(data, data.position)``. Read only training data
-    through it, not data for evaluation.
+    A pass that is left by ``break`` is finished, too, unless the whole loop was left there: see `resume_pass`. After a
+    restart the first loop gives the rest of the interrupted pass. A loop's own count of batches is not restored:
+    ``enumerate(data, data.position)``. Read only training data through it, not data for evaluation.
 
     Attributes:
         name: tells the sources of a job apart; the same in every run.
@@ -107,6 +107,7 @@ class Data:
         ahead: int | None = None,
         exact: bool = True,
         heartbeat: Callable[[], None] = lambda: None,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -123,6 +124,7 @@ class Data:
                 nor for one over a dataset with indices.
             exact: raise if the batch that follows a restart is not the one that followed before; if not, warn.
             heartbeat: called while batches are read again, which may take long, to show that this process is alive.
+            over: called when a pass has given all its batches.
 
         Raises:
             ConfigError: the source cannot be read again.
@@ -134,9 +136,11 @@ class Data:
         self._ahead = ahead
         self.exact = exact
         self._heartbeat = heartbeat
+        self._over = over
         self._held = held
         self._place = _Place(start=_generators()) if held is None else _read(held, name)
         self._turn: object | None = None
+        self._left = False  # the pass was left by `break`; it is finished as soon as anything else happens
         self._given: Tree | None = None
         self._asked = False
         self._batch_digest = ""
@@ -159,11 +163,15 @@ class Data:
     @property
     def position(self) -> int:
         """How many batches of the current pass were given: ``enumerate(data, data.position)`` goes on counting."""
-        return self._place.taken
+        return 0 if self._left else self._place.taken
 
     def epoch(self) -> int:
         """How many passes are finished."""
-        return self._place.epoch
+        return self._place.epoch + (self._left and self._place.under_way)
+
+    def resume_pass(self) -> None:
+        """The loop was left for good, by ``break`` in a pass: the next run is to give the rest of that pass."""
+        self._left = False
 
     def state(self) -> Tree:
         """The place, as plain values. While a batch is read and its step begins: as at the last mark, with a
@@ -220,6 +228,7 @@ class Data:
                         batch = self._fetch(iterator)
                 except StopIteration:
                     self._finish()
+                    self._over()
                     return
                 expected = ""
                 self._batch_digest = _digest_batch(batch)
@@ -237,7 +246,7 @@ class Data:
                 yield given.pop()
             except GeneratorExit:  # the loop was left
                 if self._turn is turn:
-                    self._finish()
+                    self._left = True
                 raise
         raise ConfigError(f"data {self.name!r} is read by two loops at once: give each a name=... of its own")
 
@@ -252,6 +261,7 @@ class Data:
     def _finish(self) -> None:
         """End the current pass, if there is one."""
         place = self._place
+        self._left = False
         if place.under_way:
             self._place = _Place(place.epoch + 1, start=place.start, own=place.own, loader=place.loader)
 
@@ -290,6 +300,8 @@ class Data:
         return f"{self._batch_digest}:{_digest(_generators())}"
 
     def _now(self) -> Tree:
+        if self._left:
+            self._finish()
         place = self._place
         place.own = own_generators.capture(self._own)
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.

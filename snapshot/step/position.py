@@ -19,16 +19,19 @@ class Position:
     Attributes:
         declared: whether the loop says where its steps begin.
         sources: sources of batches, by name.
+        in_steps, in_data: whether a loop over step numbers, or over a source, has begun and not reached its end.
     """
 
-    def __init__(self, step: int, held: Tree) -> None:
+    def __init__(self, step: int, held: Tree, block: Tree) -> None:
         """
         Args:
             step: how many steps the state has behind it.
             held: `tree` of the earlier run; empty if there was none.
+            block: the block of the script that the loop is in, for `tree`.
         """
-        self.declared = False
+        self.declared = self.in_steps = self.in_data = False
         self.sources: dict[str, Data] = {}
+        self._block = block
         self._turn: int | None = held.get("turn")
         self._next_turn = self.number(step)
         self._held: dict[str, Any] = dict(held.get("data", {}))  # places of sources that the loop has not named yet
@@ -60,8 +63,23 @@ class Position:
         self._turn = self._next_turn
         self._next_turn += 1
 
-    def turn_ended(self) -> None:
-        """The last turn is over: the snapshot that is kept goes on with the next one."""
+    def pass_over(self) -> None:
+        """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end."""
+        self.in_data = False
+
+    def steps_over(self) -> None:
+        """The loop over step numbers has reached its end. It need not have read to the end of a pass."""
+        self.in_steps = self.in_data = False
+
+    def last_turn_ended(self, *, goes_on: bool) -> None:
+        """The last turn is over: the snapshot that is kept goes on with the next one.
+
+        Args:
+            goes_on: whether the loop was left before its end: it also goes on in the pass that was left.
+        """
+        if goes_on:
+            for data in self.sources.values():
+                data.resume_pass()
         if self._turn is not None:
             self._turn = self._next_turn
 
@@ -86,4 +104,5 @@ class Position:
 
     def tree(self) -> Tree:
         """The position as plain values, for the next run."""
-        return {"turn": self._turn, "data": self._held | {name: data.state() for name, data in self.sources.items()}}
+        places = self._held | {name: data.state() for name, data in self.sources.items()}
+        return {"turn": self._turn, "data": places, "block": self._block}

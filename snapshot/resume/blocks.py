@@ -1,0 +1,112 @@
+"""The blocks of a script: several trainings under one job, each in a ``with InMemorySnapshot`` of its own.
+
+A start that enters a block goes on with the state of that block only. Another block's state may fit as well, tensor by
+tensor, and would be continued silently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from holdfast.smp_daemon.shared.crash_loop import newest_start
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.limits import MAX_GIVEN
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
+from holdfast.smp_daemon.shared.starts import ScriptBlock
+from holdfast.snapshot.resume.comparison import refuse
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.live import Tree
+
+BLOCK = "block"
+"""Where a snapshot's record says which block it is of, among the values of its loop."""
+
+APART = "or give each training of the script a job= of its own"
+
+
+class Blocks:
+    """Counts the blocks that one process enters, by arena. An exception does not end a block: the next one of that job
+    is the same. For the training thread."""
+
+    def __init__(self) -> None:
+        self._next: dict[Path, int] = {}
+
+    def number(self, arena: Path) -> int:
+        """Number of the block that is entered next."""
+        return self._next.get(arena, 1)
+
+    def over(self, arena: Path, number: int) -> None:
+        """Block `number` was left well."""
+        self._next[arena] = number + 1
+
+    def start_over(self) -> None:
+        """The script begins again in this process."""
+        self._next.clear()
+
+
+def describe(number: int, adapter: Adapter) -> ScriptBlock:
+    """The block that enters with what `adapter` was given."""
+    kinds = Counter(type(_innermost(each)).__qualname__ for each in (*adapter.modules(), *adapter.optimizers()))
+    given = ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in kinds.items())
+    return ScriptBlock(number, given[:MAX_GIVEN])
+
+
+def _innermost(part: object) -> object:
+    """A module without the wrappers of DDP and of ``torch.compile``, which another world may not need."""
+    while isinstance(inner := getattr(part, "module", getattr(part, "_orig_mod", None)), torch.nn.Module):
+        part = inner
+    return part
+
+
+def check_order(inventories: Sequence[Inventory], block: ScriptBlock) -> None:
+    """Check that the newest start was of the same block, if any of its state is held.
+
+    Raises:
+        ConfigError: it was of another; nothing was changed anywhere.
+    """
+    start = newest_start(inventories)
+    if start is not None and start.block is not None and any(each.shards or each.parities for each in inventories):
+        _check_number("memory holds", start.block, block)
+
+
+def check_block(loop: Tree, block: ScriptBlock) -> None:
+    """Check that a snapshot is of this block, by its `loop` as `Position.tree` gives it. Raises `ConfigError`."""
+    if BLOCK in loop:
+        _check_number("the snapshot holds", _read(loop), block)
+
+
+def check_given(loop: Tree, block: ScriptBlock) -> None:
+    """Check that a snapshot, whose tensors fit, was taken of the same classes. Raises `StateMismatch`, unless
+    ``HOLDFAST_DRIFT`` says otherwise."""
+    if BLOCK in loop and (held := _read(loop)).given != block.given:
+        refuse(f"the snapshot was taken of {held.given}, and this block was given {block.given}")
+
+
+def _read(loop: Tree) -> ScriptBlock:
+    return from_plain(ScriptBlock, loop[BLOCK], "the block of a snapshot")
+
+
+def to_tree(block: ScriptBlock) -> Tree:
+    """The block as plain values, for a record."""
+    tree: Tree = to_plain(block)
+    return tree
+
+
+def _check_number(where: str, held: ScriptBlock, entered: ScriptBlock) -> None:
+    if held.number > entered.number:
+        raise ConfigError(
+            f"{where} the state of {held}, and {entered} is entered, which this job had finished before: it would go "
+            f"on with another training's state. Skip what is finished, and enter the other with block={held.number}; "
+            f"{APART}. What is held stays as it is"
+        )
+    if held.number < entered.number:
+        raise ConfigError(
+            f"{where} the state of {held}, and {entered} is entered: it would go on with another training's state. If "
+            "that one is over although its loop was left early, say snap.finish() in it (`holdfast gc --older-than 0s` "
+            f"frees what it left); to go on with it, enter it with block={held.number}; {APART}. What is held stays as "
+            "it is"
+        )
