@@ -607,7 +607,7 @@ def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exa
     assert "read again instead" not in caplog.text
     check(over(lambda: TellingLoader(Own(), batch_size=BATCH, shuffle=True)))
     check(over(lambda: TellingLoader(Buffered(random.Random(8).randrange), batch_size=BATCH)))
-    assert "leads elsewhere" in caplog.text
+    assert "will be read again" in caplog.text
     assert "batches read again of pass 1" in caplog.text
 
 
@@ -754,6 +754,18 @@ def test_accelerates_loader_says_where_it_is_only_if_the_one_in_it_does() -> Non
         return accelerate.Accelerator(cpu=True).prepare(loader(shuffle=True))
 
     check(over(make, passes=1))
+
+
+def test_accelerates_loader_with_a_place_of_its_own_goes_on_in_every_pass() -> None:
+    """It makes its first iterator, which draws, when it is prepared."""
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("torchdata")
+
+    def make() -> Any:
+        configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+        return accelerate.Accelerator(cpu=True, dataloader_config=configuration).prepare(loader(shuffle=True))
+
+    check(over(make))
 
 
 def test_two_loops_over_one_source_are_told_apart() -> None:
