@@ -231,6 +231,20 @@ class Buffered(IterableDataset[int]):
             yield buffer.pop(self.draw(len(buffer)))
 
 
+class Stage:
+    """A stage of a pipeline, which keeps the one before it."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.before)
+
+
+def nested(source: Any, stages: int) -> Any:
+    return source if not stages else Stage(nested(source, stages - 1))
+
+
 class Chunks(Sampler[int]):
     """Draws eight numbers at a time, from torch's global generator."""
 
@@ -278,6 +292,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "chunks of the global generator": lambda: loader(sampler=Chunks()),
     "buffered": lambda: loader(Buffered(random.Random(8).randrange)),
     "a function with a buffer": lambda: functools.partial(iter, Buffered(random.Random(8).randrange)),
+    "a generator deep inside": lambda: functools.partial(iter, nested(Buffered(random.Random(8).randrange), 5)),
     "a list": lambda: [torch.full((2,), float(i)) for i in range(6)],
     "a range": lambda: range(5),
     "a function": lambda: lambda: (torch.rand(3, generator=GENERATOR) + i for i in range(6)),
