@@ -29,7 +29,13 @@ from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
-from holdfast.snapshot.resume.comparison import Resumed, check_inputs, refuse_unseen, warn_of_unknown_inputs
+from holdfast.snapshot.resume.comparison import (
+    BY_DATA,
+    Resumed,
+    check_inputs,
+    refuse_unseen,
+    warn_of_unknown_inputs,
+)
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
@@ -55,12 +61,14 @@ class Checks:
     """Which checks of a loop are made. Trainers that restore or read state in their own way turn some off.
 
     Attributes:
-        resumption: whether the first step after a restore must begin with what was restored.
+        resumption: whether the first step after a restore must begin with the state that was restored.
+        another_batch: why the first step after a restore may be given another batch, and what to do about it.
         reading: whether to warn that something was read between entering and the first step.
         restored_by_themselves: packages whose integration restores what their objects hold; see `state.reach.Theirs`.
     """
 
     resumption: bool = True
+    another_batch: str = BY_DATA
     reading: bool = True
     restored_by_themselves: frozenset[str] = frozenset()
 
@@ -198,9 +206,11 @@ class Session:
         and may ask the hook for its step.
         """
         restored = self.restored
-        if restored.snapshot is not None and self._checks.resumption:
+        if restored.snapshot is None:
+            return
+        self._first.inputs = restored.inputs or None
+        if self._checks.resumption:
             self._first.state = Resumed(adapter, self.rank.engine, restored.began, restored.snapshot.step)
-            self._first.inputs = restored.inputs or None
             self._first.unknown_inputs = restored.inputs is None
 
     def _auditor_if_ordered(self, adapter: Adapter) -> Auditor | None:
@@ -492,7 +502,7 @@ class Session:
             return
         self._first.inputs = None
         if all(data.exact for data in self.position.sources.values()):
-            check_inputs(expected, self._batch.inputs, self.progress.step)
+            check_inputs(expected, self._batch.inputs, self.progress.step, self._checks.another_batch)
 
     # ------------------------------------------------------------------ ends
 

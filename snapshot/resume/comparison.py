@@ -90,7 +90,7 @@ class Resumed:
             "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
             f"at the top of the loop moves on): {BEGIN}"
         )
-        _refuse(text)
+        refuse(text)
 
     def _drifted(self, forward_ran: bool) -> list[str]:
         """The generators, data iterators and the like that differ from when that step began originally. Generators that
@@ -130,20 +130,27 @@ def _is_same(before: torch.Tensor, now: torch.Tensor | None) -> bool:
     return torch.equal(mine, other)
 
 
-def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
+BY_DATA = (
+    "it was read ahead, before the hook was entered, or from another place in the data. Go through data by "
+    "`snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
+)
+"""Why a loop's first batch may be another, and what to do about it."""
+
+
+def check_inputs(expected: str, given: Inputs | None, step: int, why: str) -> None:
     """Called when the first optimizer is about to step, after a forward on `given`.
 
     Args:
         expected: the digest of that forward's inputs when the snapshot was taken.
+        why: why they may be others, and what to do about it.
 
     Raises:
         StateMismatch: the inputs are others now.
     """
     if given is None or given.digest() != expected:
-        _refuse(
+        refuse(
             f"the first step after the restore of step {step} was given another batch than when the snapshot was "
-            "taken: it was read ahead, before the hook was entered, or from another place in the data. Go through data "
-            "by `snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
+            f"taken: {why}"
         )
 
 
@@ -160,13 +167,14 @@ def warn_of_unknown_inputs(step: int) -> None:
 def refuse_unseen(step: int) -> None:
     """Raises `StateMismatch`: generators were set to their state when forward began, and an optimizer has stepped
     without any forward being seen."""
-    _refuse(
+    refuse(
         "no forward of the model was seen in the first step after the restore of step "
         f"{step}, so its batch and random numbers cannot be checked: {BEGIN}"
     )
 
 
-def _refuse(text: str) -> None:
+def refuse(text: str) -> None:
+    """Raises `StateMismatch`, or warns if ``HOLDFAST_DRIFT`` is ``accept``."""
     if os.environ.get(ENV) != "accept":
         raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept continues anyway, with other results")
     log.warning("%s", text)
