@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from holdfast.integrations.accelerate import with_generator
 from holdfast.integrations.callbacks import Overlooked, keep_averages
-from holdfast.integrations.kept import Kept
+from holdfast.integrations.kept import SubclassState
 from holdfast.integrations.reading import Reading
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
@@ -114,7 +114,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._snap: SettledSnapshot | None = None
         self._overlooked: Overlooked | None = None
         self._history = _LogHistory()
-        self._kept: Kept | None = None
+        self._kept: SubclassState | None = None
         self._reading: Reading | None = None
         self._held: dict[str, Any] | None = None
         self._begin_epoch(0, 0, 1)
@@ -132,7 +132,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._snap.track(NAME, get=self._get, set=self._set)
         if self._track is not None:
             self._track(self._snap, trainer)
-        self._kept = Kept(trainer, Trainer)
+        self._kept = SubclassState(trainer, Trainer)
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
         keep_averages(self._snap, others)
         self._overlooked = Overlooked(self._snap, others)

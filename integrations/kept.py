@@ -29,7 +29,7 @@ _MAPPINGS = (dict, defaultdict, OrderedDict)
 _TENSOR = "holdfast.tensor"
 
 
-class Kept:
+class SubclassState:
     """The attributes of one trainer that its subclass keeps, as far as their values are plain: numbers, texts, tensors,
     and containers of these.
 

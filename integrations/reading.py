@@ -53,7 +53,7 @@ class Reading:
         """
         if self._iterator is None:
             self._iterator = iterator
-        noted, taken = self._note(), _Taken(self._next)
+        noted, taken = self._note(), _Passed(self._next)
         result = read(taken)
         self._noted = {**noted, "batches": digest_of(taken.batches), "drawn": _digest(self._generators())}
         return result
@@ -126,7 +126,7 @@ class Reading:
         own_generators.restore(self._own, generators["own"], "the trainer's data")
 
 
-class _Taken:
+class _Passed:
     """Passes batches on, and keeps them."""
 
     def __init__(self, read: Callable[[], Any]) -> None:

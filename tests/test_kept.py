@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.integrations.kept import LARGEST, Kept
+from holdfast.integrations.kept import LARGEST, SubclassState
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state.values import decode, encode
 
@@ -59,7 +59,7 @@ def through_json(held: dict[str, Any]) -> dict[str, Any]:
 
 def test_what_has_changed_is_captured_and_put_back() -> None:
     trainer = Generating()
-    kept = Kept(trainer, Base)
+    kept = SubclassState(trainer, Base)
     assert kept.get() == {}
     for _ in range(3):
         trainer.step()
@@ -67,7 +67,7 @@ def test_what_has_changed_is_captured_and_put_back() -> None:
     held = through_json(kept.get())
     assert held.keys() == {"buffered", "count", "metrics", "texts"}
     again = Generating()
-    Kept(again, Base).put(held)
+    SubclassState(again, Base).put(held)
     assert again.count == 3 and again.base_counter == 0
     assert torch.equal(again.buffered[0]["ids"], torch.full((2, 3), 7)) and again.buffered[0]["mask"] is None
     assert again.buffered[0]["loss"].dtype is torch.bfloat16
@@ -79,7 +79,7 @@ def test_what_has_changed_is_captured_and_put_back() -> None:
 def test_tensors_and_arrays_that_change_in_place_are_captured() -> None:
     trainer = Generating()
     trainer.array = np.zeros(2)  # type: ignore[attr-defined]
-    kept = Kept(trainer, Base)
+    kept = SubclassState(trainer, Base)
     trainer.weights.add_(1)
     trainer.array[0] = 1  # type: ignore[attr-defined]
     assert kept.get().keys() == {"weights", "array"}
@@ -96,20 +96,20 @@ def test_tensors_and_arrays_that_change_in_place_are_captured() -> None:
 )
 def test_what_holds_batches_and_is_not_captured_is_refused_by_name(make: Any) -> None:
     trainer = Generating()
-    kept = Kept(trainer, Base)
+    kept = SubclassState(trainer, Base)
     kept.check(set())
     trainer.buffered = make()
     with pytest.raises(ConfigError, match=r"^Generating .*'buffered'.*snap\.track\('buffered'"):
         kept.check(set())
-    Kept(trainer, Base).check(set())  # it was there before
-    again = Kept(Generating(), Base)
+    SubclassState(trainer, Base).check(set())  # it was there before
+    again = SubclassState(Generating(), Base)
     again._trainer.buffered = make()
     again.check({"buffered"})
 
 
 def test_what_the_framework_assigns_is_left_to_its_integration() -> None:
     trainer = Base()
-    kept = Kept(trainer, Base)
+    kept = SubclassState(trainer, Base)
     trainer.train()
     trainer.base_counter = 9
     assert kept.get() == {}
