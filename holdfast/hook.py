@@ -128,6 +128,10 @@ class SettledSnapshot(InMemorySnapshot):
     # These frameworks restore their own objects after the hook was entered.
     checks = Checks(
         resumption=False,
+        another_batch=(
+            "the trainer's data depends on something that is not restored, or its class keeps batches from step to "
+            "step: `track` that (an argument of the integration), or derive what is random in a batch from its samples"
+        ),
         reading=False,
         restored_by_themselves=frozenset({"transformers", "accelerate", "lightning", "lightning_fabric"}),
     )
@@ -136,3 +140,7 @@ class SettledSnapshot(InMemorySnapshot):
         """Tell the hook that the last step is complete and the next one begins. May be called several times a step."""
         self._session.mark()
         self._session.begin()
+
+    def heartbeat(self) -> None:
+        """Tell the SMP that this process is alive, while something else than a step takes long. Returns at once."""
+        self._session.heartbeat()

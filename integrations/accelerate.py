@@ -54,7 +54,7 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
     if not accelerator._optimizers or not accelerator._models:
         raise ConfigError("the accelerator has prepared no model and optimizer yet: call accelerator.prepare before")
     for loader in accelerator._dataloaders:
-        _with_generator(loader)
+        with_generator(loader)
     more: dict[str, Any] = {f"custom{i}": each for i, each in enumerate(accelerator._custom_objects)}
     if accelerator.scaler is not None:
         more["scaler"] = accelerator.scaler
@@ -69,7 +69,7 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
     return snap
 
 
-def _with_generator(loader: Any) -> None:
+def with_generator(loader: Any) -> None:
     """Give a seedable sampler its generator. The sampler makes one only in its first pass (and seeds it in every pass),
     but `InMemorySnapshot.data` looks for generators before that."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None

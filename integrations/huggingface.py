@@ -18,7 +18,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
+from holdfast.integrations.accelerate import with_generator
 from holdfast.integrations.callbacks import Overlooked, keep_averages
+from holdfast.integrations.kept import SubclassState
+from holdfast.integrations.reading import Reading
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
 
@@ -53,9 +56,10 @@ def protect(
     Not restored: memory and speed metrics, which count from the last start, as when Trainer itself resumes; state that
     other callbacks do not export: if they change tensors, one warning names these. The epoch's data loader is made
     again from the same state of the random generators, and the trainer skips what was seen, by index where the data set
-    has indices. So batches are the same as long as they do not depend on random numbers drawn while they are made: a
-    collator that masks at random, or a data set with state of its own, needs seeds that follow from the example. Use
-    `track` for any other state.
+    has indices. If random numbers were drawn while batches were made, as by a collator that masks at random, or if
+    there are workers, the epoch is read again instead. The first batches are compared with those of the earlier run.
+    What a subclass of Trainer keeps in attributes is restored if it consists of numbers, texts, tensors and containers
+    of these. Use `track` for any other state, such as that of a data set.
 
     Training that stops before ``max_steps``, because a callback asked for it, keeps the snapshots for the next start,
     unless it was `EarlyStoppingCallback`. An evaluation that was interrupted is repeated, together with the step before
@@ -72,13 +76,18 @@ def protect(
         The callback that was added. Its ``snapshot`` is the `InMemorySnapshot`, while the trainer trains.
 
     Raises:
-        ConfigError: the trainer uses ``auto_find_batch_size``, FSDP or DeepSpeed, or is protected already.
+        ConfigError: the trainer uses ``auto_find_batch_size``, ``ignore_data_skip``, FSDP or DeepSpeed, or is protected
+            already; or, from ``train``, after the first steps: its class keeps batches that are not captured.
         HoldfastError: from ``train``: whatever `InMemorySnapshot` raises on entering, and at the first step.
     """
     if trainer.args.auto_find_batch_size:
         raise ConfigError(
             "auto_find_batch_size is not supported, because batches may have another size after a restart: set "
             "per_device_train_batch_size instead"
+        )
+    if trainer.args.ignore_data_skip:
+        raise ConfigError(
+            "ignore_data_skip is not supported, because a restart has to find the place in the data: leave it out"
         )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ConfigError("FSDP and DeepSpeed under transformers.Trainer are not supported: use one process, or DDP")
@@ -88,6 +97,7 @@ def protect(
     trainer.add_callback(callback)
     trainer._inner_training_loop = callback.guard(trainer._inner_training_loop)
     trainer._run_epoch = callback.place(trainer._run_epoch)
+    trainer.get_batch_samples = callback.read(trainer.get_batch_samples)
     trainer._load_rng_state = callback.without_files(trainer._load_rng_state)
     return callback
 
@@ -105,6 +115,8 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._snap: SettledSnapshot | None = None
         self._overlooked: Overlooked | None = None
         self._history = _LogHistory()
+        self._kept: SubclassState | None = None
+        self._reading: Reading | None = None
         self._held: dict[str, Any] | None = None
         self._begin_epoch(0, 0, 1)
 
@@ -121,6 +133,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._snap.track(NAME, get=self._get, set=self._set)
         if self._track is not None:
             self._track(self._snap, trainer)
+        self._kept = SubclassState(trainer, Trainer)
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
         keep_averages(self._snap, others)
         self._overlooked = Overlooked(self._snap, others)
@@ -133,12 +146,16 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._snap is not None and self._overlooked is not None:
             self._snap.settle()  # the first time, this restores the generators
             self._overlooked.look()
+            if self._kept is not None:
+                self._kept.check(self._snap.tracked)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._has_stopped_early():
             return  # the epoch's end has run too soon: the last step is repeated
         if state.global_step - self._first >= self._steps:
             self._begin_epoch(self._epoch + 1, state.global_step, self._steps)
+        if self._reading is not None:
+            self._reading.between()
         if self._snap is not None:
             self._snap.settle()
 
@@ -166,6 +183,12 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def run_epoch(**kwargs: Any) -> Any:
             epoch, steps, held = kwargs["epoch"], kwargs["num_update_steps_per_epoch"], self._held
             each = self._trainer.args.gradient_accumulation_steps
+            if held is None or epoch == held["epoch"]:
+                loader = kwargs["train_dataloader"]
+                with_generator(loader)
+                if hasattr(loader, "set_epoch"):
+                    loader.set_epoch(epoch)  # the trainer tells only the loader that skips
+                self._reading = Reading(loader, self._beat)
             if held is None:
                 skipped = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
                 self._begin_epoch(epoch, self._trainer.state.global_step - skipped // each, steps)
@@ -189,6 +212,24 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
         return run_epoch
 
+    def read(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``get_batch_samples``, to note where the batches of a step come from, and to find them again."""
+
+        @functools.wraps(take)
+        def get_batch_samples(epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+            def reads(iterator: Any) -> Any:
+                return take(iterator, num_batches, device)
+
+            reading, held = self._reading, self._held
+            if reading is None:
+                return reads(epoch_iterator)
+            if held is None:
+                return reading.group(epoch_iterator, reads)
+            done = held["done"] * self._trainer.args.gradient_accumulation_steps
+            return reading.resume(held["reading"], done, epoch_iterator, reads)
+
+        return get_batch_samples
+
     def without_files(self, load: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wrap ``_load_rng_state``, to skip it while a run resumes from memory: there is no file then."""
         return lambda checkpoint: load(checkpoint) if self._held is None else None
@@ -210,7 +251,13 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             "epoch": self._epoch,
             "done": state.global_step - self._first,
             "rng": self._at_epoch,
+            "reading": self._reading.state() if self._reading is not None else {},
+            "kept": self._kept.get() if self._kept is not None else {},
         }
+
+    def _beat(self) -> None:
+        if self._snap is not None:
+            self._snap.heartbeat()
 
     def _set(self, held: dict[str, Any]) -> None:
         self._held = held
@@ -223,6 +270,8 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             setattr(self._trainer, name, value)
         with torch.no_grad():
             self._trainer._tr_loss.copy_(held["loss"])
+        if self._kept is not None:
+            self._kept.put(held["kept"])
         for callback, attributes in zip(self._stateful(), held["callbacks"], strict=True):
             vars(callback).update(attributes)
 
@@ -239,7 +288,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 self._snap.close(early=self._has_stopped_early())
         finally:
             self._snap = self.snapshot = None
-            self._held = None
+            self._held = self._kept = self._reading = None
             self._begin_epoch(0, 0, 1)
 
     def _has_stopped_early(self) -> bool:

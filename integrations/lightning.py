@@ -38,9 +38,9 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     optimizers, schedules and the gradient scaler; the random generators; all counters of the fit loop (epoch, batch,
     global step, those of validation); ``callback_metrics``, ``should_stop`` and the states of the other callbacks and
     of the datamodule; modules and dicts of tensors that callbacks have before ``on_fit_start``, as `WeightAveraging`
-    has; the place in the training data. A data loader with ``state_dict`` is asked for its place. For any other, the
-    epoch's iterator is made again from the same state of the random generators, and the batches that were seen are
-    read again and dropped. So batches may depend on the sampler, but a data set with state of its own must be tracked.
+    has; the place in the training data. The epoch's iterator is made again from the same state of the random
+    generators, and the batches that were seen are read again and dropped, also if the loader has a ``state_dict``. The
+    first batch is compared with that of the earlier run. A data set with state of its own must be tracked.
 
     Not restored: accumulated metrics (``self.log(..., on_epoch=True)`` in ``training_step``, torchmetrics), which after
     a restart cover only the rest of the epoch, so nothing that steers training should monitor them; what loggers and
@@ -121,20 +121,25 @@ class _Fit:
         self._held: dict[str, Any] | None = None
         self._at_iter: dict[str, Any] = rng.capture()
         self._at_first: dict[str, Any] | None = None
+        self._at_last: dict[str, Any] | None = None  # of the last batch that was read: fetchers may read one ahead
         self._undo: list[Callable[[], None]] = []
 
     def get(self) -> dict[str, Any]:
         """The state. Called when the next batch is about to be read."""
         trainer = self._trainer
+        loops = trainer.fit_loop.state_dict()
+        # A loader's state does not say where the fetcher is, which reads ahead, nor whether it moves later epochs, too.
+        loops["state_dict"]["combined_loader"] = []
+        first = self._at_first or rng.capture()
         return {
-            "loops": trainer.fit_loop.state_dict(),
+            "loops": loops,
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "callbacks": _plain({callback.state_key: callback.state_dict() for callback in trainer.callbacks}),
             "metrics": _plain(dict(trainer._logger_connector._callback_metrics)),
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
             "stop": trainer.should_stop,
             "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
-            "rng": {"iter": self._at_iter, "first": self._at_first or rng.capture()},
+            "rng": {"iter": self._at_iter, "first": first, "last": self._at_last or first},
         }
 
     def set(self, held: dict[str, Any]) -> None:
@@ -190,7 +195,7 @@ class _Fit:
 
     def _before_iter(self, load: Callable[[], None]) -> Callable[[], None]:
         def before_iter() -> None:
-            self._at_iter, self._at_first = rng.capture(), None
+            self._at_iter, self._at_first, self._at_last = rng.capture(), None, None
             load()
 
         return before_iter
@@ -211,21 +216,22 @@ class _Fit:
             before, iterator = rng.capture(), fetcher.combined_loader._iterator
             start(fetcher)
             if fetcher.combined_loader._iterator is not iterator:
-                self._at_iter, self._at_first = before, None
+                self._at_iter, self._at_first, self._at_last = before, None, None
 
         return on_run_start
 
     def _resume(self, fetcher: Any, held: dict[str, Any], start: Callable[[Any], None]) -> None:
         """Make the next batch the one that the dead trainer was about to read."""
-        self._at_iter, self._at_first = held["rng"]["iter"], held["rng"]["first"]
-        if not held["loops"]["state_dict"].get("combined_loader"):
-            rng.restore(self._at_iter)
-            iter(fetcher)
-            rng.restore(held["rng"]["first"])
-            seen = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            for _ in range(seen):
-                next(fetcher)
-            fetcher.fetched -= seen  # Lightning adds them itself
+        self._at_iter, self._at_first, self._at_last = (held["rng"][name] for name in ("iter", "first", "last"))
+        rng.restore(held["rng"]["iter"])
+        iter(fetcher)
+        rng.restore(held["rng"]["first"])
+        seen = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        for number in range(seen):
+            if 0 < number == seen - 1:
+                rng.restore(held["rng"]["last"])
+            next(fetcher)
+        fetcher.fetched -= seen  # Lightning adds them itself
         self._trainer.fit_loop._last_train_dl_reload_epoch = held["reloaded"]
         start(fetcher)
         self._clear_restart_marks()
@@ -235,6 +241,7 @@ class _Fit:
             if self._at_first is None:
                 self._at_first = rng.capture()
             self._snap.settle()
+            self._at_last = rng.capture()
             self._overlooked.look()
             profile()
 

@@ -32,6 +32,7 @@ class SnapshotHook:
 
     Attributes:
         checks: which checks of the loop are made.
+        tracked: names that were given to `track`.
         system: the threads, clock, files and sockets to use.
         blocks: which block of the script is entered next; shared by all hooks of this process.
     """
@@ -45,6 +46,7 @@ class SnapshotHook:
         self._options = options
         self._entered: Session | None = None  # kept after leaving, for `step` and others
         self._statistics = Statistics()
+        self.tracked: set[str] = set()
 
     @property
     def _session(self) -> Session:
@@ -173,6 +175,7 @@ class SnapshotHook:
         if self._entered is not None:
             raise ConfigError(f"track({name!r}): the state is restored on entering: call it before that")
         self._adapter.track(make(name, get, set, tensors, changes, when))
+        self.tracked.add(name)
 
     @property
     def untracked(self) -> list[str]:

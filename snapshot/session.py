@@ -31,7 +31,13 @@ from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.blocks import describe, to_tree
-from holdfast.snapshot.resume.comparison import Resumed, check_inputs, refuse_unseen, warn_of_unknown_inputs
+from holdfast.snapshot.resume.comparison import (
+    BY_DATA,
+    Resumed,
+    check_inputs,
+    refuse_unseen,
+    warn_of_unknown_inputs,
+)
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
@@ -57,12 +63,14 @@ class Checks:
     """Which checks of a loop are made. Trainers that restore or read state in their own way turn some off.
 
     Attributes:
-        resumption: whether the first step after a restore must begin with what was restored.
+        resumption: whether the first step after a restore must begin with the state that was restored.
+        another_batch: why the first step after a restore may be given another batch, and what to do about it.
         reading: whether to warn that something was read between entering and the first step.
         restored_by_themselves: packages whose integration restores what their objects hold; see `state.reach.Theirs`.
     """
 
     resumption: bool = True
+    another_batch: str = BY_DATA
     reading: bool = True
     restored_by_themselves: frozenset[str] = frozenset()
 
@@ -203,9 +211,11 @@ class Session:
         and may ask the hook for its step.
         """
         restored = self.restored
-        if restored.snapshot is not None and self._checks.resumption:
+        if restored.snapshot is None:
+            return
+        self._first.inputs = restored.inputs or None
+        if self._checks.resumption:
             self._first.state = Resumed(adapter, self.rank.engine, restored.began, restored.snapshot.step)
-            self._first.inputs = restored.inputs or None
             self._first.unknown_inputs = restored.inputs is None
 
     def _auditor_if_ordered(self, adapter: Adapter) -> Auditor | None:
@@ -521,7 +531,7 @@ class Session:
             return
         self._first.inputs = None
         if all(data.exact for data in self.position.sources.values()):
-            check_inputs(expected, self._batch.inputs, self.progress.step)
+            check_inputs(expected, self._batch.inputs, self.progress.step, self._checks.another_batch)
 
     # ------------------------------------------------------------------ ends
 

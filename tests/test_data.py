@@ -231,6 +231,20 @@ class Buffered(IterableDataset[int]):
             yield buffer.pop(self.draw(len(buffer)))
 
 
+class Stage:
+    """A stage of a pipeline, which keeps the one before it."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.before)
+
+
+def nested(source: Any, stages: int) -> Any:
+    return source if not stages else Stage(nested(source, stages - 1))
+
+
 class Chunks(Sampler[int]):
     """Draws eight numbers at a time, from torch's global generator."""
 
@@ -278,6 +292,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "chunks of the global generator": lambda: loader(sampler=Chunks()),
     "buffered": lambda: loader(Buffered(random.Random(8).randrange)),
     "a function with a buffer": lambda: functools.partial(iter, Buffered(random.Random(8).randrange)),
+    "a generator deep inside": lambda: functools.partial(iter, nested(Buffered(random.Random(8).randrange), 5)),
     "a list": lambda: [torch.full((2,), float(i)) for i in range(6)],
     "a range": lambda: range(5),
     "a function": lambda: lambda: (torch.rand(3, generator=GENERATOR) + i for i in range(6)),
@@ -607,7 +622,7 @@ def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exa
     assert "read again instead" not in caplog.text
     check(over(lambda: TellingLoader(Own(), batch_size=BATCH, shuffle=True)))
     check(over(lambda: TellingLoader(Buffered(random.Random(8).randrange), batch_size=BATCH)))
-    assert "leads elsewhere" in caplog.text
+    assert "will be read again" in caplog.text
     assert "batches read again of pass 1" in caplog.text
 
 
@@ -754,6 +769,18 @@ def test_accelerates_loader_says_where_it_is_only_if_the_one_in_it_does() -> Non
         return accelerate.Accelerator(cpu=True).prepare(loader(shuffle=True))
 
     check(over(make, passes=1))
+
+
+def test_accelerates_loader_with_a_place_of_its_own_goes_on_in_every_pass() -> None:
+    """It makes its first iterator, which draws, when it is prepared."""
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("torchdata")
+
+    def make() -> Any:
+        configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+        return accelerate.Accelerator(cpu=True, dataloader_config=configuration).prepare(loader(shuffle=True))
+
+    check(over(make))
 
 
 def test_two_loops_over_one_source_are_told_apart() -> None:

@@ -48,7 +48,18 @@ class Average(TrainerCallback):
 
 average = Average() if kind == "average" else None
 
+def masked(samples):  # draws, as collators for masked language models do
+    ids = torch.stack([sample["input_ids"] for sample in samples])
+    return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 30, ids), "labels": ids}
+
 class Watched(Trainer):
+    kept = None
+    def training_step(self, model, inputs, *args, **kwargs):
+        if kind == "keeps":  # trains three times on what was drawn, as TRL's trainers do
+            if self.state.global_step % 3 == 0 or self.kept is None:
+                self.kept = [{name: value.roll(int(torch.randint(9, ())), 1) for name, value in inputs.items()}]
+            inputs = dict(self.kept[0])
+        return super().training_step(model, inputs, *args, **kwargs)
     def evaluate(self, *args, **kwargs):
         if average is None:
             return super().evaluate(*args, **kwargs)
@@ -77,6 +88,7 @@ class Watched(Trainer):
 with tempfile.TemporaryDirectory() as folder:
     more = {
         "accumulate": {"gradient_accumulation_steps": 4},
+        "masked by workers": {"dataloader_num_workers": 1},
         "unseeded": {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
     }.get(kind, {})
     args = TrainingArguments(
@@ -86,7 +98,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     stopping = EarlyStoppingCallback(*((1, 1e9) if ends == "gain" else (30,)))
     trainer = Watched(
-        model, args, train_dataset=data, eval_dataset=data[:6],
+        model, args, train_dataset=data, eval_dataset=data[:6], data_collator=masked if "masked" in kind else None,
         callbacks=[stopping, Told(), *([average] if average else [])],
     )
     kept = protect(trainer) if protected else None
@@ -120,6 +132,9 @@ train = partial(run, SCRIPT)
         pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
         pytest.param("unseeded", [13], marks=pytest.mark.slow),
         pytest.param("average", [10, 17], marks=pytest.mark.slow),
+        pytest.param("masked", [10, 11, 17], marks=pytest.mark.slow),
+        pytest.param("masked by workers", [4, 13], marks=pytest.mark.slow),
+        pytest.param("keeps", [4, 11], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.proves("hugging-face")

@@ -36,7 +36,7 @@ class Data(Dataset):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(7) if kind == "stream" else None  # "ahead": that of the steps
         for _ in range(30):
             yield torch.randn(8, generator=generator)
 
@@ -102,7 +102,7 @@ class Net(pl.LightningModule):
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
     def train_dataloader(self):
-        if kind == "stream": return DataLoader(Stream(), batch_size=3)
+        if kind in ("stream", "ahead"): return DataLoader(Stream(), batch_size=3)
         if kind == "place": return Place(Data(), batch_size=3)
         return DataLoader(Data(), batch_size=3, shuffle=True)
     def val_dataloader(self): return DataLoader(Data(), batch_size=15)
@@ -152,6 +152,7 @@ fit = partial(run, SCRIPT)
         pytest.param("accumulate", [14, 20], marks=pytest.mark.slow),
         pytest.param("average", [5, 17], marks=pytest.mark.slow),  # swaps weights after batches 5 and 10
         pytest.param("stream", [13], marks=pytest.mark.slow),
+        pytest.param("ahead", [11, 13, 18], marks=pytest.mark.slow),
         pytest.param("place", [13], marks=pytest.mark.slow),
         pytest.param("manual", [13], marks=pytest.mark.slow),
     ],

@@ -130,11 +130,19 @@ def _is_same(before: torch.Tensor, now: torch.Tensor | None) -> bool:
     return torch.equal(mine, other)
 
 
-def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
+BY_DATA = (
+    "it was read ahead, before the hook was entered, or from another place in the data. Go through data by "
+    "`snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
+)
+"""Why a loop's first batch may be another, and what to do about it."""
+
+
+def check_inputs(expected: str, given: Inputs | None, step: int, why: str) -> None:
     """Called when the first optimizer is about to step, after a forward on `given`.
 
     Args:
         expected: the digest of that forward's inputs when the snapshot was taken.
+        why: why they may be others, and what to do about it.
 
     Raises:
         StateMismatch: the inputs are others now.
@@ -142,8 +150,7 @@ def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
     if given is None or given.digest() != expected:
         refuse(
             f"the first step after the restore of step {step} was given another batch than when the snapshot was "
-            "taken: it was read ahead, before the hook was entered, or from another place in the data. Go through data "
-            "by `snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
+            f"taken: {why}"
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.snapshot.state.packages import PARTS, package_of
 
-DEEPEST = 6
+DEEPEST = 10
 """How many levels of attributes are searched."""
 
 MOST = 10_000

@@ -11,9 +11,8 @@ Used by the training thread only.
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,9 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import own_generators, rng
 from holdfast.snapshot.state.live import Stateful, Tree
+from holdfast.snapshot.step import meaning
+from holdfast.snapshot.step.looks import digest_of
+from holdfast.snapshot.step.meaning import Meaning
 
 ELSEWHERE = {"elsewhere": True}
 """The saved place of data that another number of ranks read."""
@@ -34,10 +36,6 @@ REMEMBERED = 2
 """How many of the last batches that drew from the global generators to remember, each with the generators' states
 before it."""
 
-LOOKED_AT = 1024
-"""About how many elements of each tensor of a batch are compared."""
-
-_DEEPEST = 6
 _QUIET_SAMPLERS = frozenset(
     {
         torch_data.BatchSampler,
@@ -67,7 +65,7 @@ class _Place:
         drawn: for each of the last few batches that drew from global generators, its number and their states before it.
         history: a digest of all batches that were taken, or of their indices if those are known.
         last: a digest of the last batch.
-        loader: the source's own state_dict, if it has one.
+        loader: the source's own state_dict, if it is told its place.
     """
 
     epoch: int = 0
@@ -112,8 +110,10 @@ class Data:
         """
         Args:
             source: a `DataLoader`, a sequence of batches, anything else that gives a new iterator each time, or a
-                function without arguments that returns one. A source with ``state_dict`` and ``load_state_dict`` saves
-                and restores its place with them, except for loaders with workers; every other source is read again.
+                function without arguments that returns one. A source with ``state_dict`` and ``load_state_dict`` is
+                tried on copies, see `snapshot.step.meaning`: if these lead back to its place, and later passes begin as
+                they would have, it is told its place after a restart. Loaders with workers, loaders that Accelerate has
+                prepared and every other source are read again.
             held: `state` of the earlier run.
             mark: called before each batch is read: what `state` returns then belongs to the boundary.
             begin: called when a batch was read, before it is given: the next step begins. Not called at the end of a
@@ -127,7 +127,7 @@ class Data:
             over: called when a pass has given all its batches.
 
         Raises:
-            ConfigError: the source cannot be read again.
+            ConfigError: the source cannot be brought back to its place after a restart.
             StateMismatch: `held` is not what `state` gives.
         """
         self.name = name
@@ -150,15 +150,36 @@ class Data:
     @property
     def source(self) -> Any:
         """The source that is read; another one is read from the next pass on. Setting it raises `ConfigError` if it
-        cannot be read again."""
+        cannot be brought back to its place after a restart, and reads a few batches of copies to find that out."""
         return self._source
 
     @source.setter
     def source(self, source: Any) -> None:
         _check(source, self.name)
+        self._meaning = self._meaning_of(source)
         self._source = source
         self._draws = _may_draw(source)
         self._own = own_generators.find(source)
+
+    def _meaning_of(self, source: Any) -> Meaning:
+        if not _is_stateful(source):
+            return meaning.AGAIN
+        found = meaning.examine(source, self._heartbeat)
+        if found.told:
+            return found
+        kind = type(source).__qualname__
+        if not found.anew:
+            problem = (
+                f"data {self.name!r}, a {kind}, cannot be brought back to its place after a restart: {found.why}, and "
+                "it is not known to begin each pass at its beginning. Give a function that makes a new one for each "
+                f"pass: snap.data(lambda: {kind}(...))"
+            )
+            if self.exact:
+                raise ConfigError(f"{problem}; or, if batches need not be the same after a restart, say exact=False")
+            log.warning("%s", problem)
+            return replace(found, told=True)
+        log.info("data %r, a %s, will be read again after a restart: %s", self.name, kind, found.why)
+        return found
 
     @property
     def position(self) -> int:
@@ -204,14 +225,10 @@ class Data:
     def _pass(self, turn: object) -> Iterator[Any]:
         iterator = None
         expected = ""
-        if self._turn is turn and self._held is not None:
-            expected = str(self._held.get("next", ""))
-            iterator = self._go_on(checked=bool(expected))
-            self._held = None
-        else:
-            self._own = own_generators.find(self._source)
+        self._own = own_generators.find(self._source)
         while self._turn is turn:
-            self._given, self._asked, self._batch_digest = self._now(), False, ""
+            held, self._held = self._held, None
+            self._given, self._asked, self._batch_digest = self._now() if held is None else dict(held), False, ""
             try:
                 if not torch.is_grad_enabled():
                     raise ConfigError(
@@ -219,19 +236,19 @@ class Data:
                         "evaluate with the loader itself; a loop that trains without gradients says snap.begin()"
                     )
                 self._mark()
+                if held is not None:  # the mark has put the global generators back
+                    expected = str(held.get("next", ""))
+                    iterator = self._go_on(expected)
                 if iterator is None:
                     iterator = self._start()
                 try:
-                    if expected:
-                        iterator, batch = self._first(iterator, expected)
-                    else:
-                        batch = self._fetch(iterator)
+                    batch = self._first(iterator, expected) if expected else self._fetch(iterator)
                 except StopIteration:
                     self._finish()
                     self._over()
                     return
                 expected = ""
-                self._batch_digest = _digest_batch(batch)
+                self._batch_digest = digest_of(batch)
                 if self._asked:
                     self.state()  # completes the state that was asked for at the mark
                 self._begin()
@@ -256,7 +273,7 @@ class Data:
         place.under_way = True
         place.start = _generators()
         place.own_start = own_generators.capture(self._own)
-        return self._open()
+        return self._open(self._source)
 
     def _finish(self) -> None:
         """End the current pass, if there is one."""
@@ -265,8 +282,7 @@ class Data:
         if place.under_way:
             self._place = _Place(place.epoch + 1, start=place.start, own=place.own, loader=place.loader)
 
-    def _open(self) -> Iterator[Any]:
-        source = self._source
+    def _open(self, source: Any) -> Iterator[Any]:
         if isinstance(source, torch_data.DataLoader) and source.persistent_workers:
             source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
         iterator: Any = iter(source if _is_iterable(source) else source())
@@ -293,7 +309,7 @@ class Data:
         independently of the others."""
         if self._indices is not None:
             return self._indices.history
-        return _digest_batch((history, look))
+        return digest_of((history, look))
 
     def _fetched(self) -> str:
         """Identifies the batch just read, and the random numbers drawn to read it."""
@@ -305,39 +321,74 @@ class Data:
         place = self._place
         place.own = own_generators.capture(self._own)
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
-        if _is_stateful(self._source) and (place.under_way or not _is_loader(self._source)):
+        if self._meaning.told and (place.under_way or not _is_loader(self._source)):
             place.loader = _without_tensors(copy.deepcopy(self._source.state_dict()))
         return place.to_tree()
 
     # ------------------------------------------------------------------ after a restore
 
-    def _go_on(self, *, checked: bool) -> Iterator[Any] | None:
+    def _go_on(self, expected: str) -> Iterator[Any] | None:
         """The iterator of the interrupted pass, at its place; None: a new pass is to begin. Leaves the global
-        generators as they are. `checked`: whether the next batch is known, and will be compared."""
-        place = self._place
-        self._own = own_generators.find(self._source)
-        stateful = _is_stateful(self._source)
-        if place.loader is None and stateful and not _is_loader(self._source):
-            raise StateMismatch(f"data {self.name!r} has a state_dict now, but had none when the snapshot was taken")
-        if place.under_way:
-            return self._rebuild(told=stateful and place.loader is not None, checked=checked)
-        if place.loader is not None and stateful and not _is_loader(self._source):
-            self._source.load_state_dict(_with_tensors(place.loader))
-        own_generators.restore(self._own, place.own, f"data {self.name!r}")
+        generators as they are. `expected`: identifies the next batch; empty if it is not known."""
+        if self._place.epoch:
+            _forget_first_iterator(self._source)
+        told = self._is_told(expected)
+        if self._place.under_way:
+            return self._rebuild(self._source, told=told, checked=bool(expected))
+        self._between(self._source, told=told)
         return None
 
-    def _rebuild(self, *, told: bool, checked: bool) -> Iterator[Any]:
-        place, owner = self._place, f"data {self.name!r}"
+    def _is_told(self, expected: str) -> bool:
+        """Whether the source is told its place, and not read again."""
+        place, found = self._place, self._meaning
+        if place.loader is None and not found.anew:
+            raise StateMismatch(
+                f"data {self.name!r} has a state_dict now, and none was saved when the snapshot was taken: give the "
+                "job the source that it had"
+            )
+        if place.loader is None or not found.told or (_is_loader(self._source) and not place.under_way):
+            return False
+        if not expected or not found.anew or self._leads_to(expected):
+            return True
+        log.info("data %r: its load_state_dict leads elsewhere; it is read again instead", self.name)
+        return False
+
+    def _leads_to(self, expected: str) -> bool:
+        """Whether a copy that is told the place goes on with the expected batch. The source itself stays unmoved: it
+        may have to be read again."""
+        source, before, drawn = meaning.copy_of(self._source), rng.capture(), self._place.drawn
+        try:
+            if self._place.under_way:
+                iterator = self._rebuild(source, told=True, checked=True)
+            else:
+                self._between(source, told=True)
+                iterator = self._open(source)
+            return self._compare(iterator, expected)[1] == ""
+        finally:
+            rng.restore(before)
+            self._place.drawn = drawn
+
+    def _between(self, source: Any, *, told: bool) -> None:
+        """Bring `source` between two passes."""
+        if told:
+            source.load_state_dict(_with_tensors(self._place.loader))
+        own_generators.restore(own_generators.find(source), self._place.own, f"data {self.name!r}")
+
+    def _rebuild(self, source: Any, *, told: bool, checked: bool) -> Iterator[Any]:
+        """An iterator of `source`, in the middle of a pass. `checked`: whether its next batch will be compared."""
+        place, owner, own = self._place, f"data {self.name!r}", own_generators.find(source)
         before = rng.capture()
         try:
-            own_generators.restore(self._own, place.own_start, owner)
+            own_generators.restore(own, place.own_start, owner)
             rng.restore(_with_tensors(place.start))
             if told:
-                self._source.load_state_dict(_with_tensors(place.loader))
-            iterator = self._open()
+                source.load_state_dict(_with_tensors(place.loader))
+            iterator = self._open(source)
             if not told:
                 self._read_again(iterator, checked)
-            own_generators.restore(self._own, place.own, owner)
+            elif self._indices is not None:
+                self._indices.history = place.history
+            own_generators.restore(own, place.own, owner)
         finally:
             rng.restore(before)
         return iterator
@@ -361,29 +412,20 @@ class Data:
                     f"of pass {place.epoch}: give the job the data that it had"
                 ) from None
             self._heartbeat()
-            history = self._told(history, "" if self._indices is not None else _digest_batch(batch))
+            history = self._told(history, "" if self._indices is not None else digest_of(batch))
         if self._ahead is None and history != place.history:
             self._complain("its batches differ from those of the earlier run" + (DRAWN if place.drawn else ""))
-        elif not checked and _digest_batch(batch) != place.last:
+        elif not checked and digest_of(batch) != place.last:
             self._complain(f"batch {place.taken} of pass {place.epoch} differs from that of the earlier run")
 
-    def _first(self, iterator: Iterator[Any], expected: str) -> tuple[Iterator[Any], Any]:
-        """The first batch after a restore, and the iterator that gave it. Raises `StopIteration` if there is none and
-        `exact` is off."""
-        place, before = self._place, rng.capture()
-        own, drawn = own_generators.capture(self._own), place.drawn
+    def _first(self, iterator: Iterator[Any], expected: str) -> Any:
+        """The first batch after a restore. Raises `StopIteration` if there is none and `exact` is off."""
         batch, problem = self._compare(iterator, expected)
-        if problem and place.under_way and place.loader is not None and _is_loader(self._source):
-            log.info("data %r: its load_state_dict leads elsewhere (%s); it is read again instead", self.name, problem)
-            place.own, place.drawn = own, drawn
-            iterator = self._rebuild(told=False, checked=True)
-            rng.restore(before)
-            batch, problem = self._compare(iterator, expected)
         if problem:
             self._complain(problem)
         if batch is _NONE:
             raise StopIteration
-        return iterator, batch
+        return batch
 
     def _compare(self, iterator: Iterator[Any], expected: str) -> tuple[Any, str]:
         """The next batch, and how it differs from that of the earlier run; empty if it does not."""
@@ -392,7 +434,7 @@ class Data:
             batch = self._fetch(iterator)
         except StopIteration:
             return _NONE, f"{where} is not there any more"
-        self._batch_digest = _digest_batch(batch)
+        self._batch_digest = digest_of(batch)
         if self._fetched() == expected:
             return batch, ""
         if self._batch_digest == expected.partition(":")[0]:
@@ -434,7 +476,7 @@ class _Indices:
 
     def __next__(self) -> Any:
         index = next(self._rest)
-        self.history = _digest_batch((self.history, index))
+        self.history = digest_of((self.history, index))
         return index
 
 
@@ -464,12 +506,20 @@ def _is_loader(source: Any) -> bool:
 
 
 def _is_stateful(source: Any) -> bool:
-    """Whether a source saves and restores its place by itself. A loader with workers is read again instead: its
-    state_dict leaves out the workers' random generators. Accelerate's loaders have a ``state_dict`` that fails unless
-    the loader they wrap has one."""
-    if not (isinstance(source, Stateful) and isinstance(getattr(source, "base_dataloader", source), Stateful)):
+    """Whether a source may save and restore its place by itself. Loaders with workers are read again instead: their
+    state_dict leaves out the workers' random generators. So are those that Accelerate has prepared: they tell it what
+    they read, copies included."""
+    if _is_loader(source) and (source.num_workers or hasattr(source, "base_dataloader")):
         return False
-    return not _is_loader(source) or getattr(source, "num_workers", 0) == 0
+    return isinstance(source, Stateful)
+
+
+def _forget_first_iterator(source: Any) -> None:
+    """Forget an iterator that was made, and drew random numbers, before the first pass. In torchdata's loader this is
+    done by ``state_dict``, which Accelerate asks for when it prepares it. Later passes made iterators of their own."""
+    loader = getattr(source, "base_dataloader", source)
+    if getattr(loader, "_initial_iter_for_state_dict", False):
+        loader._iterator, loader._initial_iter_for_state_dict = None, False
 
 
 def _is_iterable(source: Any) -> bool:
@@ -538,60 +588,4 @@ def _same(one: Any, other: Any) -> bool:
 
 def _digest(generators: Tree) -> str:
     """A digest of the CPU's generators: one on a device may not be there yet."""
-    return _digest_batch([generators["python"], generators["numpy"], generators["torch"]["bytes"].tobytes()])
-
-
-# ---------------------------------------------------------------------- what a batch looks like
-
-
-def _digest_batch(batch: Any) -> str:
-    """A digest of types, shapes and a part of the values: equal for equal batches, whichever process made them."""
-    digest = hashlib.blake2b(digest_size=8)
-    _digest_into(batch, digest.update, 0)
-    return digest.hexdigest()
-
-
-def _digest_into(value: Any, put: Callable[[bytes], Any], depth: int) -> None:
-    put(type(value).__qualname__.encode())
-    match value:
-        case torch.Tensor():
-            put(f"{value.dtype}{tuple(value.shape)}".encode())
-            if value.layout is torch.strided and value.device.type == "cpu":  # reading from a device would wait for it
-                put(_sample(value.detach()).contiguous().view(torch.uint8).numpy().tobytes())
-        case np.ndarray():
-            put(f"{value.dtype}{value.shape}".encode())
-            if value.dtype != object:
-                put(value[_thin(value.shape)].tobytes())
-        case str():
-            put(value.encode("utf-8", "surrogatepass"))
-        case bytes() | bytearray() | memoryview():
-            put(bytes(value))
-        case None | bool() | int() | float() | complex() | np.generic():
-            put(repr(value).encode())
-        case Mapping() if depth < _DEEPEST:
-            for key, part in value.items():
-                put(repr(key).encode() if isinstance(key, str | int) else b"")
-                _digest_into(part, put, depth + 1)
-        case list() | tuple() if depth < _DEEPEST:
-            put(str(len(value)).encode())
-            for part in value[:: max(1, len(value) // LOOKED_AT)]:
-                _digest_into(part, put, depth + 1)
-        case _ if depth < _DEEPEST and hasattr(value, "__dict__") and not isinstance(value, type):
-            for name, part in vars(value).items():
-                put(name.encode())
-                _digest_into(part, put, depth + 1)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_contiguous():
-        part = tensor.view(-1)[:: tensor.numel() // LOOKED_AT | 1]
-    else:
-        part = tensor[_thin(tensor.shape)].reshape(-1)
-    return part.resolve_conj().resolve_neg()
-
-
-def _thin(shape: Iterable[int]) -> tuple[slice, ...]:
-    """Slices that leave about `LOOKED_AT` elements of a shape."""
-    sizes = tuple(shape)
-    share = LOOKED_AT ** (1 / max(1, len(sizes)))
-    return tuple(slice(None, None, max(1, round(size / share))) for size in sizes)
+    return digest_of([generators["python"], generators["numpy"], generators["torch"]["bytes"].tobytes()])
