@@ -81,6 +81,17 @@ GROUPS = (
                 "Go back to the snapshot of this step. [How](restarts.md#going-back-further).",
             ),
             Variable(
+                "HOLDFAST_RUN",
+                "the run that was begun last",
+                "Go on with the run of this id. [When](restarts.md#which-run-goes-on).",
+            ),
+            Variable(
+                "HOLDFAST_GIVE_UP",
+                "",
+                "Ids of runs that are over, separated by commas. Nothing of them is restored. "
+                "[When](restarts.md#which-run-goes-on).",
+            ),
+            Variable(
                 "HOLDFAST_MAX_REPEATS",
                 "5",
                 "After this many starts in a row that ended in the same way at the same step, the next one is refused: "

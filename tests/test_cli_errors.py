@@ -62,6 +62,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "smp stop": (["--job", "nosuch"], NOT_FOUND, "job nosuch: there is no arena"),
     "smp status": (["--job", "a/b"], WRONG, "'a/b' cannot be a job id"),
     "drain": (["nosuch"], NOT_FOUND, "has a node 'nosuch': there are none"),
+    "give-up": (["0badcafe"], NOT_FOUND, "no SMP of any job is on this machine"),
     "export": (["--job", "nosuch", "out"], NOT_FOUND, "no SMP of job 'nosuch' has an arena"),
     "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is not a time"),
     "doctor": (["--", "train"], WRONG, "no command is taken here"),

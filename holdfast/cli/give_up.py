@@ -33,13 +33,15 @@ def add(commands: Any) -> None:
     give_up.add_argument(
         "runs", nargs="*", metavar="RUN", help="ids, as `holdfast status` tells them (default: the only run)"
     )
-    give_up.add_argument("--job", required=True, help="id of the job")
+    give_up.add_argument("--job", help="id of the job (default: the only one on this machine)")
     give_up.add_argument(
         "--arena",
         type=arena_folder,
         help="where to look for SMPs of the job on this machine (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)",
     )
-    give_up.add_argument("--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine")
+    give_up.add_argument(
+        "--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job"
+    )
     add_json(give_up)
     give_up.set_defaults(run=run)
 
@@ -68,13 +70,18 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _job_of(parsed: argparse.Namespace) -> Overview:
     if parsed.at:
+        if not parsed.job:
+            raise ConfigError("--at needs --job, for an SMP answers for its own job only")
         return look(parsed.job, parse_at(parsed.at))
-    for _, overview in gather(parsed.arena, parsed.job):
-        return overview
-    raise NotFound(
-        f"no SMP of job {parsed.job!r} is on this machine: name one with --at HOST:PORT, or start the job with "
-        f"{GIVE_UP_ENV}=RUN"
-    )
+    found = [overview for _, overview in gather(parsed.arena, parsed.job)]
+    if not found:
+        raise NotFound(
+            f"no SMP of {f'job {parsed.job!r}' if parsed.job else 'any job'} is on this machine: name one with --at "
+            f"HOST:PORT, or start the job with {GIVE_UP_ENV}=RUN"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"this machine has the jobs {', '.join(o.job for o in found)}: choose one with --job")
+    return found[0]
 
 
 def _chosen(overview: Overview, wanted: list[str]) -> tuple[str, ...]:
