@@ -68,7 +68,7 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
         case Move():
             monitor.regroup_for(request.spares)
         case Enlist():
-            monitor.enlist(request.epoch)
+            monitor.enlist(request.epoch, request.start)
         case GiveUpRuns():
             if smp.trainers and store.run is not None and store.run.id in request.runs:
                 raise ConfigError(f"trainers of run {store.run} are connected to {store.node}: end them first")

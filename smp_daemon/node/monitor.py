@@ -24,6 +24,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import Adopt, Encode, Enlist, Move, Phase, Regroup, Release
 from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import ParityKey
@@ -203,8 +204,8 @@ class Monitor:
         self._spares.update(spares)
         self.regroup()
 
-    def enlist(self, epoch: int) -> None:
-        """Join `epoch` as a spare, so that this SMP can take part in a regrouping of the job.
+    def enlist(self, epoch: int, start: Start | None) -> None:
+        """Join `epoch`, which `start` began, as a spare, so that this SMP can take part in a regrouping of its run.
 
         Raises:
             ConfigError: this SMP has trainers, which arrange their nodes themselves.
@@ -212,7 +213,7 @@ class Monitor:
         """
         if self.trainers():
             raise ConfigError(f"{self._store.node} has trainers and is not a spare: name another, or stop them first")
-        self._store.join(epoch)
+        self._store.join(epoch, start)
 
     # ------------------------------------------------------------------ in charge
 
@@ -269,7 +270,9 @@ class Monitor:
     def _enlist_spares(self) -> None:
         for address in sorted(self._spares):
             try:
-                self._peers.ask(address, Enlist(job=self._store.job, epoch=self._store.epoch), PING_DEADLINE_S)
+                store = self._store
+                message = Enlist(job=store.job, epoch=store.epoch, start=store.record.start)
+                self._peers.ask(address, message, PING_DEADLINE_S)
             except HoldfastError as error:
                 log.warning("%s:%d is not a spare: %s", *address, error)
                 self._spares.discard(address)

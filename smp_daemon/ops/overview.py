@@ -209,7 +209,12 @@ class Overview:
 def look(job: str, first: Address) -> Overview:
     """Ask the SMP at `first` about the job, then every SMP that it knows. Blocks for some seconds at most."""
     statuses = take_statuses(job, [first])
-    known = [layout for status in statuses for layout in status.inventory.layouts.values()]
+    known = [
+        layout
+        for status in statuses
+        for layout in status.inventory.layouts.values()
+        if status.inventory.run is None or layout.run.id == status.inventory.run.id
+    ]
     newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)
     epoch = [layout for layout in known if newest is not None and layout.epoch == newest.epoch]
     gone = {node.name for layout in epoch for node in layout.nodes} - set(newest.left if newest else ())

@@ -435,9 +435,10 @@ class Move(PeerRequest, tag="move", kw_only=True):
 
 
 class Enlist(PeerRequest, tag="enlist", kw_only=True):
-    """Have the SMP take part in the job as a spare."""
+    """Have the SMP take part in the job as a spare, in the epoch of that start."""
 
     epoch: Count
+    start: Start | None = None
 
 
 class GiveUpRuns(PeerRequest, tag="give_up", kw_only=True):
