@@ -38,8 +38,9 @@ from holdfast.smp_daemon.shared.runs import (
 from holdfast.smp_daemon.shared.starts import Record, Start
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.own_run import check_nothing_is_left, reach_of
-from tests.smp_kit import Ground, SmpProcess, playground, run_on
+from tests.smp_kit import JOB, Ground, SmpProcess, playground, run_on
 from tests.smp_kit import Run as JobOfRun
+from tests.test_persister import await_
 
 OLD, NEW = Run("0000aaaa", 1000), Run("0000bbbb", 2000)
 STEP = 11
@@ -321,3 +322,15 @@ def test_a_run_that_is_given_up_is_dropped_and_stays_known_as_old(ground: Ground
     smp.restart()
     assert smp.client().inventory().given_up == {OLD.id}, "a successor knows it, too"
     assert new["dp0"].client.inventory().shards, "other runs are left alone"
+
+
+def test_two_runs_at_one_place_are_told_of_each_other(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither saw the other as it began. Each has a folder of its own, and the one that notes its run last says so."""
+    monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
+    first, second = ground.smps(2)
+    run_on([first], [[900]], epoch=next_epoch(0, 1), identity=OLD)
+    place = ground.base / "place"
+    await_(lambda: (place / f"{JOB}.{OLD.id}.json").exists())
+    run_on([second], [[900]], epoch=next_epoch(0, 2), identity=NEW)
+    await_(lambda: (place / f"{JOB}.{NEW.id}.json").exists())
+    await_(lambda: f"run {OLD.id} of this job is at work" in (second.arena / "smp.log").read_text())

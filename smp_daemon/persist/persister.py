@@ -18,8 +18,9 @@ from typing import Any
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import PersistPlace, open_place, place_name
-from holdfast.smp_daemon.persist.reading import FoundRun, find_runs, look, read_shard
+from holdfast.smp_daemon.persist.reading import FoundRun, find_runs, look, read_shard, run_files
 from holdfast.smp_daemon.persist.writing import note_run, publish, tidy, write_node
+from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, recovered
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -28,6 +29,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
+from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -227,10 +229,25 @@ class Persister:
                 return
             try:
                 note_run(self._its_place, layout)
-                self._episodes.end("run", "the run is noted at %s", self._its_place.name)
+                self._check_alone(layout)
+                self._episodes.end("run", "the run is noted at %s, and alone there", self._its_place.name)
             except HoldfastError as error:
-                text = "run %s is not noted at the place, where another run may not see it: %s"
-                self._episodes.begin("run", text, layout.run, error)
+                text = "run %s persists at a place where another run may not see it: %s"
+                self._episodes.begin("run", text, layout.run, error, level=logging.ERROR)
+
+    def _check_alone(self, layout: Layout) -> None:
+        """Raise `PlaceError` if another run of this job is at work and persists at the place. Of two that began at the
+        same time, and did not see each other as they did, at least one sees the other here."""
+        for other in run_files(self._its_place, layout.job):
+            if other.run.id == layout.run.id:
+                continue
+            answers = gather_inventories(layout.job, other.at[:MOST_ASKED], system=self.system)
+            nodes = at_work(answers, other.run.id)
+            if nodes:
+                raise PlaceError(
+                    f"run {other.run} of this job is at work on {', '.join(nodes[:4])} and persists there, too: end one of "
+                    "them, or give it another HOLDFAST_JOB"
+                )
 
     def _await_order(self, due_s: float) -> tuple[SnapshotId, Layout] | None:
         """Block until a snapshot is due, post that, and block until one is ordered; None: the SMP ends."""

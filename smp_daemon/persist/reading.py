@@ -63,6 +63,13 @@ def find_runs(place: PersistPlace, job: str) -> list[FoundRun]:
     return sorted(found, key=lambda each: (each.run.begun_s, each.run.id), reverse=True)
 
 
+def run_files(place: PersistPlace, job: str) -> list[RunFile]:
+    """The runs of a job that have noted that they persist at a place. Blocks; raises `PlaceError`."""
+    named = [manifest.run_of(name) for name in sorted(place.files(""))]
+    told = [_told(place, job, each[1]) for each in named if each is not None and each[0] == job]
+    return [each for each in told if each is not None]
+
+
 def _told(place: PersistPlace, job: str, run: str) -> RunFile | None:
     """What the file of a run says; None if it is damaged."""
     path = manifest.run_file(job, run)

@@ -21,6 +21,10 @@ from holdfast.smp_daemon.shared.starts import Record
 RUN_ENV = "HOLDFAST_RUN"
 GIVE_UP_ENV = "HOLDFAST_GIVE_UP"
 
+MOST_ASKED = 32
+"""Most SMPs that are asked whether they are at work for a run that storage has something of. One that is lost takes
+seconds, and one answer is enough."""
+
 SAME_TIME_S = 5
 """Runs that never met and began within this time of each other cannot be put in order: clocks of hosts differ."""
 
@@ -133,6 +137,11 @@ def own_inventories(inventories: Sequence[Inventory], run: Run | None) -> list[I
 def given_up(inventories: Iterable[Inventory]) -> set[str]:
     """The ids of the runs that the SMPs were told are given up."""
     return {each for inventory in inventories for each in inventory.given_up}
+
+
+def at_work(inventories: Iterable[Inventory], run: str) -> list[str]:
+    """Names of the nodes that have trainers of the run with that id."""
+    return sorted(each.node for each in inventories if each.trainers and each.run is not None and each.run.id == run)
 
 
 def own_run(seen: Sequence[SeenRun], wanted: str = "", gone: Collection[str] = ()) -> SeenRun | None:

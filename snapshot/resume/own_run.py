@@ -13,8 +13,10 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.runs import (
     GIVE_UP_ENV,
+    MOST_ASKED,
     RUN_ENV,
     SeenRun,
+    at_work,
     given_up,
     named,
     new_run,
@@ -27,10 +29,6 @@ from holdfast.smp_daemon.shared.runs import (
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.choice import PERSISTED, StartOptions, agree
 from holdfast.snapshot.resume.entering import Entered, exchange
-
-MOST_ASKED = 32
-"""Most SMPs that are asked whether they are at work for a run that storage has something of. One that is lost takes
-seconds, and one answer is enough."""
 
 LOOK_DEADLINE_S = 15.0
 """How long storage may take to say which runs it has something of. Memory is restored without that if need be."""
@@ -159,10 +157,10 @@ def check_not_at_work(client: SmpClient, agreement: Agreement, persisted: Persis
     if agreement.rank == 0:
         for each in away:
             answers = client.inventories(each.at[:MOST_ASKED])
-            at_work = sorted(a.node for a in answers if a.trainers and a.run is not None and a.run.id == each.run.id)
-            if at_work:
+            nodes = at_work(answers, each.run.id)
+            if nodes:
                 problem = (
-                    f"run {each.run} of this job is at work on {', '.join(at_work[:4])}, and persists at "
+                    f"run {each.run} of this job is at work on {', '.join(nodes[:4])}, and persists at "
                     f"{persisted.place}: end it first, or give this one another HOLDFAST_JOB"
                 )
     if told := agreement.tell(problem.encode(), 0).decode():
