@@ -245,8 +245,8 @@ class Persister:
             nodes = at_work(answers, other.run.id)
             if nodes:
                 raise PlaceError(
-                    f"run {other.run} of this job is at work on {', '.join(nodes[:4])} and persists there, too: end one "
-                    "of them, or give it another HOLDFAST_JOB"
+                    f"run {other.run} of this job is at work on {', '.join(nodes[:4])} and persists there, too: end "
+                    "one of them, or give it another HOLDFAST_JOB"
                 )
 
     def _await_order(self, due_s: float) -> tuple[SnapshotId, Layout] | None:
