@@ -133,7 +133,8 @@ with InMemorySnapshot(model, optim) as snap:
     while snap.step < steps:
         step()
     statistics = snap.statistics
-    print(snap.step, snap.protected_step, snap._session.progress.epoch, statistics.taken, flush=True)
+    epochs = snap._session.progress.epoch - snap.restored.epoch + 1
+    print(snap.step, snap.protected_step, epochs, statistics.taken, flush=True)
 """
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, Unrecoverable
+from holdfast.smp_daemon.shared.belief import Claim, believe
+from holdfast.smp_daemon.shared.errors import ConfigError, NotOurs, ProtocolError, Unrecoverable
 from holdfast.smp_daemon.shared.identity import (
     MAX_FOLLOWED,
     Run,

@@ -10,8 +10,8 @@ from holdfast.smp_daemon.persist import manifest
 from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, PersistManifest, RunFile
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_header, read_units
-from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError, ProtocolError
+from holdfast.smp_daemon.shared.belief import Claim, believe
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotOurs, PlaceError, ProtocolError
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log

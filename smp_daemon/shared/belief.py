@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotOurs
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord, digest
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format, read_stamp
-
-
-class NotOurs(ProtocolError):
-    """Bytes are not those that were asked for: of another run, snapshot or shard, or of another layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +25,7 @@ class Claim:
         part: a coordinate, or `parity_part`.
         bytes: length of the shard; None for parity, whose units have lengths of their own.
         unit_bytes: length of its units; None where it is not said.
+        job: id of the job; None where it is not said.
     """
 
     run: str
@@ -36,6 +33,7 @@ class Claim:
     part: str
     bytes: int | None
     unit_bytes: int | None = None
+    job: str | None = None
 
     @classmethod
     def of_record(cls, record: ShardRecord | ParityRecord) -> Claim:
@@ -47,7 +45,8 @@ class Claim:
     @classmethod
     def of_shard(cls, snapshot: SnapshotId, coord: str, layout: Layout) -> Claim:
         """What a shard of `snapshot` should be, by a layout of its epoch."""
-        return cls(_run_of(snapshot, layout), snapshot, coord, layout.shard_bytes(coord), layout.unit_bytes)
+        length = layout.shard_bytes(coord)
+        return cls(_run_of(snapshot, layout), snapshot, coord, length, layout.unit_bytes, layout.job)
 
     @classmethod
     def of_parity(cls, snapshot: SnapshotId, tag: str, position: int, layout: Layout) -> Claim:
@@ -60,7 +59,8 @@ class Claim:
     def __str__(self) -> str:
         length = "" if self.bytes is None else f", {self.bytes:,} bytes"
         units = "" if self.unit_bytes is None else f" in units of {self.unit_bytes:,}"
-        return f"{self.part} of {self.snapshot} of run {self.run}{length}{units}"
+        job = "" if self.job is None else f" of job {self.job}"
+        return f"{self.part} of {self.snapshot} of run {self.run}{job}{length}{units}"
 
 
 def _run_of(snapshot: SnapshotId, layout: Layout) -> str:
@@ -76,12 +76,17 @@ def parity_part(tag: str, position: int) -> str:
 
 def believe(claim: Claim, expected: Claim) -> None:
     """Raise `NotOurs` unless bytes with that claim are those that were asked for."""
-    said = claim.unit_bytes is not None and expected.unit_bytes is not None
-    units = claim.unit_bytes == expected.unit_bytes if said else True
-    if not units or (claim.run, claim.snapshot, claim.part, claim.bytes) != (
-        *(expected.run, expected.snapshot, expected.part, expected.bytes),
+    named = (claim.run, claim.snapshot, claim.part, claim.bytes)
+    if (
+        named != (expected.run, expected.snapshot, expected.part, expected.bytes)
+        or not _agree(claim.unit_bytes, expected.unit_bytes)
+        or not _agree(claim.job, expected.job)
     ):
         raise NotOurs(f"these bytes are {claim}; what was asked for is {expected}")
+
+
+def _agree(said: object, wanted: object) -> bool:
+    return said is None or wanted is None or said == wanted
 
 
 def believe_slot(slot: memoryview, expected: Claim) -> SlotFormat:
@@ -92,7 +97,14 @@ def believe_slot(slot: memoryview, expected: Claim) -> SlotFormat:
         ProtocolError: its header is damaged.
     """
     form, metadata = read_format(slot, expected.bytes)
-    claim = Claim(metadata.get("run", ""), read_stamp(slot), metadata.get("coord", ""), form.total_bytes)
+    claim = Claim(
+        metadata.get("run", ""),
+        read_stamp(slot),
+        metadata.get("coord", ""),
+        form.total_bytes,
+        None,
+        metadata.get("job"),
+    )
     believe(claim, expected)
     return form
 

@@ -45,6 +45,10 @@ class ProtocolError(HoldfastError):
     """A message or a file does not follow the format; none of it was used."""
 
 
+class NotOurs(ProtocolError):
+    """Bytes are not those that were asked for: of another run, snapshot or shard, or of another layout."""
+
+
 class DamagedSnapshot(HoldfastError):
     """Bytes of a snapshot do not match their digests."""
 
@@ -86,6 +90,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         NoFreeSlot,
         ProtocolError,
         DamagedSnapshot,
+        NotOurs,
         IncompleteSnapshot,
         Unrecoverable,
         StateMismatch,

@@ -12,10 +12,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.belief import Claim, NotOurs, believe_slot
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError, StaleEpoch, VersionMismatch
+from holdfast.smp_daemon.shared.errors import (
+    ArenaTooSmall,
+    ConfigError,
+    NotOurs,
+    ProtocolError,
+    StaleEpoch,
+    VersionMismatch,
+)
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import Run, epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId

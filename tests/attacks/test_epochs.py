@@ -21,6 +21,7 @@ import xxhash
 from holdfast.smp_daemon.shared import client as client_module
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Hello, PeerBulk, PeerControl, TrainerRequest
 from holdfast.smp_daemon.shared.plain import to_plain
@@ -84,7 +85,7 @@ class Zombie:
             "stop": ({"remove": True}, "ConfigError"),
             "persist": ({"snapshot": self.old}, None),
             "persisted": ({}, None),
-            "persisted_layout": ({"snapshot": self.old}, "ConfigError"),
+            "persisted_layout": ({"run": UNNAMED.id, "snapshot": self.old}, "ConfigError"),
         }
 
     @property
@@ -106,6 +107,7 @@ class Zombie:
             "regroup": ({}, None),
             "move": ({"spares": []}, None),
             "enlist": ({"epoch": 1}, "ConfigError"),
+            "give_up": ({"runs": [UNNAMED.id]}, "ConfigError"),
             "drain": ({"deadline_s": 0, "spares": []}, "ConfigError"),
             "adopt": (regrouping, STALE),
             "encode": (regrouping, STALE),
