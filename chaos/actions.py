@@ -42,7 +42,7 @@ class FaultContext(Protocol):
         ...
 
     def place(self) -> Path:
-        """The directory of the job's persisted snapshots. Raises `ConfigError` if the job persists none."""
+        """The directory that the job persists its snapshots in. Raises `ConfigError` if it persists none."""
         ...
 
     def host_of(self, index: int) -> str:
@@ -282,7 +282,7 @@ def _flip_bits(path: Path, count: int, source: random.Random) -> None:
 
 def _persisted_shards(context: FaultContext, fault: Fault) -> Iterator[Path]:
     """The shards that the targets wrote of the newest complete persisted snapshot."""
-    whole = sorted(path.parent for path in context.place().glob(f"*/{SNAPSHOT}"))
+    whole = sorted(path.parent for path in context.place().glob(f"*/*/{SNAPSHOT}"))
     if not whole:
         raise ConfigError("no complete snapshot is persisted yet, so there is none to damage")
     for index in fault.targets:

@@ -354,7 +354,7 @@ class VirtualCluster(Runner):
     def place(self) -> Path:
         if "HOLDFAST_PERSIST" not in self._environment:
             raise ConfigError("this cluster persists nothing")
-        return Path(self._environment["HOLDFAST_PERSIST"]) / self._job
+        return Path(self._environment["HOLDFAST_PERSIST"])
 
     def host_of(self, index: int) -> str:
         return self._nodes[index].host

@@ -90,7 +90,7 @@ def test_a_node_lost_while_another_is_rebuilt_is_beyond_one_parity_and_says_so(l
     cluster = make(launcher)
     cluster.kill_node(1, at="train.step", step=5)
     cluster.kill_node(2, at="rebuild.middle", by="smp1")
-    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ \(epoch 1\) was protected.*group 0 lost shards of"):
+    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ .* was protected.*group 0 lost shards of"):
         cluster.run()
 
 
@@ -196,7 +196,7 @@ def test_nodes_of_different_groups_may_be_lost_at_once(launcher: Launcher) -> No
 def test_two_nodes_of_one_group_are_beyond_one_parity_and_the_error_names_them(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4)
     cluster.kill_node(1, 2, at="train.step", step=6)
-    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ \(epoch 1\).*group 0 lost shards of node1, node2"):
+    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ .*group 0 lost shards of node1, node2"):
         cluster.run()
 
 

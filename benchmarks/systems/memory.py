@@ -122,7 +122,8 @@ class Alone:
 
     def restore(self) -> None:
         """Leave and enter the hook, which restores as in a restarted trainer."""
-        object.__setattr__(self._snap._options, "keep", True)  # users pass it before they enter
+        for part in (self._snap, self._snap._session, self._snap._session.protecting):
+            object.__setattr__(part._options, "keep", True)  # users pass it before they enter
         self._snap.__exit__(None, None, None)
         self._enter()
 

@@ -381,7 +381,8 @@ def _in_storage(
             return plan_persisted(snapshot, layout, coords), newest
         course.passed(snapshot, problem or "another rank cannot see it")
     if lost is not None:
-        raise Unrecoverable(f"{'; '.join(course.passed_over)}. {ways_out(reach)}") from failure
+        tried = "; ".join(course.passed_over) if course.persisted_failures else str(lost)
+        raise Unrecoverable(f"{tried}. {ways_out(reach)}") from failure
     check_nothing_is_left(reach, course.passed_over)
     return None, newest
 
