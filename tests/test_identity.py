@@ -192,7 +192,9 @@ def test_what_a_run_has_followed_is_bounded() -> None:
 
 
 def test_where_there_is_nothing_a_job_begins() -> None:
-    check_nothing_is_left(reach_of([], (), StartOptions()), ())
+    reach = reach_of([], (), StartOptions())
+    check_nothing_is_left(reach, ())
+    assert reach.run is None and reach.begun(0xABC, 1e9) == Run("00000abc", 10**9)
 
 
 def test_another_runs_state_needs_a_choice_before_a_job_begins() -> None:
@@ -264,7 +266,9 @@ def test_a_layout_of_another_epoch_says_nothing_of_a_snapshot() -> None:
 
 def test_a_commit_record_claims_what_it_names() -> None:
     record = ShardRecord(SnapshotId(1 << 32, 5), "dp0", 100, 64, (1, 2), run=OLD.id)
-    believe(Claim.of_record(record), claim())
+    said = Claim.of_record(record)
+    believe(said, claim())
+    assert said == replace(claim(), job=None), "of all that a layout says, a record does not name the job"
 
 
 # ---------------------------------------------------------------------- real SMPs

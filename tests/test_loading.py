@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
@@ -404,7 +404,9 @@ class Peers:
         return self.shard
 
     def attempt(self) -> restore._Attempt:
-        plan = RestorePlan(cast(Sources, SimpleNamespace(snapshot=SNAPSHOT)), (), ())
+        node = Node("a", "127.0.0.1", 1, 2, (Shard("dp0", self.slot.nbytes),))
+        layout = Layout("run", SNAPSHOT.epoch, 0, (node,), ((0,),), 1, 0, self.unit_bytes, 2)
+        plan = RestorePlan(Sources(SNAPSHOT, layout, {}, {}), (), ())
         attempt = restore._Attempt(cast(SmpClient, self), plan, "dp0", ScriptBlock(1, "Toy"))
         attempt.recover()
         return attempt

@@ -156,11 +156,15 @@ class Store:
 
     @property
     def run(self) -> Run | None:
-        """The run that this node takes part in, or took part in last; None: none."""
+        """The run that this node takes part in, or took part in last; None: none.
+
+        An SMP that was told of no start, as it came later or has lost ``node.json``, knows it by its newest layout.
+        """
         with self.changed:
             if self.record.start is not None:
                 return self.record.start.run
-            return self.layout.run if self.layout is not None else None
+            newest = self.newest_layout()
+            return newest.run if newest is not None else None
 
     def own_keys(self) -> list[Key]:
         """The keys of everything held here of this node's run."""
