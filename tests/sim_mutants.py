@@ -25,10 +25,15 @@ from holdfast.chaos.sim.system import SYSTEM
 from holdfast.integrations.adapters.base import BaseAdapter
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.coding.scrub import Scrubber
+from holdfast.smp_daemon.persist import persister
+from holdfast.smp_daemon.persist.manifest import run_folder
+from holdfast.smp_daemon.persist.reading import runs_at
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.identity import Run, first_after, run_id
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import candidates, newest_protected, plan_restore
+from holdfast.smp_daemon.shared.runs import new_run, own_run
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
@@ -39,6 +44,7 @@ from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.resume.choice import RestoreAttempts
+from holdfast.snapshot.resume.own_run import Reach
 from holdfast.snapshot.state import live, rng, streams, tracked
 from holdfast.snapshot.state.flags import Flags
 from holdfast.snapshot.state.manifest import Manifest
@@ -183,6 +189,26 @@ def _stored(plan: SeedPlan) -> SeedPlan:
     )
 
 
+def _with_moves(*moves: tuple[str, ...], stored: bool = False) -> Callable[[SeedPlan], SeedPlan]:
+    """A plan of two nodes without faults, with these moves after each life."""
+
+    def plan(drawn: SeedPlan) -> SeedPlan:
+        two = replace(drawn, nodes=2, ranks=(0, 1), lengths=(100, 120), protect="1+1", every=1, quiet=1, state=None)
+        two = replace(two, slots=3, generations=1, protect_every=1, final="stop", beside=False)
+        two = replace(two, steps=6 if stored else 2)
+        return replace(
+            two,
+            flip_chance=0.0,
+            break_chance=0.0,
+            persist_s=0.1 if stored else 0.0,
+            step_s=0.05,
+            lives=((),) * len(moves),
+            gaps=tuple(Gap(8.0, True, each) for each in moves),
+        )
+
+    return plan
+
+
 def _two_slots(plan: SeedPlan) -> SeedPlan:
     return replace(_killed(plan), slots=2, generations=1, steps=4, protect_every=1, flip_chance=0.0)
 
@@ -235,11 +261,11 @@ def _keep_what_is_protected(self: Ledger) -> tuple[SnapshotId, ...]:
     return tuple(sorted({snapshot for snapshot in named if snapshot is not None}))
 
 
-def _promised_only(inventories: Any, coords: Any, without: Any = frozenset(), choice: Any = None) -> Any:
+def _promised_only(inventories: Any, coords: Any, without: Any, choice: Any, *more: Any) -> Any:
     """Ignore all snapshots that are newer than the one known to be protected."""
     protected = newest_protected(inventories)
     younger = {each for each in candidates(inventories, protected) if protected is not None and each > protected}
-    return plan_restore(inventories, coords, {*without, *younger}, choice)
+    return plan_restore(inventories, coords, {*without, *younger}, choice, *more)
 
 
 def _seal_and_encode(self: Store, snapshot: Any, coord: str, protected: Any = None, *, encode: bool = True) -> None:
@@ -317,6 +343,8 @@ def _wait_for_ever(*arguments: Any) -> None:
 _tensors = TorchAdapter.tensors
 _begin = Capture.begin
 _load_extra = BaseAdapter.load
+_own_run = own_run
+_tidy = vars(persister)["tidy"]
 
 
 def _tensors_of_one_change(self: TorchAdapter) -> Iterator[live.LiveTensor]:
@@ -352,11 +380,38 @@ def _nobody_is_carried(old: Any, new: Any, carried: Any) -> dict[str, dict[str, 
     return {coord: {} for coord in new}
 
 
+def _of_the_newest_snapshot(seen: Any, wanted: str = "", gone: Any = ()) -> Any:
+    """Take the run that has the newest snapshot."""
+    return max((each for each in seen if each.run.id not in gone), key=lambda each: each.snapshots[:1], default=None)
+
+
+def _whatever_was_given_up(seen: Any, wanted: str = "", gone: Any = ()) -> Any:
+    return _own_run(seen, wanted)
+
+
+def _under_the_old_name(self: Reach, drawn: int, now_s: float) -> Run:
+    return new_run(self.seen[0].run.id if self.seen else run_id(drawn), self.seen, self.gone, now_s)
+
+
+def _tidy_all_runs(place: Any, job: str, run: str, keep: int) -> Any:
+    for of, other in runs_at(place):
+        if other != run:
+            place.remove(run_folder(of, other))
+    return _tidy(place, job, run, keep)
+
+
+def _load_and_forget(self: BaseAdapter, *what: Any) -> None:
+    _load_extra(self, *what)
+    for optimizer in self.optimizers():
+        optimizer.state.clear()
+
+
 BLIND: tuple[Change, ...] = ((Witness, "check", _never), (Witness, "changed", lambda self: []))
 """Changes that disable the check for state that changed while it was copied."""
 
 PLAN = "holdfast.smp_daemon.shared.plan"
 RESTORE = "holdfast.snapshot.resume.restore"
+OWN_RUN = "holdfast.snapshot.resume.own_run"
 
 MUTANTS: dict[str, SimMutant] = {
     "oldest-first": SimMutant(
@@ -389,15 +444,15 @@ MUTANTS: dict[str, SimMutant] = {
     "sealed-is-protected": SimMutant(
         "what is sealed counts as protected", "recoverable", ((Store, "_settle", _settle_at_once),), _lost
     ),
-    "no-epochs": SimMutant(
-        "no epoch is checked and none fences",
-        "fenced",
-        ((Store, "check_epoch", _never), (Store, "join", _never)),
-    ),
     "old-writers": SimMutant(
-        "who writes for an earlier epoch is let in",
+        "who writes for an earlier epoch is let in, and believed",
         "epoch",
-        ((Store, "check_epoch", _never), (Arena, "fence", _never)),
+        (
+            (Store, "check_epoch", _never),
+            (Arena, "fence", _never),
+            (Store, "_check_slot", _never),
+            (Holdings, "_believe", _never),
+        ),
         _zombies,
     ),
     "bad-parity": SimMutant(
@@ -463,7 +518,7 @@ MUTANTS: dict[str, SimMutant] = {
     "storage-forgotten": SimMutant(
         "nobody looks at what is persisted",
         "persisted",
-        ((RestoreAttempts, "choose_persisted", lambda self, answers: None),),
+        ((RestoreAttempts, "choose_persisted", lambda self, answers, run: None),),
         _stored,
     ),
     "two-slots": SimMutant(
@@ -472,7 +527,62 @@ MUTANTS: dict[str, SimMutant] = {
         ((Ledger, "after", _forget_the_restored),),
         _two_slots,
     ),
+    # ------------------------------------------------------------------ several runs
+    "names-collide": SimMutant(
+        "two starts that know nothing of each other take the same epoch",
+        "named",
+        ((RESTORE, "next_epoch", lambda newest, drawn: first_after(newest)),),
+        _with_moves(("all go",), ("mix",)),
+    ),
+    "newest-of-any-run": SimMutant(
+        "a start goes on with the newest snapshot, whichever run it is of",
+        "own run",
+        ((OWN_RUN, "own_run", _of_the_newest_snapshot),),
+        _with_moves(("all go",), ("mix",)),
+    ),
+    "given-up-goes-on": SimMutant(
+        "a run that was given up goes on",
+        "own run",
+        ((OWN_RUN, "own_run", _whatever_was_given_up),),
+        _with_moves(("give up",)),
+    ),
+    "old-name-of-a-run": SimMutant(
+        "a run that begins has the id of one that was given up",
+        "own run",
+        ((Reach, "begun", _under_the_old_name),),
+        _with_moves(("give up",)),
+    ),
+    "from-nothing": SimMutant(
+        "a job begins from nothing though nobody has given up what was persisted",
+        "nothing",
+        ((RESTORE, "check_nothing_is_left", _never),),
+        _with_moves(("damage storage", "lose memory"), stored=True),
+    ),
+    "no-way-out": SimMutant(
+        "an error does not say how a run is given up",
+        "told",
+        ((OWN_RUN, "ways_out", lambda reach: "nothing can be done"),),
+        _with_moves(("damage storage", "lose memory"), stored=True),
+    ),
+    "all-are-tidied": SimMutant(
+        "a run removes what another one has persisted",
+        "persisted",
+        ((persister, "tidy", _tidy_all_runs),),
+        _with_moves(("give up",), ("lose memory", "choose"), stored=True),
+    ),
+    "one-folder": SimMutant(
+        "all runs of a job share a folder at a place",
+        "persisted",
+        (("holdfast.smp_daemon.persist.manifest", "run_folder", lambda job, run: f"{job}.00000000"),),
+        _with_moves(("lose memory",), stored=True),
+    ),
     # ------------------------------------------------------------------ capture of real modules
+    "left-out": SimMutant(
+        "the state of optimizers is not restored",
+        "complete",
+        ((BaseAdapter, "load", _load_and_forget),),
+        _with_state("thaws"),
+    ),
     "torn-unseen": SimMutant(
         "what a step writes to before optim.step() is not noticed",
         "sealed",

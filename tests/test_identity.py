@@ -173,6 +173,17 @@ def test_a_new_run_is_newer_than_all_that_it_met_whatever_the_clock_says(now_s: 
     assert own is not None and own.run == run, "not ambiguous either"
 
 
+@pytest.mark.parametrize("identity", ["00000000", "ffffffff"])
+def test_a_run_is_newer_than_one_that_was_given_up_out_of_reach_in_the_same_second(identity: str) -> None:
+    run = new_run(identity, [], {OLD.id}, OLD.begun_s)
+    held = [inventory("a", layout(OLD, 1 << 32, "ab")), inventory("m", layout(run, 2 << 32, "mn"))]
+    own = own_run(runs_in_reach(held))
+    assert own is not None and own.run == run
+    again = taken_up(OLD, runs_in_reach(held), (), OLD.begun_s)
+    own = own_run(runs_in_reach([inventory("a", layout(again, 3 << 32, "ab")), held[1]]))
+    assert own is not None and own.run == again, "it was chosen since"
+
+
 def test_a_run_that_was_chosen_is_the_newest_from_then_on() -> None:
     held = [inventory("a", layout(OLD, 1 << 32, "ab")), inventory("m", layout(NEW, 2 << 32, "mn"))]
     seen = runs_in_reach(held)

@@ -22,6 +22,7 @@ from holdfast.chaos.sim.oracle import Oracle
 from holdfast.chaos.sim.plan import (
     KINDS_OF_STATE,
     MANY_RANKS,
+    MOVES,
     POINTS_HERE,
     DrawnFault,
     DrawnState,
@@ -29,14 +30,16 @@ from holdfast.chaos.sim.plan import (
     draw,
     with_many_ranks,
     with_modules,
+    with_runs,
 )
 from holdfast.chaos.sim.run import order_of, play, simulate
+from holdfast.chaos.sim.runs import JobRuns
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import installed
 from holdfast.chaos.sim.shrink import shrink, tell
 from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
-from holdfast.chaos.sim.trainer import Bytes
+from holdfast.chaos.sim.trainer import Bytes, SimAdapter
 from holdfast.chaos.sim.turns import ORDERS, Recorder, Replayed, Uniform
 from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.shared.plan import newest_protected
@@ -70,6 +73,33 @@ def test_the_promise_holds_for_state_of_every_class(simulation: None, first: int
         assert not report.violations, f"seed {seed}: {report.violations[0]}"
         states += report.states
     assert len(states) > 20
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_runs_that_meet_are_never_mixed_and_none_begins_from_nothing(simulation: None, first: int) -> None:
+    checks, moves = Counter[str](), Counter[str]()
+    for seed in range(first, first + 20):
+        plan = with_runs(draw(seed), random.Random(f"runs {seed}"))
+        report = play(plan)
+        assert not report.violations, f"seed {seed}: {report.violations[0]}"
+        checks += report.checks
+        moves += Counter({move: report.faults[move] for move in MOVES})
+    assert checks["own run"] and checks["nothing"] and checks["told"]
+    assert len(moves) > 8
+
+
+def test_all_moves_are_drawn_and_leave_the_other_seeds_alone() -> None:
+    plans = [draw(seed) for seed in range(1200)]
+    moved = [plan for plan in plans if plan.moves]
+    assert {move for plan in moved for gap in plan.gaps for move in gap.moves} == set(MOVES)
+    assert 50 < len(moved) < 150
+    assert all(plan.state is None and not plan.flip_chance for plan in moved)
+
+
+def test_all_runs_that_a_history_has_are_of_different_states(simulation: None) -> None:
+    """A run that is begun anew has other weights, so its bytes cannot be taken for those of the one before."""
+    lives = [SimAdapter("dp0", 40, "seed", life, lambda snapshot, content: None) for life in (1, 2)]
+    assert lives[0].live != lives[1].live
 
 
 def _state(seed: int) -> DrawnState:
@@ -330,6 +360,7 @@ def _layout(parity: int, *groups: tuple[str, ...]) -> dict[str, object]:
     names = [name for group in groups for name in group]
     return {
         "epoch": 1,
+        "run": {"id": "", "begun_s": 0, "follows": []},
         "revision": 0,
         "parity": parity,
         "nodes": [{"name": name} for name in names],
@@ -340,8 +371,8 @@ def _layout(parity: int, *groups: tuple[str, ...]) -> dict[str, object]:
 def _oracle(found: list[str], parity: int, *groups: tuple[str, ...]) -> Oracle:
     oracle = Oracle(lambda check, message: found.append(check))
     oracle.committed(MemoryPath(Disk(), "", "layout-1-0.json"), "layout", _layout(parity, *groups))
-    oracle.captured((1, 1), "dp0", Bytes(b"one"), "a")
-    oracle.captured((1, 2), "dp0", Bytes(b"two"), "a")
+    oracle.captured((1, 1), "dp0", Bytes(b"one"))
+    oracle.captured((1, 2), "dp0", Bytes(b"two"))
     oracle.protected((1, 2))
     return oracle
 
@@ -369,7 +400,7 @@ def _sealed_everywhere(found: list[str]) -> Oracle:
     layout["nodes"] = [{"name": "a", "shards": [{"coord": "dp0"}]}, {"name": "b", "shards": []}]
     oracle.committed(arena / "layout-1-0.json", "layout", layout)
     for step, content in ((2, b"two"), (3, b"three")):
-        oracle.captured((1, step), "dp0", Bytes(content), "a")
+        oracle.captured((1, step), "dp0", Bytes(content))
         (arena / f"{step}").write_bytes(bytes(content))
         oracle.committed(arena / f"{step}.json", "shard", {"snapshot": [1, step], "coord": "dp0"})
     oracle.protected((1, 2))
@@ -444,6 +475,55 @@ def test_what_came_of_unneeded_losses_is_no_violation_but_undoing_what_a_node_kn
     assert not found
     oracle.check_floor("dp0", None, (1, 2))
     assert found == ["floor"]
+
+
+def _two_runs() -> tuple[JobRuns, MemoryPath, MemoryPath]:
+    """Run a begins on node n0, and run b a minute later on node n1, which does not know of a. Both have a snapshot."""
+    runs, disk = JobRuns(), Disk()
+    arenas = [MemoryPath(disk, f"/{name}", "job") for name in ("n0", "n1")]
+    for number, (run, arena) in enumerate(zip("ab", arenas, strict=True), 1):
+        arena.mkdir(parents=True)
+        told = {"id": run, "begun_s": 60 * number, "follows": []}
+        runs.begins(number << 32, run, number)
+        for name, kind, data in (
+            ("node.json", "node", {"record": {"start": {"run": told}}, "protected": [number << 32, 1], "given_up": []}),
+            ("dp0.0.safetensors.json", "shard", {"run": run, "snapshot": [number << 32, 1]}),
+        ):
+            (arena / name).touch()
+            runs.committed(arena / name, kind, data)
+    return runs, arenas[0], arenas[1]
+
+
+def test_the_run_that_was_begun_last_must_go_on_unless_the_user_says_otherwise() -> None:
+    runs, first, second = _two_runs()
+    runs.enters([first, second], (), "", ())
+    assert runs.own() == {"b"} and runs.others_have_state() and sorted(runs.left()) == ["a", "b"]
+    runs.enters([first, second], (), "a", ())
+    assert runs.own() == {"a"}
+    runs.enters([first, second], (), "", {"b"})
+    assert runs.own() == {"a"}
+    runs.enters([first], (), "", ())
+    assert runs.own() == {"a"}
+    runs.enters([], (), "", ())
+    assert runs.own() == set()
+
+
+def test_what_was_deleted_or_damaged_is_not_in_reach() -> None:
+    runs, first, second = _two_runs()
+    runs.damaged(second / "node.json")
+    (second / "dp0.0.safetensors.json").unlink()
+    runs.enters([first, second], (), "", ())
+    assert runs.own() == {"a"}
+
+
+def test_storage_keeps_a_run_in_reach_also_if_all_of_it_is_spoilt() -> None:
+    runs, *_ = _two_runs()
+    runs.persisted((2 << 32, 1))
+    runs.enters([], ["b"], "", ())
+    assert (runs.own(), runs.reach["b"].stored) == ({"b"}, (2 << 32, 1))
+    runs.spoilt("b", (2 << 32, 1))
+    runs.enters([], ["b"], "", ())
+    assert (runs.own(), runs.reach["b"].stored, runs.left()) == ({"b"}, None, ["b"])
 
 
 @pytest.mark.slow

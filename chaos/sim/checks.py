@@ -7,7 +7,6 @@ is noticed. Each build that is broken on purpose names the check that must notic
 from __future__ import annotations
 
 CHECKS = {
-    "fenced": "no two trainers write one shard of a snapshot",
     "epoch": "nothing is sealed on a node that is in another epoch",
     "sealed": "what is sealed is what its trainer had",
     "kept": "the newest protected snapshot is not given up",
@@ -15,6 +14,11 @@ CHECKS = {
     "unasked": "no parity is made of a snapshot that is not to be protected",
     "exact": "a step that is done again begins with the same state as before, bit for bit",
     "restored": "what is restored is what was captured, bit for bit",
+    "complete": "what is restored lacks nothing that was captured",
+    "named": "no two starts give an epoch one name, and no two trainers write one shard of a snapshot",
+    "own run": "a start goes on with the run that was begun or chosen last, or begins one that nobody knows",
+    "nothing": "a job begins from nothing only if nothing is left that was promised or persisted and not given up",
+    "told": "a start that is refused is refused rightly, and the user learns what to do",
     "promise": "a protected snapshot comes back while no more is lost than its parity makes up for",
     "crash": "after a crash of processes alone the newest sealed snapshot comes back",
     "persisted": "if memory has nothing, what was persisted comes back",

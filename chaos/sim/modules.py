@@ -433,6 +433,10 @@ class State:
         names = self.parts.keys() | other.parts.keys()
         return sorted(name for name in names if not self._is_alike(other, name))
 
+    def lacking(self, other: State) -> list[str]:
+        """The names of the parts that the other state has and this one has not."""
+        return sorted(other.parts.keys() - self.parts.keys())
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, State) and not self.differing(other)
 

@@ -38,6 +38,8 @@ class Network:
         counts: faults that struck, by kind.
         listeners, servers: listening sockets, and gRPC servers, by address.
         cut, dark: hosts that are cut off for a while, and hosts that are lost.
+        sides: hosts that are gone together, by the number of their side; all others are on side 0. Nothing passes from
+            side to side.
         disk: holds the names of local sockets.
     """
 
@@ -54,6 +56,7 @@ class Network:
         self.servers: dict[str, Any] = {}
         self.cut: set[str] = set()
         self.dark: set[str] = set()
+        self.sides: dict[str, int] = {}
         self._port = FIRST_PORT
 
     def free_port(self) -> int:
@@ -63,8 +66,10 @@ class Network:
 
     def is_cut(self, one: str, other: str) -> bool:
         """Whether nothing can pass between two hosts now."""
-        if one == other or not (self.cut or self.dark):
+        if one == other or not (self.cut or self.dark or self.sides):
             return False
+        if self.sides.get(one, 0) != self.sides.get(other, 0):
+            return True
         return one in self.cut or other in self.cut or one in self.dark or other in self.dark
 
     def is_dark(self, one: str, other: str) -> bool:
@@ -281,7 +286,11 @@ class SimSocket:
 
     def _is_cut(self, peer: SimSocket) -> bool:
         net = self._network
-        return bool(net.cut or net.dark) and not self._local and net.is_cut(self.process.host, peer.process.host)
+        return (
+            bool(net.cut or net.dark or net.sides)
+            and not self._local
+            and net.is_cut(self.process.host, peer.process.host)
+        )
 
     def _hazards(self, content: bytes, payload: bool) -> bytes:
         """Return the bytes, perhaps with one flipped bit. Raises `ConnectionResetError` if the connection breaks."""

@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from holdfast.chaos.sim.memory import MemoryPath
+from holdfast.chaos.sim.runs import InReach, JobRuns, Snapshot
 from holdfast.smp_daemon.shared.plain import decode_digested
-
-Snapshot = tuple[int, int]
-"""(epoch, step); later ones are greater."""
+from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
 
 NONE: Snapshot = (0, 0)
 """Older than any snapshot."""
@@ -30,6 +29,10 @@ class Content(Protocol):
 
     def differing(self, other: Any) -> list[str]:
         """The names of the parts that differ."""
+        ...
+
+    def lacking(self, other: Any) -> list[str]:
+        """The names of the parts that the other state has and this one has not."""
         ...
 
     def of_a_new_rank(self, others: Collection[Any], before: Any, beside: Collection[Any]) -> Content:
@@ -48,7 +51,8 @@ class Oracle:
 
     Attributes:
         checks: how often each check has looked at something.
-        promised: the newest snapshot that the job was told is protected.
+        runs: the runs of the job.
+        run: the run that the newest start goes on with, or must go on with if it has not told yet.
     """
 
     def __init__(self, violate: Callable[[str, str], None]) -> None:
@@ -56,39 +60,44 @@ class Oracle:
         self._unwanted: set[Snapshot] = set()
         self._gone: set[Snapshot] = set()
         self._contents: dict[Snapshot, dict[str, Content]] = {}
-        self._losses: list[str] = []
+        self._losses: list[tuple[str, str]] = []  # node, and run; no run: of all runs
+        self._away: set[str] = set()
+        self._names: list[str] = []
+        self._newest_life = 0
+        self._moved = False
         self._losses_before: dict[Snapshot, int] = {}
         self._flips: Counter[Snapshot] = Counter()
         self._layouts: dict[int, list[dict[str, Any]]] = {}
         self._varies = False
-        self._stored: Snapshot | None = None
-        self._writers: dict[Snapshot, dict[str, str]] = {}
         self._parents: dict[int, Snapshot] = {}
-        self._first_states: dict[tuple[int, str], Content] = {}
+        self._first_states: dict[tuple[str, int, str], Content] = {}
         self._sealed: set[tuple[Snapshot, str]] = set()
-        self.promised: Snapshot | None = None
+        self._promises: dict[str, Snapshot] = {}
         self._told: Snapshot | None = None
+        self.runs = JobRuns()
+        self.run = ""
         self.checks: Counter[str] = Counter()
+
+    @property
+    def promised(self) -> Snapshot | None:
+        """The newest snapshot of `run` that the job was told is protected."""
+        return self._promises.get(self.run)
 
     # ------------------------------------------------------------------ what the oracle is told
 
-    def captured(self, snapshot: Snapshot, coord: str, content: Content, node: str, *, begins: bool = True) -> None:
-        """A trainer on this node takes a snapshot of its state.
+    def captured(self, snapshot: Snapshot, coord: str, content: Content, *, begins: bool = True) -> None:
+        """A trainer takes a snapshot of its state.
 
         `begins`: whether a step begins there. Otherwise the trainer has yet to notice, and to take the snapshot again.
         """
         snapshot = (snapshot[0], snapshot[1])
-        writers = set(self._writers.setdefault(snapshot, {}).values())
-        if writers and writers <= set(self._losses) and not self._began_together(snapshot[0], writers | {node}):
-            self._forget(snapshot)  # no survivor knows of the start of the job that took it
-        self._writers[snapshot][coord] = node
         known = self._contents.setdefault(snapshot, {})
         self._losses_before.setdefault(snapshot, len(self._losses))
-        self.checks["fenced"] += 1
         if coord in known:
-            self._violate("fenced", f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
+            self._violate("named", f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
         known[coord] = content
-        usual = content if self._varies or not begins else self._first_states.setdefault((snapshot[1], coord), content)
+        key = (self.runs.of(snapshot[0]), snapshot[1], coord)
+        usual = content if self._varies or not begins else self._first_states.setdefault(key, content)
         self.checks["exact"] += usual is not content
         if usual != content:
             self._violate(
@@ -98,19 +107,6 @@ class Oracle:
     def retaken(self, snapshot: Snapshot, coord: str) -> None:
         """Forget the state that this trainer captured: it takes the snapshot again."""
         del self._contents[snapshot][coord]
-
-    def _began_together(self, epoch: int, nodes: set[str]) -> bool:
-        """Whether these nodes took part in one start of the job."""
-        return any(nodes <= {each["name"] for each in layout["nodes"]} for layout in self._layouts.get(epoch, []))
-
-    def _forget(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot: another one now has its name."""
-        self._writers[snapshot] = {}
-        self._contents.pop(snapshot, None)
-        self._losses_before.pop(snapshot, None)
-        self._sealed = {key for key in self._sealed if key[0] != snapshot}
-        self._unwanted.discard(snapshot)
-        self._gone.discard(snapshot)
 
     def goes_back(self, snapshot: Snapshot) -> None:
         """The trainers agree to go on from this snapshot: from now on its parity may be made."""
@@ -134,12 +130,18 @@ class Oracle:
     def protected(self, snapshot: Snapshot) -> None:
         """The job was told that this snapshot is protected on every node."""
         snapshot = (snapshot[0], snapshot[1])
-        if self.promised is None or snapshot > self.promised:
-            self.promised = snapshot
+        run = self.runs.of(snapshot[0])
+        self._promises[run] = max(snapshot, self._promises.get(run, NONE))
 
     def node_lost(self, name: str) -> None:
         """Everything that this node held is gone."""
-        self._losses.append(name)
+        self._losses.append((name, ""))
+
+    def moved(self, away: Collection[str]) -> None:
+        """Something was done to machines, memory or runs. From now on these nodes, with what they hold, are out of
+        reach."""
+        self._moved = True
+        self._away = set(away)
 
     def repaired(self, snapshot: Snapshot | None, places: dict[str, str]) -> None:
         """All trainers went on from this snapshot and no fault struck since, so what was lost of it is rebuilt.
@@ -166,30 +168,19 @@ class Oracle:
         self._losses_before[snapshot[0], snapshot[1]] = len(self._losses)
 
     def all_lost(self) -> None:
-        """No node is left that knows of the job: it starts from scratch, and nobody can tell."""
-        self.promised = None
-        if self._stored is not None:
-            return  # storage still knows of it
-        self._contents.clear()
-        self._writers.clear()
-        self._parents.clear()
-        self._losses_before.clear()
+        """No node is left that knows of the job: it starts from scratch unless storage knows it, and nobody can
+        tell."""
+        self._promises.clear()
         self._flips.clear()
-        self._layouts.clear()
-        self._sealed.clear()
-        self._unwanted.clear()
-        self._gone.clear()
         self._told = None
 
     def changes(self) -> None:
         """The job's state or ranks change, so steps that are done again may begin with other states."""
         self._varies = True
 
-    def stored(self, step: int) -> None:
-        """An SMP has seen that the newest snapshot of this step is complete on storage."""
-        known = [snapshot for snapshot in self._contents if snapshot[1] == step]
-        if known:
-            self._stored = max(known) if self._stored is None else max(self._stored, *known)
+    def stored(self, snapshot: Snapshot) -> None:
+        """An SMP has seen that this snapshot is complete on storage."""
+        self.runs.persisted((snapshot[0], snapshot[1]))
 
     def bit_flipped(self, snapshot: Snapshot) -> None:
         """A bit of this snapshot's stored bytes or parity was flipped."""
@@ -197,6 +188,7 @@ class Oracle:
 
     def committed(self, path: MemoryPath, kind: str, data: Any) -> None:
         """An SMP has written a record into its arena."""
+        self.runs.committed(path, kind, data)
         if kind == "layout":
             layouts = self._layouts.setdefault(int(data["epoch"]), [])
             if data not in layouts:
@@ -232,6 +224,8 @@ class Oracle:
     def given_up(self, snapshot: Snapshot, what: str) -> None:
         """An SMP frees a sealed slot of a shard because the trainers said that they no longer need it."""
         self._given_up((snapshot[0], snapshot[1]), what)
+        if self.runs.of(snapshot[0]) != self.run:
+            return  # of a run that was left
         if self.promised is None or self._flips[self.promised] or not self.must_survive():
             return
         self.checks["kept"] += 1
@@ -250,12 +244,16 @@ class Oracle:
     def _newest_sealed(self) -> Snapshot | None:
         """The newest snapshot after the promised one that is sealed on every node and intact, and was not given up.
 
-        Intact means that no node was lost since it began, and no bit of it was flipped. None if there is none.
+        Intact means that no node was lost since it began, and no bit of it was flipped. None if there is none, or
+        nodes went or came: then more than processes was lost.
         """
+        if self._moved:
+            return None
         found = [
             snapshot
             for snapshot in self._contents
             if snapshot not in self._gone
+            and self.runs.of(snapshot[0]) == self.run
             and (self.promised is None or snapshot > self.promised)
             and not self._flips[snapshot]
             and self._losses_before[snapshot] == len(self._losses)
@@ -289,14 +287,19 @@ class Oracle:
             alone: whether no fault has struck in this life and none of an earlier life lasts, apart from lost nodes.
         """
         self._check_crash(coord, epoch, None if snapshot is None else (snapshot[0], snapshot[1]), alone)
-        if self._stored is not None and (persisted or snapshot is None):
+        seen = self.runs.reach.get(self.run)
+        stored = seen.stored if seen is not None else None
+        if stored is not None and (persisted or snapshot is None):
             self.checks["persisted"] += 1
-            if snapshot is None or (snapshot[0], snapshot[1]) < self._stored:
-                self._violate("persisted", f"{coord} is restored from {snapshot}, although {self._stored} is stored")
+            if snapshot is None or (snapshot[0], snapshot[1]) < stored:
+                self._violate("persisted", f"{coord} is restored from {snapshot}, although {stored} is stored")
         if snapshot is not None:
             snapshot = (snapshot[0], snapshot[1])
             self._parents[epoch] = snapshot
             known = self._expected(coord, snapshot)
+            self.checks["complete"] += 1
+            if content is not None and known is not None and (lacking := content.lacking(known)):
+                self._violate("complete", f"{coord} is restored from {snapshot} without {', '.join(lacking[:4])}")
             self.checks["restored"] += 1
             if content != known:
                 self._violate("restored", f"{coord} is restored from {snapshot} with other {_some(content, known)}")
@@ -305,6 +308,52 @@ class Oracle:
         self.checks["promise"] += 1
         if snapshot is None or snapshot < self.promised:
             self._violate("promise", f"{coord} is restored from {snapshot}, although {self.promised} was protected")
+
+    def enters(self, arenas: Collection[MemoryPath], at_place: Collection[str], wanted: str, gone: set[str]) -> None:
+        """The trainers of a start decide what to go on with; see `JobRuns.enters`."""
+        self._names = [arena.parent.name for arena in arenas]
+        self.runs.enters(arenas, at_place, wanted, gone)
+        own = self.runs.own()
+        self.run = own.pop() if len(own) == 1 else ""
+
+    def begins(self, coord: str, epoch: int, run: str, life: int, snapshot: Snapshot | None) -> None:
+        """A trainer says which run it goes on with, or begins, from which snapshot. Called after `restored`."""
+        self.checks["named"] += 1
+        first = self.runs.begins(epoch, run, life)
+        if first != life:
+            self._violate("named", f"{coord} begins an epoch in life {life} that has its name since life {first}")
+        self.checks["own run"] += 1
+        if snapshot is None:
+            self._begins_anew(coord, run, life)
+        else:
+            of, own = self.runs.of(snapshot[0]), self.runs.own()
+            if of not in own:
+                self._violate(
+                    "own run", f"{coord} goes on with run {of}, and must go on with {' or '.join(own) or 'none'}"
+                )
+            if of != run:
+                self._violate("own run", f"{coord} says that it goes on with run {run}, and restored one of {of}")
+        if self._moved and life > self._newest_life:
+            self._leave_others(run, snapshot)
+        self.run, self._newest_life = run, life
+
+    def _leave_others(self, run: str, snapshot: Snapshot | None) -> None:
+        """What is held of other runs may go, and so may newer snapshots of this run that could not be restored."""
+        for other in self.runs.known():
+            if other != run:
+                self._losses.extend((name, other) for name in self._names)
+        promised, floor = self._promises.get(run), self.runs.reach.get(run, InReach()).floor
+        if snapshot is not None and promised is not None and snapshot < promised:
+            del self._promises[run]
+            if floor is not None and floor <= snapshot:
+                self._promises[run] = floor
+
+    def _begins_anew(self, coord: str, run: str, life: int) -> None:
+        if self.runs.is_known(run, life):
+            self._violate("own run", f"{coord} begins from nothing, and calls it run {run}, which began earlier")
+        self.checks["nothing"] += 1
+        if left := self.runs.left():
+            self._violate("nothing", f"{coord} begins from nothing, although something is left of {', '.join(left)}")
 
     def _check_crash(self, coord: str, epoch: int, snapshot: Snapshot | None, alone: bool) -> None:
         newest = self._newest_sealed()
@@ -335,7 +384,9 @@ class Oracle:
         """
         restored = None if snapshot is None else (snapshot[0], snapshot[1])
         if restored is not None and self.promised is not None and (floor or NONE) < self.promised < restored:
-            self.promised = floor
+            del self._promises[self.run]
+            if floor is not None:
+                self._promises[self.run] = floor
         if floor is None:
             return
         self.checks["floor"] += 1
@@ -357,8 +408,42 @@ class Oracle:
         newest = self._newest_sealed()
         if newest is not None and not self._may_have_been_promised():
             self._violate("crash", f"{newest} was sealed everywhere, yet: {reason}")
-        if self.must_survive() and not self._may_have_been_promised():
-            self._violate("recoverable", f"{self.promised} was protected and little enough was lost, yet: {reason}")
+        found = [self._why_not_lost(run) for run in sorted(self.runs.own()) or [self.run]]
+        must = [each for each in found if each is not None]
+        if len(must) == len(found):
+            self._violate(must[0][0], f"{must[0][1]}, yet: {reason}")
+        self._check_told(reason)
+
+    def _why_not_lost(self, run: str) -> tuple[str, str] | None:
+        """Why a run must come back: the name of a check, and what was promised. None: it may be lost."""
+        seen = self.runs.reach.get(run, InReach())
+        if seen.stored is not None:
+            return "persisted", f"{seen.stored} is stored"
+        protected = max(self._promises.get(run, NONE), seen.floor or NONE)
+        if protected == NONE and (seen.persisted or seen.uncertain):
+            return None
+        if (protected != NONE and not self._stands(protected)) or self._may_have_been_promised():
+            return None
+        return "recoverable", f"{protected} was protected and little enough was lost"
+
+    def refused(self, reason: str) -> None:
+        """In a life without faults, the trainers were told that the user has to choose a run or to give one up."""
+        runs, own = self.runs, self.runs.own()
+        self._check_told(reason)
+        stands = self.promised is not None and self.must_survive()
+        for run in own:
+            if len(own) == 1 and (stored := runs.reach[run].stored) is not None:
+                self._violate("persisted", f"{stored} is stored, yet: {reason}")
+        unclear = runs.wanted and any(runs.reach[run].uncertain for run in own)
+        if len(own) == 1 and not unclear and (stands or not runs.others_have_state()):
+            self._violate("told", f"nobody has to choose: run {own} goes on, yet: {reason}")
+        if not own and not runs.wanted:
+            self._violate("told", f"there is no run to choose, yet: {reason}")
+
+    def _check_told(self, reason: str) -> None:
+        self.checks["told"] += 1
+        if GIVE_UP_ENV not in reason and RUN_ENV not in reason:
+            self._violate("told", f"the start is refused, and the user does not learn what to do: {reason}")
 
     def must_survive(self) -> bool:
         """Whether the losses since the promised snapshot began are within the promise."""
@@ -381,7 +466,8 @@ class Oracle:
 
     def _stands(self, snapshot: Snapshot) -> bool:
         """Whether the parity of a snapshot makes up for everything that was lost of it since it began."""
-        since = self._losses[self._losses_before.get(snapshot, 0) :]
+        own = ("", self.runs.of(snapshot[0]))
+        since = [name for name, run in self._losses[self._losses_before.get(snapshot, 0) :] if run in own]
         layouts = self._layouts.get(snapshot[0], [])
         regrouped = any(layout["revision"] for layout in layouts)
         flips = self._flips[snapshot]
@@ -390,6 +476,7 @@ class Oracle:
             for group in layout["groups"]:
                 members = {names[index] for index in group}
                 lost = sum(1 for name in since if regrouped or name in members or name not in names)
+                lost += sum(1 for name in self._away if regrouped or name in members)
                 if lost + flips > min(layout["parity"], len(group) - 1):
                     return False
         return True

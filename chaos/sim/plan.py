@@ -14,6 +14,9 @@ OF_MODULES = 1 / 40
 
 OF_STORAGE = 1 / 20
 STORED_FINALS = ("stop", "lose", "lose too many", "lose too many")
+OF_RUNS = 1 / 12
+"""The share of seeds in which machines go and come back, so that runs of the job meet."""
+
 OF_BESIDE = 1 / 4
 OF_MANY_RANKS = 1 / 1000
 MANY_RANKS = ((8, 2), (8, 8), (16, 2), (16, 4), (32, 1), (64, 1))
@@ -137,12 +140,65 @@ class DrawnState:
         return "thaws" in self.kinds or "scaler" in self.kinds
 
 
+MOVES = (
+    "all go",
+    "some go",
+    "swap",
+    "mix",
+    "mix",
+    "all come",
+    "all lost",
+    "give up",
+    "choose",
+    "damage a node",
+    "damage storage",
+    "lose memory",
+)
+"""What happens to machines, memory and runs between two lives.
+
+``all go``, ``some go``: nodes are cut off with their memory. ``swap``: those that are here go, and the others come
+back. ``mix``: of all nodes, some drawn ones are here, some are gone, and perhaps some are lost. ``all come``: all come
+back that there is a place for. ``all lost``: those that are here lose their memory. ``give up``, ``choose``: the next
+start gets ``HOLDFAST_GIVE_UP`` or ``HOLDFAST_RUN``. ``damage a node``: one of its small files is damaged. ``damage
+storage``: of every persisted snapshot, one file is damaged. ``lose memory``: all nodes, wherever they are, are lost."""
+
+WITHOUT_STORAGE = tuple(move for move in MOVES if move not in ("damage storage", "lose memory"))
+
+RUN_SEQUENCES: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("all go",), ("mix",)),
+    (("all go",), ("swap",), ("mix",)),
+    (("all go", "give up"), ("mix",)),
+    (("some go",), ("swap",), ("all come",)),
+    (("some go",), ("all go",), ("mix",)),
+    (("some go", "give up"), ("swap",), ("mix",)),
+    (("give up",), ("choose",)),
+    (("all go",), ("choose", "mix")),
+    (("damage a node",), ("damage a node", "some go")),
+)
+"""What happens after each life, in histories in which faults were found. Others are drawn freely."""
+
+STORED_SEQUENCES: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("damage storage", "lose memory"),),
+    (("give up",), ("lose memory", "choose")),
+    (("all go", "give up"), ("mix",), ("lose memory",)),
+    (("lose memory",), ("damage storage", "all go")),
+)
+"""The same, with storage."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What surrounds a life. `replace`: whether lost nodes are replaced before it. `seconds`: the pause after it."""
+    """What surrounds a life.
+
+    Attributes:
+        seconds: the pause after it.
+        replace: whether lost nodes are replaced before it.
+        moves: some of `MOVES`, after it.
+    """
 
     seconds: float
     replace: bool
+    moves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +253,11 @@ class SeedPlan:
     turns: int
     links: int = 1
     beside: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything but a fault happens to machines, memory or runs."""
+        return any(gap.moves for gap in self.gaps)
 
 
 FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "regroup")
@@ -320,6 +381,9 @@ def draw(seed: int) -> SeedPlan:
         return with_modules(plan, pick)
     if which < OF_MODULES + OF_MANY_RANKS:
         return with_many_ranks(plan, pick)
+    moving = random.Random(f"runs {seed}")
+    if moving.random() < OF_RUNS:
+        return with_runs(plan, moving)
     reserving = random.Random(f"reserving {seed}")
     if reserving.random() < OF_BESIDE:
         plan = beside_training(plan, reserving)
@@ -348,6 +412,30 @@ def with_storage(plan: SeedPlan, pick: random.Random) -> SeedPlan:
     lives = ((*first, fault), *others) if pick.random() < 0.5 else plan.lives
     persist_s = pick.choice((0.1, 0.1, 30.0))
     return replace(plan, persist_s=persist_s, lives=lives, steps=max(plan.steps, 3), final=pick.choice(STORED_FINALS))
+
+
+def with_runs(plan: SeedPlan, pick: random.Random) -> SeedPlan:
+    """The same plan with lives after which machines go and come back, and hardly any other fault."""
+    stored = pick.random() < 0.3
+    if pick.random() < 0.7:
+        sequence = pick.choice(STORED_SEQUENCES if stored else RUN_SEQUENCES)
+    else:
+        drawn = pick.choices(MOVES if stored else WITHOUT_STORAGE, k=pick.choice((2, 3, 4)))
+        sequence = tuple((move,) for move in drawn)
+    lives = plan.lives[0][-1:] if pick.random() < 0.3 else ()
+    struck = pick.randrange(len(sequence))
+    return replace(
+        plan,
+        steps=pick.choice((1, 2, 3, 4) if stored else (1, 1, 2, 3)),
+        every=1,
+        quiet=1,
+        flip_chance=0.0,
+        break_chance=0.0,
+        persist_s=0.1 if stored else 0.0,
+        lives=tuple(lives if number == struck else () for number in range(len(sequence))),
+        gaps=tuple(Gap(pick.choice((0.0, 1.0, 8.0, 90.0)), True, moves) for moves in sequence),
+        final=pick.choice(("stop", "stop", "stop", "lose", "finish")),
+    )
 
 
 def with_many_ranks(plan: SeedPlan, pick: random.Random) -> SeedPlan:

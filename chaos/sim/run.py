@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.chaos.sim.faults import Faults
+from holdfast.chaos.sim.moves import Moves
 from holdfast.chaos.sim.plan import SeedPlan, draw
 from holdfast.chaos.sim.scheduler import BEGAN_S, DEFAULT_TURNS, Moment, Scheduler
 from holdfast.chaos.sim.tasks import Violated, Violation
@@ -29,6 +30,9 @@ REST_S = 700.0
 
 TURNS_A_RANK = 8_000
 """Limit on the turns of a run of a large job, for each of its ranks."""
+
+DECISIONS = 2
+"""How often the user chooses a run or gives one up, before the job must go on."""
 
 COLLECT_EVERY = 1024
 """Number of runs in one process between two garbage collections. A run leaves some 0.4 MB, and collecting takes a
@@ -137,17 +141,26 @@ class _Driver:
         self._plan = world.plan
         self._scheduler = world.scheduler
         self._faults = Faults(world)
+        self._moves = Moves(world)
 
     def drive(self) -> None:
         """Run all lives, and the quiet time. Raises `Violation`."""
         for faults, gap in zip(self._plan.lives, self._plan.gaps, strict=True):
             self._replace(gap.replace)
-            self._faults.begin_life(faults)
-            outcomes = self._live(self._plan.steps)
+            if self._plan.moves and not faults:
+                self._recover(self._plan.steps, "after machines moved")
+                outcomes = set[str]()
+            else:
+                self._faults.begin_life(faults)
+                outcomes = self._live(self._plan.steps)
             if "unrecoverable" not in outcomes:
                 self._pass(gap.seconds)  # survivors may regroup meanwhile, and be struck
             self._faults.end_life()
-            if "unrecoverable" in outcomes:
+            if self._plan.moves and faults:
+                self._calm()
+            for move in gap.moves:
+                self._moves.make(move)
+            if "unrecoverable" in outcomes and not self._plan.moves:
                 break
         self._quiet()
 
@@ -281,13 +294,18 @@ class _Driver:
         """Require that the job comes back and goes on. Returns False if it rightly does not."""
         world = self._world
         before = world.oracle.promised
-        self._serve()
-        outcomes = self._live(steps * self._plan.every if steps else 0, quiet=True)
-        errors = [trainer.error for trainer in world.trainers if trainer.error is not None]
-        if "unrecoverable" in outcomes and outcomes <= {"unrecoverable", "killed"}:
-            world.oracle.unrecoverable(str(errors[0]))
+        for decision in range(DECISIONS + 1):
+            self._serve()
+            outcomes = self._live(steps * self._plan.every if steps else 0, quiet=True)
+            errors = [trainer.error for trainer in world.trainers if trainer.error is not None]
+            if not outcomes & {"unrecoverable", "refused"} or not outcomes <= {"unrecoverable", "refused", "killed"}:
+                break
+            judge = world.oracle.unrecoverable if "unrecoverable" in outcomes else world.oracle.refused
+            judge(str(errors[0]))
             self._check()
-            return False
+            if not self._plan.moves:
+                return False
+            self._decide(decision)
         world.oracle.checks["returns"] += 1
         if outcomes != {"done"}:
             raise Violation("returns", f"{when}, in quiet, the job ends with {outcomes}: {errors}")
@@ -296,6 +314,14 @@ class _Driver:
             if world.oracle.promised in (None, before):
                 raise Violation("progress", f"{when}, in quiet, nothing becomes protected")
         return True
+
+    def _decide(self, decision: int) -> None:
+        """The user chooses a run that is in reach; or gives all up, the second time at the latest."""
+        reach = self._world.oracle.runs.reach
+        if decision or self._scheduler.random.random() < 0.5:
+            self._moves.give_up(list(reach))
+        else:
+            self._moves.choose(list(reach))
 
     def _end(self, finish: bool) -> None:
         world = self._world
@@ -314,6 +340,9 @@ class _Driver:
             world.oracle.checks["free"] += 1
             if left:
                 raise Violation("free", f"the job has ended, and its memory on {left} is not free")
+        for node in world.gone():
+            if node.smp_process is not None:
+                self._scheduler.kill(node.smp_process)
         for node in world.up():
             if node.smp is not None:
                 node.smp.stopped.set()

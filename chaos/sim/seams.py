@@ -22,6 +22,7 @@ from holdfast.chaos.sim import trainer
 from holdfast.chaos.sim.memory import Disk, MemoryPath
 from holdfast.chaos.sim.modules import Generators, ObservedCapture, SteppingEngine
 from holdfast.chaos.sim.scheduler import active
+from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
@@ -59,6 +60,8 @@ class Hooks:
     unit_bytes: Callable[[int, int], int]
     at_once: Callable[[int], bool]
     is_due: Callable[[str], bool]
+    enters: Callable[[], None]
+    stored: Callable[[Any], None]
 
 
 class _ObservedProtecting(Protecting):
@@ -145,6 +148,24 @@ def _repair_parity(client: Any, plan: Any, *arguments: Any) -> Any:
 repair_parity = restore.repair_parity
 
 
+def _reach_of(*what: Any) -> Any:
+    """`restore.reach_of`: the trainers know what the SMPs hold, and decide what to go on with."""
+    Hooks.enters()
+    return reach_of(*what)
+
+
+reach_of = vars(restore)["reach_of"]
+
+
+def _persisted(self: Persister, snapshot: SnapshotId, stored: int) -> None:
+    """`Persister._done`: an SMP has seen that a snapshot is complete on storage."""
+    Hooks.stored(snapshot)
+    persisted(self, snapshot, stored)
+
+
+persisted = Persister._done
+
+
 def _capture(adapter: Any, *arguments: Any) -> Any:
     """`Capture`, observed by the oracle, or `trainer.SimCapture` for the state of a few bytes."""
     if isinstance(adapter, trainer.SimAdapter):
@@ -213,6 +234,8 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.connect.start_smp": _start_smp,
         "holdfast.snapshot.resume.restore._load": _load,
+        "holdfast.snapshot.resume.restore.reach_of": _reach_of,
+        "holdfast.smp_daemon.persist.persister.Persister._done": _persisted,
         "holdfast.snapshot.resume.restore.repair_parity": _repair_parity,
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,
         "holdfast.snapshot.session.Capture": _capture,

@@ -171,6 +171,10 @@ def simpler_plans(plan: SeedPlan) -> Iterator[SeedPlan]:
         for at in range(len(life)):
             fewer = life[:at] + life[at + 1 :]
             yield replace(plan, lives=(*lives[:number], fewer, *lives[number + 1 :]))
+    for number, gap in enumerate(gaps):
+        for at in range(len(gap.moves)):
+            less = replace(gap, moves=gap.moves[:at] + gap.moves[at + 1 :])
+            yield replace(plan, gaps=(*gaps[:number], less, *gaps[number + 1 :]))
     simple: dict[str, Any] = {
         "final": "stop",
         "quiet": min(plan.quiet, 1),
@@ -187,7 +191,7 @@ def simpler_plans(plan: SeedPlan) -> Iterator[SeedPlan]:
         "regroup_after_s": 0.0,
         "rebuild": "decode",
         "unit_bytes": 512,
-        "gaps": tuple(Gap(0.0, True) for _ in gaps),
+        "gaps": tuple(Gap(0.0, True, gap.moves) for gap in gaps),
         "lengths": tuple(40 for _ in plan.lengths),
     }
     for name, value in simple.items():

@@ -180,17 +180,24 @@ class Bytes(bytes):
         """The names of the parts that differ; a state of bytes has only one."""
         return [] if self == other else ["bytes"]
 
+    def lacking(self, other: bytes) -> list[str]:
+        """The parts that the other state has and this one has not: all states have one part."""
+        return []
+
     def of_a_new_rank(self, others: Collection[Bytes], before: Bytes | None, beside: Collection[Bytes]) -> Bytes:
         """There are no new ranks."""
         raise AssertionError("a job of bytes has always the same ranks")
 
 
 class SimAdapter:
-    """One rank's state: bytes that each step computes from the bytes before."""
+    """One rank's state: bytes that each step computes from the bytes before. The first ones differ from life to life,
+    so no two runs of a job ever have the same state."""
 
-    def __init__(self, coord: str, length: int, secret: str, on_load: Callable[[SnapshotId, Bytes], None]) -> None:
+    def __init__(
+        self, coord: str, length: int, secret: str, life: int, on_load: Callable[[SnapshotId, Bytes], None]
+    ) -> None:
         self.coord = coord
-        self.live = bytearray(_expand(f"{secret} {coord}".encode(), length))
+        self.live = bytearray(_expand(f"{secret} {life} {coord}".encode(), length))
         self.step = 0
         self._secret = secret
         self._on_load = on_load

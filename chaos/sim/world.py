@@ -13,8 +13,9 @@ import fsspec
 from holdfast.chaos.sim.memory import Disk, MemoryPath
 from holdfast.chaos.sim.modules import NEVER, SimScript
 from holdfast.chaos.sim.network import Network, use
-from holdfast.chaos.sim.oracle import Content, Oracle, Snapshot
+from holdfast.chaos.sim.oracle import Content, Oracle
 from holdfast.chaos.sim.plan import SeedPlan
+from holdfast.chaos.sim.runs import Snapshot
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.system import SYSTEM
@@ -22,11 +23,12 @@ from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Signal
 from holdfast.chaos.sim.trainer import Bytes, Circle, QuietSteps, SimAdapter, SimMember, Steps, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
+from holdfast.smp_daemon.persist.manifest import run_of, snapshot_of
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.plain import decode_digested
+from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 from holdfast.snapshot.options import Options
@@ -43,7 +45,12 @@ AGAIN_S = 0.5
 
 
 class SimNode:
-    """A host with memory: one SMP at a time, and trainers."""
+    """A host with memory: one SMP at a time, and trainers.
+
+    Attributes:
+        up: whether it was not lost.
+        side: see `Network.sides`. The job runs on side 0.
+    """
 
     def __init__(self, name: str, host: str, base: MemoryPath) -> None:
         self.name = name
@@ -55,6 +62,7 @@ class SimNode:
         self.smp: Smp | None = None
         self.trainers: list[SimProcess] = []
         self.starting = False
+        self.side = 0
         self.error = ""
 
     @property
@@ -66,8 +74,9 @@ class SimNode:
 class SimTrainer:
     """One rank in one life of the job."""
 
-    def __init__(self, rank: int, node: SimNode, process: SimProcess) -> None:
+    def __init__(self, rank: int, life: int, node: SimNode, process: SimProcess) -> None:
         self.rank = rank
+        self.life = life
         self.node = node
         self.process = process
         self.outcome = ""
@@ -85,7 +94,11 @@ class _Hook(SnapshotHook):
 
 
 class World:
-    """The machines of one run."""
+    """The machines of one history.
+
+    Attributes:
+        wanted, over: what the next start gets as ``HOLDFAST_RUN`` and ``HOLDFAST_GIVE_UP``.
+    """
 
     def __init__(self, plan: SeedPlan, scheduler: Scheduler) -> None:
         self.plan = plan
@@ -108,8 +121,11 @@ class World:
         self.crashes: Counter[str] = Counter()
         self.faults: Counter[str] = self.network.counts
         self.at_point: Callable[[str, SimProcess], None] = lambda point, process: None
+        self.wanted = ""
+        self.over: set[str] = set()
         self._named = 0
         self._lives = 0
+        self._sides = 0
         self._struck = -1
         self._members: dict[SimProcess, SimMember] = {}
         self._scripts: dict[SimProcess, SimScript] = {}
@@ -133,6 +149,8 @@ class World:
         Hooks.promised = self._note_promise
         Hooks.wanted = self.oracle.wanted
         Hooks.unit_bytes = lambda longest, data: self.plan.unit_bytes
+        Hooks.enters = self._note_entering
+        Hooks.stored = self.oracle.stored
         Hooks.at_once = lambda length: not self.plan.beside
         SYSTEM.begin_run()
 
@@ -148,8 +166,24 @@ class World:
         return node
 
     def up(self) -> list[SimNode]:
-        """Nodes that have not been lost."""
-        return [node for node in self.nodes if node.up]
+        """Nodes that have not been lost, and are not gone."""
+        return [node for node in self.nodes if node.up and not node.side]
+
+    def gone(self) -> list[SimNode]:
+        """Nodes that are out of reach with all that they hold."""
+        return [node for node in self.nodes if node.up and node.side]
+
+    def place(self, here: Sequence[SimNode]) -> None:
+        """From now on only these nodes are in reach. Those that go now are gone together."""
+        self._sides += 1
+        for node in self.nodes:
+            if node in here:
+                node.side = 0
+                self.network.sides.pop(node.host, None)
+            elif node.up and not node.side:
+                self.scheduler.tell(node.name, "is cut off, with its memory")
+                node.side = self.network.sides[node.host] = self._sides
+        self.seats = dict(enumerate(here))
 
     def ensure_smp(self, node: SimNode) -> None:
         """Have an SMP serve the node. Blocks. Raises `ConfigError` if none comes up."""
@@ -217,17 +251,8 @@ class World:
             self.scheduler.kill(node.smp_process, ends=True)
         self.network.lose_host(node.host)
         self.disk.remove(str(node.base))
-        if not any((each.arena / "node.json").exists() for each in self.up()):
+        if not any((each.arena / "node.json").exists() for each in self.nodes if each.up):
             self.oracle.all_lost()
-
-    def floor(self) -> Snapshot | None:
-        """The newest snapshot that a surviving node knows to be protected."""
-        found: list[Snapshot] = []
-        for node in self.up():
-            path = node.arena / "node.json"
-            if path.exists() and (protected := decode_digested(path.read_bytes())["protected"]):
-                found.append((protected[0], protected[1]))
-        return max(found, default=None)
 
     # ------------------------------------------------------------------ trainers
 
@@ -245,15 +270,15 @@ class World:
         self.trainers = []
         spare = [node for node in up if node not in self.seats.values()]
         for number in sorted(set(ranks)):
-            if not (number in self.seats and self.seats[number].up):
+            if not (number in self.seats and self.seats[number] in up):
                 self.seats[number] = spare.pop(0) if spare else up[number % len(up)]
         for rank, number in enumerate(ranks):
             node = self.seats[number]
-            trainer = SimTrainer(rank, node, SimProcess(f"{node.name}.t{rank}", node.host))
+            trainer = SimTrainer(rank, self._lives, node, SimProcess(f"{node.name}.t{rank}", node.host))
             self.trainers.append(trainer)
             node.trainers.append(trainer.process)
             trainer.process.on_death[0] = self._trainer_over(trainer, "killed")
-        floor = self.floor()
+        floor = self.oracle.runs.floors([node.arena for node in up])
         self._struck = self.faults.total()
         if not self._is_calm():
             self._struck = -1
@@ -288,7 +313,7 @@ class World:
         return over
 
     def _train(
-        self, trainer: SimTrainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
+        self, trainer: SimTrainer, circle: Circle, steps: int, floor: dict[str, Snapshot], quiet: bool, ends: bool
     ) -> None:
         try:
             self._train_steps(trainer, circle, steps, floor, quiet, ends)
@@ -296,11 +321,11 @@ class World:
         except (HoldfastError, TrainingLost) as error:
             self.scheduler.tell(f"dp{trainer.rank}", f"ends: {type(error).__name__}: {error}")
             trainer.error = error
-            trainer.outcome = "unrecoverable" if isinstance(error, Unrecoverable) else "failed"
+            trainer.outcome = _outcome(error)
         self.scheduler.kill(trainer.process, ends=True)
 
     def _train_steps(
-        self, trainer: SimTrainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
+        self, trainer: SimTrainer, circle: Circle, steps: int, floor: dict[str, Snapshot], quiet: bool, ends: bool
     ) -> None:
         plan, rank = self.plan, trainer.rank
         self._members[trainer.process] = SimMember(circle, rank)
@@ -319,18 +344,26 @@ class World:
             arena=arena,
             overhead_budget=0.0 if pace == "steady" else DEFAULT_BUDGET,
             elastic=state is not None and bool(state.sizes),
+            run=self.wanted,
+            give_up=tuple(sorted(self.over)),
             block=1,  # every life of a trainer is a process of its own
         )
         train = self._train_bytes if state is None else self._train_modules
         train(trainer, circle, options, steps, floor, quiet and steps > 0)
 
     def _train_bytes(
-        self, trainer: SimTrainer, circle: Circle, options: Options, steps: int, floor: Snapshot | None, drains: bool
+        self,
+        trainer: SimTrainer,
+        circle: Circle,
+        options: Options,
+        steps: int,
+        floor: dict[str, Snapshot],
+        drains: bool,
     ) -> None:
         rank, coord = trainer.rank, f"dp{trainer.rank}"
         loaded: list[Bytes] = []
         adapter: Any = SimAdapter(
-            coord, self.lengths[rank], str(self.plan.seed), lambda snapshot, content: loaded.append(content)
+            coord, self.lengths[rank], str(self.plan.seed), self._lives, lambda _, content: loaded.append(content)
         )
         meet = self._meeting(circle, rank)
         with _Hook(adapter, options) as hook:
@@ -349,7 +382,13 @@ class World:
             hook.begin()
 
     def _train_modules(
-        self, trainer: SimTrainer, circle: Circle, options: Options, steps: int, floor: Snapshot | None, drains: bool
+        self,
+        trainer: SimTrainer,
+        circle: Circle,
+        options: Options,
+        steps: int,
+        floor: dict[str, Snapshot],
+        drains: bool,
     ) -> None:
         coord = f"dp{trainer.rank}"
         drawn = self.plan.state
@@ -384,7 +423,7 @@ class World:
         self.scheduler.sleep(self.plan.step_s * self.scheduler.random.random())
 
     def _note_restored(
-        self, trainer: SimTrainer, hook: SnapshotHook, floor: Snapshot | None, content: Content | None
+        self, trainer: SimTrainer, hook: SnapshotHook, floor: dict[str, Snapshot], content: Content | None
     ) -> None:
         restored, coord = hook.restored.snapshot, f"dp{trainer.rank}"
         trainer.restored, trainer.entered, trainer.hook = restored, True, hook
@@ -394,7 +433,9 @@ class World:
             persisted = hook.restored.tier == PERSISTED
             self.oracle.restored(coord, hook.restored.epoch, restored, content, persisted, alone=self._is_calm())
             if not persisted:  # a restart from storage may undo what was protected
-                self.oracle.check_floor(coord, restored, floor)
+                self.oracle.check_floor(coord, restored, floor.get(self.oracle.run))
+            self.oracle.begins(coord, hook.restored.epoch, hook.restored.run.id, trainer.life, restored)
+            self.wanted, self.over = "", set()
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
         drained, state = hook.drain(DRAIN_DEADLINE_S), self.plan.state
@@ -425,9 +466,14 @@ class World:
         self.oracle.retaken((snapshot.epoch, snapshot.step), f"dp{rank}")
 
     def _note_captured(self, snapshot: SnapshotId, coord: str, content: Content, *, begins: bool = True) -> None:
-        host = self.scheduler.current.process.host
-        node = next(node.name for node in self.nodes if node.host == host)
-        self.oracle.captured(snapshot, coord, content, node, begins=begins)
+        self.oracle.captured(snapshot, coord, content, begins=begins)
+
+    def _note_entering(self) -> None:
+        """A trainer of this life knows what is in reach, and no trainer of it has begun anything yet."""
+        trainer = next((each for each in self.trainers if each.process is self.scheduler.current.process), None)
+        if trainer is not None and trainer.outcome != "hangs":
+            arenas = list(dict.fromkeys(each.node.arena for each in self.trainers))
+            self.oracle.enters(arenas, at_place() if self.plan.persist_s else (), self.wanted, self.over)
 
     def _note_promise(self, ledger: Ledger) -> None:
         if ledger.protected is not None:
@@ -456,11 +502,29 @@ class World:
 
     def _failpoint(self, point: str, step: int) -> None:
         self.hits[point] += 1
-        if point == "persist.done":
-            self.oracle.stored(step)
         if Hooks.is_due(point):
             self.at_point(point, self.scheduler.current.process)
             self.scheduler.yield_if_dead()
+
+
+def at_place() -> dict[str, dict[str, list[str]]]:
+    """What storage has of snapshots, whole or not: by run and the name of a snapshot's directory, the files there."""
+    found: dict[str, dict[str, list[str]]] = {}
+    paths: list[str] = sorted(fsspec.filesystem("memory").store)
+    for path in paths:
+        *_, folder, directory, _ = ["", "", *path.split("/")]
+        run = run_of(folder)
+        if run is not None and snapshot_of(directory) is not None:
+            found.setdefault(run[1], {}).setdefault(directory, []).append(path)
+    return found
+
+
+def _outcome(error: BaseException) -> str:
+    """How a trainer ended that ended with this error."""
+    if isinstance(error, Unrecoverable):
+        return "unrecoverable"
+    is_refused = isinstance(error, ConfigError) and (RUN_ENV in str(error) or GIVE_UP_ENV in str(error))
+    return "refused" if is_refused else "failed"
 
 
 def _has_no_room(hook: SnapshotHook) -> bool:

@@ -166,10 +166,8 @@ def own_run(seen: Sequence[SeenRun], wanted: str = "", gone: Collection[str] = (
         )
     if not choices:
         return None
-    first = choices[0].run
-    together = [
-        each for each in choices if first.begun_s - each.run.begun_s < SAME_TIME_S and each.run.id not in first.follows
-    ]
+    near = [each for each in choices if choices[0].run.begun_s - each.run.begun_s < SAME_TIME_S]
+    together = [each for each in near if not any(_is_later(other.run, each.run) for other in near)]
     rivals = [each for each in together if each.has_state]
     if len(rivals) > 1:
         raise ConfigError(
@@ -177,7 +175,13 @@ def own_run(seen: Sequence[SeenRun], wanted: str = "", gone: Collection[str] = (
             f"in reach: {named(rivals)}. Choose the one to go on with by {RUN_ENV}=ID, or give others up by "
             f"{GIVE_UP_ENV}=ID"
         )
-    return rivals[0] if rivals else choices[0]
+    return (rivals or together or choices)[0]
+
+
+def _is_later(one: Run, other: Run) -> bool:
+    """Whether `one` says that it took the place of `other`, and was not left for it since. Then the clocks do not
+    matter: `other` may have been given up while it was out of reach."""
+    return other.id in one.follows and (one.id not in other.follows or one.begun_s > other.begun_s)
 
 
 def others_with_state(seen: Sequence[SeenRun], own: SeenRun | None, gone: Collection[str] = ()) -> list[SeenRun]:

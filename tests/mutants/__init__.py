@@ -73,15 +73,15 @@ def one_node_behind(exchange: Callable[..., Any]) -> Callable[..., Any]:
     """An `exchange` that hides the newest snapshot from one node, if there is an older one."""
 
     def behind(client: Any, agreement: Any, coord: str, options: Any) -> Any:
-        inventories, coords, everyones = exchange(client, agreement, coord, options)
-        held = sorted({snapshot for inventory in inventories for snapshot, _ in inventory.shards})
-        if client.node != min(coords.values()) or len(held) < 2:
-            return inventories, coords, everyones
+        entered = exchange(client, agreement, coord, options)
+        held = sorted({snapshot for inventory in entered.inventories for snapshot, _ in inventory.shards})
+        if client.node != min(entered.coords.values()) or len(held) < 2:
+            return entered
         older = [
             replace(each, protected=None, shards=frozenset(shard for shard in each.shards if shard[0] != held[-1]))
-            for each in inventories
+            for each in entered.inventories
         ]
-        return older, coords, everyones
+        return replace(entered, inventories=older)
 
     return behind
 
