@@ -194,6 +194,36 @@ def test_a_run_that_was_chosen_is_the_newest_from_then_on() -> None:
     assert taken_up(NEW, seen, (), 1e12) == NEW, "the newest stays as it is"
 
 
+def test_a_run_that_was_given_up_stays_so_although_its_successor_is_given_up_too() -> None:
+    held = [inventory("a", layout(OLD, 1 << 32, "ab"))]
+    after = reach_of(held, (), StartOptions(give_up=(OLD.id,))).begun(0xDDDD, 5e3)
+    assert after.over == (OLD.id,)
+    both = [held[0], inventory("m", layout(after, 2 << 32, "mn"))]
+    assert reach_of(both, (), StartOptions()).run == after
+    reach = reach_of(both, (), StartOptions(give_up=(after.id,)))
+    assert reach.run is None and not reach.others
+    assert set(reach.begun(0xEEEE, 6e3).over) == {OLD.id, after.id}
+
+
+def test_a_run_that_was_given_up_can_be_chosen_again_for_good() -> None:
+    held = [inventory("a", layout(OLD, 1 << 32, "ab"))]
+    after = reach_of(held, (), StartOptions(give_up=(OLD.id,))).begun(0xDDDD, 5e3)
+    both = [held[0], inventory("m", layout(after, 2 << 32, "mn"))]
+    chosen = reach_of(both, (), StartOptions(run=OLD.id)).continued(6e3)
+    assert chosen.id == OLD.id and chosen.begun_s > after.begun_s
+    again = reach_of([*both, inventory("x", layout(chosen, 3 << 32, "xy"))], (), StartOptions())
+    assert again.run == chosen
+
+
+def test_a_run_that_was_only_seen_is_missed_if_the_newer_one_never_had_a_snapshot() -> None:
+    """Nobody has said that the older one is over: its nodes were away when the newer one began."""
+    empty = reach_of([inventory("a", layout(OLD, 1 << 32, "ab"), None)], (), StartOptions()).begun(0xDDDD, 5e3)
+    assert OLD.id in empty.follows and not empty.over
+    held = [inventory("b", layout(OLD, 1 << 32, "ab")), inventory("m", layout(empty, 2 << 32, "mn"), None)]
+    with pytest.raises(ConfigError, match=f"{RUN_ENV}={OLD.id}"):
+        check_nothing_is_left(reach_of(held, (), StartOptions()), ())
+
+
 def test_what_a_run_has_followed_is_bounded() -> None:
     seen = runs_in_reach([inventory("a", layout(replace(OLD, follows=("0000ffff",) * 400), 1 << 32, "ab"))])
     assert len(new_run("0000dddd", seen, [f"{i:08x}" for i in range(400)], 0).follows) == MAX_FOLLOWED

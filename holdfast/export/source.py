@@ -104,7 +104,8 @@ def _inventories(job: str, arena: Path | None) -> list[Inventory]:
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
     known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
     everyone = list((known | {inventory.node: inventory for inventory in here}).values())
-    own = own_run(runs_in_reach(everyone), run_from_environment(), given_up(everyone))
+    seen = runs_in_reach(everyone)
+    own = own_run(seen, run_from_environment(), given_up(everyone, seen))
     return own_inventories(everyone, own.run if own is not None else None)
 
 

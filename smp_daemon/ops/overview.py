@@ -224,7 +224,8 @@ def look(job: str, first: Address) -> Overview:
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
     lost = sorted(gone - answering - {node.name for node in newest.nodes}) if newest else []
     inventories = [status.inventory for status in statuses]
-    over = given_up(inventories)
-    runs = [each for each in runs_in_reach(inventories) if each.run.id not in over]
+    seen = runs_in_reach(inventories)
+    over = given_up(inventories, seen)
+    runs = [each for each in seen if each.run.id not in over]
     held = redundancies(own_inventories(inventories, runs[0].run if runs else None))
     return Overview(job, tuple(statuses), tuple(silent), tuple(held), tuple(lost), tuple(runs))

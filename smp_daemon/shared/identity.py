@@ -33,11 +33,13 @@ class Run:
         begun_s: when it began, or was last chosen by ``HOLDFAST_RUN``, in seconds since 1970 by the clock of rank 0;
             but later than that of every run that was in reach then, whatever the clocks say.
         follows: the ids of the runs that were in reach when it began, and that it took the place of.
+        over: those of them that somebody has given up. Nothing of them is used again, or missed.
     """
 
     id: Identifier
     begun_s: Count
     follows: tuple[Identifier, ...] = ()
+    over: tuple[Identifier, ...] = ()
 
     def __str__(self) -> str:
         return self.id

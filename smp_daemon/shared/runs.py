@@ -61,6 +61,11 @@ class SeenRun:
         """Whether any byte of a snapshot of it is in reach, or was promised to be."""
         return bool(self.snapshots) or self.protected is not None or self.persisted
 
+    @property
+    def is_promised(self) -> bool:
+        """Whether a snapshot of it is known to have been protected, or is persisted."""
+        return self.protected is not None or self.persisted
+
     def __str__(self) -> str:
         where = ", ".join(self.nodes[:4]) + (" and others" if len(self.nodes) > 4 else "")
         held = f"step {self.snapshots[0].step:,}" if self.snapshots else "no snapshot"
@@ -134,9 +139,13 @@ def own_inventories(inventories: Sequence[Inventory], run: Run | None) -> list[I
     return [of_run(inventory, run.id if run is not None else "", epochs) for inventory in inventories]
 
 
-def given_up(inventories: Iterable[Inventory]) -> set[str]:
-    """The ids of the runs that the SMPs were told are given up."""
-    return {each for inventory in inventories for each in inventory.given_up}
+def given_up(inventories: Iterable[Inventory], seen: Sequence[SeenRun]) -> set[str]:
+    """The ids of the runs that the SMPs were told are given up, or that were when one of `seen` began, and that nobody
+    has chosen again since."""
+    told = {each for inventory in inventories for each in inventory.given_up}
+    runs = {each.run.id: each.run for each in seen}
+    over = {gone for run in runs.values() for gone in run.over if gone not in runs or not _is_later(runs[gone], run)}
+    return told | over
 
 
 def at_work(inventories: Iterable[Inventory], run: str) -> list[str]:
@@ -185,31 +194,38 @@ def _is_later(one: Run, other: Run) -> bool:
 
 
 def others_with_state(seen: Sequence[SeenRun], own: SeenRun | None, gone: Collection[str] = ()) -> list[SeenRun]:
-    """Runs with state in reach that the start does not go on with, and that nobody has said to be over."""
-    over = set(gone) | set(own.run.follows if own is not None else ())
-    return [each for each in seen if each.has_state and each is not own and each.run.id not in over]
+    """Runs with state in reach that the start does not go on with, and that nobody has given up.
+
+    What the own run had seen of an older one as it began, without having been told to give it up, was promised to
+    nobody. It is missed if nodes have come back that know of a promise.
+    """
+    followed = own.run.follows if own is not None else ()
+    others = [each for each in seen if each is not own and each.run.id not in gone]
+    return [each for each in others if each.has_state and (each.is_promised or each.run.id not in followed)]
 
 
 def taken_up(run: Run, seen: Sequence[SeenRun], gone: Collection[str], now_s: float) -> Run:
     """`run` as a start that goes on with it knows it. If others were begun later, it was chosen: it becomes the newest,
     and follows them."""
     later = [each.run for each in seen if each.run.begun_s >= run.begun_s and each.run.id != run.id]
-    follows = _follow(run, [*(each.id for each in later), *(each for each in gone if each != run.id)])
+    over = sorted(set(gone) - {run.id})
+    run = replace(run, follows=_all(run.follows, (each.id for each in later), over), over=_all(run.over, over))
     if not any(each.id not in gone for each in later):
-        return replace(run, follows=follows)
-    return replace(run, begun_s=max(int(now_s), *(each.begun_s + 1 for each in later)), follows=follows)
+        return run
+    return replace(run, begun_s=max(int(now_s), *(each.begun_s + 1 for each in later)))
 
 
 def new_run(identity: str, seen: Sequence[SeenRun], gone: Collection[str], now_s: float) -> Run:
     """A run that begins now. `identity`: its id."""
     runs = [each.run for each in seen]
-    follows = dict.fromkeys([*(old for run in runs for old in run.follows), *(run.id for run in runs), *sorted(gone)])
-    begun_s = max([int(now_s), *(run.begun_s + 1 for run in runs)])
-    return Run(identity, begun_s, tuple(follows)[-MAX_FOLLOWED:])
+    over = _all(*(run.over for run in runs), sorted(gone))
+    follows = _all(*(run.follows for run in runs), (run.id for run in runs), over)
+    return Run(identity, max([int(now_s), *(run.begun_s + 1 for run in runs)]), follows, over)
 
 
-def _follow(run: Run, others: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*run.follows, *others]))[-MAX_FOLLOWED:]
+def _all(*ids: Iterable[str]) -> tuple[str, ...]:
+    """These ids without repeats, the last ones if they are too many."""
+    return tuple(dict.fromkeys(each for some in ids for each in some))[-MAX_FOLLOWED:]
 
 
 def named(seen: Sequence[SeenRun]) -> str:

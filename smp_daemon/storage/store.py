@@ -212,6 +212,7 @@ class Store:
                 if run is not None and run.id != start.run.id:
                     self.protected = None  # what was promised of another run says nothing of this one
                 self.record = Record(start)
+                self.given_up -= {start.run.id}  # somebody has chosen it again
             self._write_node()
             failpoint("join.noted")
             self.board = self.board.succeeded(epoch)
