@@ -27,6 +27,7 @@ from holdfast.smp_daemon.shared.paths import LOOPBACK, Owner, read_owner, socket
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import RELEASE
+from holdfast.smp_daemon.storage.arena import put_away
 
 START_DEADLINE_S = 10.0
 OWNER_LOOK_S = 3600.0
@@ -124,6 +125,13 @@ class Smp(Core):
             return before
         return Owner(0, 0, job, node, known.host, known.control_port, known.bulk_port, more_bulk=known.more_bulk)
 
+    def _is_recorded(self) -> bool:
+        """Whether ``smp.json`` is there and whole."""
+        try:
+            return read_owner(self.arena.path, self.system) is not None
+        except ProtocolError:
+            return False
+
     def look(self) -> float:
         """End the SMP if its arena is gone, and connections to the gRPC port that only take up room. Returns in how
         many seconds to look again. Does not block, except for the file system. For one thread, until `close`.
@@ -131,8 +139,10 @@ class Smp(Core):
         if self.arena.is_gone:
             log.critical("this SMP ends, as nothing can find it any more: %s was deleted or replaced", self.arena.path)
             self.stop()
-        elif not (self.arena.path / "smp.json").exists():
-            log.warning("smp.json was deleted and is written again: others find this SMP by it")
+        elif not self._is_recorded():
+            path = self.arena.path / "smp.json"
+            log.warning("%s was lost and is written again: others find this SMP by it", path)
+            put_away(path, self.system)
             self.write_owner()
         try:
             ended = self._control.end_strangers()

@@ -296,8 +296,8 @@ class TestWhatIsNotASnapshotIsRefused:
             (claim_a_huge_header, r"header claims \d+ bytes"),
             (claim_a_shorter_leaf, "leaf 'weight' is at"),
             (claim_an_odd_dtype, "dtype|damaged"),
-            (write_another_shard, "metadata of another shard or job: .*dp7"),
-            (write_another_job, "metadata of another shard or job: .*otherun"),
+            (write_another_shard, "bytes are dp7 of step 1 .*asked for is dp0 "),
+            (write_another_job, "of job otherun.*asked for.*of job testrun"),
         ],
     )
     def test_a_damaged_header_is_refused_and_its_slot_is_free(

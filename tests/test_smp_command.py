@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from holdfast.smp_daemon.shared.paths import read_owner
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
 from tests.test_damage import DAMAGE
+from tests.test_persister import await_
 
 QUICK = ("--scrub", "0", "--regroup-after", "0")
 
@@ -129,6 +131,7 @@ def test_one_whose_file_is_lost_is_named_and_can_be_stopped(
 ) -> None:
     path = arena(ground) / "smp.json"
     _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    suspend(said["pid"])  # or it would write the file again at once
     LOST[lost](path)
     assert main(["smp", "status"]) == 1
     told = capsys.readouterr().err
@@ -136,11 +139,16 @@ def test_one_whose_file_is_lost_is_named_and_can_be_stopped(
     main(["status"])  # names the file, and goes on with the others
     assert lost == "gone" or str(path) in caplog.text
     capsys.readouterr()
+    os.kill(said["pid"], signal.SIGCONT)
+    await_(lambda: main(["smp", "status"]) == 0)
+    assert read_owner(arena(ground)) is not None, "it has written the file again"
+    capsys.readouterr()
     assert smp(capsys, "stop") == (0, {"job": JOB, "pid": said["pid"], "arena": str(arena(ground)), "kept": True})
     assert smp(capsys, "status")[0] == NOT_FOUND
     status, again = smp(capsys, "start", "--detach", "--host", said["host"], *QUICK)
     assert (status, again["started"]) == (0, True)
     assert smp(capsys, "status")[0] == 0
+    suspend(again["pid"])
     LOST[lost](path)
     assert main(["gc", "--older-than", "0"]) == 0
     assert f"SMP {again['pid']}" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli.arguments import arena_folder, time
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.smp import jobs_in
+from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.quantities import duration
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def _connected(arena: Leftover) -> int:
     from holdfast.smp_daemon.ops.status import take_statuses
     from holdfast.smp_daemon.shared.spawn import running_owner
 
-    owner = running_owner(arena.path) if arena.job and arena.smps else None
+    try:
+        owner = running_owner(arena.path) if arena.job and arena.smps else None
+    except ProtocolError:
+        return 0  # its smp.json was lost: this SMP is about to write it again, or hangs and serves nobody
     statuses = take_statuses(owner.job, [owner.control]) if owner is not None else []
     return sum(status.inventory.trainers for status in statuses)
