@@ -39,7 +39,7 @@ def test_after_a_restart_neither_what_was_promised_nor_what_is_newer_is_given_up
         dying.setattr(first._client, "await_outcome", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write(first)
-    newer = SnapshotId(1, promised.step + 1)
+    newer = SnapshotId(promised.epoch, promised.step + 1)
     assert held(smp) == {promised, newer}
     second = writer(smp)
     with monkeypatch.context() as failing:
