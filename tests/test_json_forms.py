@@ -71,7 +71,7 @@ class Form:
         return self.drawn.map(self.tell)
 
 
-OPTIONAL = {"domains", "left", "parity_slots", "persisted", "kind", "start", "ends"} | {
+OPTIONAL = {"domains", "left", "parity_slots", "persisted", "kind", "start", "ends", "follows", "over"} | {
     field.name for field in fields(Inventory) if field.default is not MISSING or field.default_factory is not MISSING
 } - {"layouts"}
 """Keys with defaults."""
