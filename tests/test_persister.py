@@ -28,6 +28,8 @@ from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.resume import own_run
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, flip_a_byte, playground, run_on
 
@@ -202,6 +204,10 @@ class Moody(Directory):
         self.goes_on = threading.Event()
         self.goes_on.set()
 
+    def directories(self, path: str) -> list[str]:
+        assert self.goes_on.wait(DEADLINE_S)
+        return super().directories(path)
+
     @contextmanager
     def create(self, path: str) -> Iterator[Any]:
         assert self.goes_on.wait(DEADLINE_S)
@@ -286,6 +292,19 @@ def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, R
     persist(run, run.protect(6))  # waits until one is due again
     await_persisted(client, 1)
     assert [found.snapshot.step for found in find(at, JOB, UNNAMED.id) if found.manifest is not None] == [6]
+
+
+def test_a_start_goes_on_although_storage_does_not_say_what_it_has(
+    moody: tuple[Smp, Run, Moody], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run, at = moody
+    client = run["dp0"].client
+    snapshot = run.protect(1)
+    monkeypatch.setattr(own_run, "LOOK_DEADLINE_S", 0.2)
+    at.goes_on.clear()
+    told = own_run.ask_persisted_runs(client, Alone())
+    assert told.problem and not told.runs
+    assert (snapshot, "dp0") in client.inventory().shards, "the trainer has a connection that works"
 
 
 # ---------------------------------------------------------------------- places

@@ -142,6 +142,8 @@ def ask_persisted_runs(client: SmpClient, agreement: Agreement) -> Persisted:
         try:
             told = client.persisted(LOOK_DEADLINE_S)
         except (PlaceError, DeadlineExceeded) as error:
+            if isinstance(error, DeadlineExceeded):
+                client.reconnect()  # the answer may still come, and would be taken for that of another call
             told = Persisted(PERSISTED, problem=str(error))
             log.warning("storage does not say whether it has something of a newer run: %s", error)
     return decode_json(Persisted, agreement.tell(encode_json(told), 0), "what is persisted")
