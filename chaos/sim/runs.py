@@ -14,7 +14,7 @@ from holdfast.chaos.sim.memory import MemoryPath
 Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""
 
-SAME_TIME_S = 5
+SAME_TIME_S = 2
 """Runs that never met, and began within this time of each other, may be confused."""
 
 

@@ -25,7 +25,7 @@ MOST_ASKED = 32
 """Most SMPs that are asked whether they are at work for a run that storage has something of. One that is lost takes
 seconds, and one answer is enough."""
 
-SAME_TIME_S = 5
+SAME_TIME_S = 2
 """Runs that never met and began within this time of each other cannot be put in order: clocks of hosts differ."""
 
 
