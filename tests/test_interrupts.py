@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from holdfast.cli.main import main
 from holdfast.cli.output import EndedBySignal
 from holdfast.smp_daemon.shared.scratch import Scratch
 from tests.deadlines import DEADLINE_S
+from tests.smp_kit import end
 
 ROOT = Path(__file__).parent.parent
 MARK = "HOLDFAST_TEST_MARK"
@@ -71,12 +71,14 @@ class Command:
         self.said += self.process.communicate(timeout=SLOW_S)[0]
         return self.process.returncode
 
-    def left(self) -> list[psutil.Process]:
-        """All processes that it started, directly or indirectly, in any session."""
+    def left(self, but: str | None = None) -> list[psutil.Process]:
+        """All processes that it started, directly or indirectly, in any session; not those that have the word `but` on
+        their command line."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
+                if ours and but not in process.cmdline():
                     found.append(process)
         return found
 
@@ -153,13 +155,11 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
         command.read_to("resumed, and killed")
         os.kill(command.process.pid, signal.SIGKILL)
         command.process.wait(DEADLINE_S)
-        for process in command.left():  # its job is not its child, and its SMP is detached
-            if "holdfast.smp_daemon" not in process.cmdline():
-                process.kill()
-        limit = time.monotonic() + DEADLINE_S
-        while any("holdfast.smp_daemon" not in each.cmdline() for each in command.left() if each.is_running()):
-            assert time.monotonic() < limit
-            time.sleep(0.05)
+        # Its job is not its child, and its SMP is detached. A process that ends has no environment any more while it
+        # still holds the lock of the folder that it inherited, so it is waited for.
+        while others := command.left(but="holdfast.smp_daemon"):
+            for process in others:
+                end(process)
         assert main(["gc", "--arena", str(folder), "--json", "-"]) == 0
         (found,) = json.loads(capsys.readouterr().out)
         assert Path(found["arena"]).name.startswith(".audit-") and found["removed"]
