@@ -20,9 +20,12 @@ import pytest
 from holdfast.cli.lifetime import COMMAND_ENV, run_to_the_end
 from holdfast.cli.main import main
 from holdfast.cli.output import EndedBySignal
+from holdfast.smp_daemon.shared.paths import folders_with
 from holdfast.smp_daemon.shared.scratch import Scratch
+from holdfast.smp_daemon.shared.spawn import running_process
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import end
+from tests.test_persister import await_
 
 ROOT = Path(__file__).parent.parent
 MARK = "HOLDFAST_TEST_MARK"
@@ -148,6 +151,11 @@ def test_a_command_that_a_signal_ends_leaves_nothing(
         assert "scenarios were run, of which 0 failed" in text
 
 
+def serving(folder: Path) -> list[psutil.Process]:
+    """The SMPs that have an arena below the folder."""
+    return list(filter(None, map(running_process, folders_with("smp.json", folder))))
+
+
 @pytest.mark.cluster
 def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = Command(folder, ("audit", "--", *JOB))
@@ -160,6 +168,8 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
         while others := command.left(but="holdfast.smp_daemon"):
             for process in others:
                 end(process)
+        # An SMP that was just being started serves its arena by itself, once it has read its modules.
+        await_(lambda: {each.pid for each in command.left()} <= {each.pid for each in serving(folder)})
         assert main(["gc", "--arena", str(folder), "--json", "-"]) == 0
         (found,) = json.loads(capsys.readouterr().out)
         assert Path(found["arena"]).name.startswith(".audit-") and found["removed"]
