@@ -62,6 +62,7 @@ class JobRuns:
         self._spoilt: set[Snapshot] = set()
         self._records: dict[MemoryPath, tuple[str, Any]] = {}
         self._declared: dict[tuple[str, int], int] = {}
+        self._over_of: dict[str, set[str]] = {}  # by run, those that were given up as it began or went on
         self._starts: dict[int, tuple[str, int]] = {}
 
     # ------------------------------------------------------------------ what happens
@@ -71,6 +72,7 @@ class JobRuns:
         self._records[path] = (kind, data)
         if (run := _run_of(kind, data)) is not None:
             self._declared.setdefault((run["id"], run["begun_s"]), len(self._declared))
+            self._over_of.setdefault(run["id"], set()).update(run.get("over", ()))
 
     def persisted(self, snapshot: Snapshot) -> None:
         """An SMP has seen that a snapshot is complete on storage."""
@@ -124,6 +126,15 @@ class JobRuns:
             seen.stored = max(self.stored.get(run, ()), default=None)
             seen.has_state |= seen.persisted
             seen.declared, seen.begun_s = max([*declared, (seen.declared, seen.begun_s)])
+        for run, seen in self.reach.items():
+            # What was given up as a run began stays so, unless it was chosen again since.
+            self.gone |= {
+                each
+                for each in self._over_of.get(run, ())
+                if each not in self.reach or self.reach[each].declared < seen.declared
+            }
+        if wanted not in gone:
+            self.gone.discard(wanted)
 
     def floors(self, arenas: Collection[MemoryPath]) -> dict[str, Snapshot]:
         """By run, the newest snapshot that an SMP of these nodes knows to be protected."""
