@@ -79,19 +79,19 @@ def sentence(drained: Drained) -> str:
     return f"{begin}{held}, and safe against the loss of {more}"
 
 
-def parse_at(text: str) -> Address:
-    """The address of one SMP, given as ``--at``. Raises `ConfigError`."""
-    addresses = parse_spares(text)
+def look_at(parsed: argparse.Namespace) -> Overview:
+    """The job ``--job``, as the SMP ``--at`` knows it. Blocks as `look`. Raises `ConfigError`."""
+    if not parsed.job:
+        raise ConfigError("--at needs --job, for an SMP answers for its own job only")
+    addresses = parse_spares(parsed.at)
     if len(addresses) != 1:
-        raise ConfigError(f"--at {text!r} names {len(addresses)} SMPs: name one")
-    return addresses[0]
+        raise ConfigError(f"--at {parsed.at!r} names {len(addresses)} SMPs: name one")
+    return look(parsed.job, addresses[0])
 
 
 def _job_of(parsed: argparse.Namespace) -> Overview:
     if parsed.at:
-        if not parsed.job:
-            raise ConfigError("--at needs --job, for an SMP answers for its own job only")
-        return look(parsed.job, parse_at(parsed.at))
+        return look_at(parsed)
     found = [overview for _, overview in gather(parsed.arena, parsed.job)]
     having = [overview for overview in found if parsed.node in _names(overview)]
     if len(having) > 1:

@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 from holdfast.cli.arguments import arena_folder
-from holdfast.cli.drain import parse_at
+from holdfast.cli.drain import look_at
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.ops.overview import Overview
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound
 from holdfast.smp_daemon.shared.messages import GiveUpRuns
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, named
@@ -70,9 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _job_of(parsed: argparse.Namespace) -> Overview:
     if parsed.at:
-        if not parsed.job:
-            raise ConfigError("--at needs --job, for an SMP answers for its own job only")
-        return look(parsed.job, parse_at(parsed.at))
+        return look_at(parsed)
     found = [overview for _, overview in gather(parsed.arena, parsed.job)]
     if not found:
         raise NotFound(

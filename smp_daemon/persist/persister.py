@@ -76,10 +76,11 @@ class Persister:
         self._priority = priority
         self._place: PersistPlace | None = None
         self._pacer = Pacer(options.bandwidth if options else 0.0)
-        # Guards the order, the accepted snapshot and the state. Trainers' connection threads take it in `order` with
-        # the store's lock held, so a thread that holds it must not take the store's lock. The persisting thread waits
-        # on it, and the writing thread takes it to report. Storage is never touched while it is held. `_place` is not
-        # guarded: if two threads open it at the same time, either result serves.
+        # Guards the order, the accepted snapshot, the layout to note and the state. Trainers' connection threads take
+        # it in `order` with the store's lock held, so a thread that holds it must not take the store's lock. The
+        # persisting thread and the one that notes runs wait on it, and the writing thread takes it to report. Storage
+        # is never touched while it is held. `_place` is not guarded: if two threads open it at the same time, either
+        # result serves.
         self._changed = system.Condition()
         self._closed = system.Event()
         self._order: tuple[SnapshotId, Layout] | None = None
@@ -232,7 +233,7 @@ class Persister:
                 self._check_alone(layout)
                 self._episodes.end("run", "the run is noted at %s, and alone there", self._its_place.name)
             except HoldfastError as error:
-                text = "run %s persists at a place where another run may not see it: %s"
+                text = "run %s may share its place on storage with another run: %s"
                 self._episodes.begin("run", text, layout.run, error, level=logging.ERROR)
 
     def _check_alone(self, layout: Layout) -> None:
