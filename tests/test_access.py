@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from holdfast.smp_daemon.net.authenticator import COMPLAIN_EVERY_S, MAX_SOURCES, Complaints
-from holdfast.smp_daemon.net.control import CALL_KEY, learn
+from holdfast.smp_daemon.net.control import CALL_KEY, address_of, learn
 from holdfast.smp_daemon.net.peers import METHOD, PeerClient
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
@@ -245,6 +245,22 @@ class TestSignedCalls:
         assert once.use(0) and once.use(WINDOW)
         assert not once.use(0) and once.use(1) and not once.use(1)
         assert once.use(1 << 63) and not once.use(WINDOW + 1)
+
+
+@pytest.mark.parametrize(
+    ("named", "address"),
+    [
+        ("ipv4:127.0.0.1:4711", ("127.0.0.1", 4711)),
+        ("ipv6:%5B::ffff:127.0.0.1%5D:4711", ("127.0.0.1", 4711)),
+        ("ipv6:[::1]:4711", ("::1", 4711)),
+        ("unknown", None),
+        ("ipv4:", None),
+        ("ipv4:127.0.0.1", None),
+        ("", None),
+    ],
+)
+def test_a_caller_that_has_hung_up_may_have_no_address(named: str, address: tuple[str, int] | None) -> None:
+    assert address_of(named) == address
 
 
 def test_complaints_are_made_once_for_a_source_and_remembered_for_so_many() -> None:

@@ -39,7 +39,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
         self.complaints = Complaints()
         self.listens_at = ("0.0.0.0", 0)
         self._lock = threading.Lock()  # guards `_admitted`; no other lock is taken under it
-        self._admitted: set[str] = set()
+        self._admitted: set[Address] = set()
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """The guarded handler of a method. Called by gRPC."""
@@ -48,20 +48,21 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
             return None
 
         def guarded(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-            sign = value(context.invocation_metadata(), CALL_KEY)
+            sign, peer = value(context.invocation_metadata(), CALL_KEY), address_of(context.peer())
             try:
-                self._check(details.method, sign, context)
+                self._check(details.method, sign, context, peer)
                 request = next(requests, b"")  # gRPC reads the request only now
                 if self._verifier is not None:
                     self._verifier.verify_request(request, sign)
             except ProtocolError as error:
                 if not isinstance(error, WrongServer):
-                    self.complaints.note(_host(context.peer()), error)
+                    self.complaints.note(peer[0] if peer else "a caller that has hung up", error)
                 if self._verifier is not None:
                     context.set_trailing_metadata(((SERVER_KEY, self._verifier.name),))
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not let in: {error}")
-            with self._lock:
-                self._admitted.add(context.peer())
+            if peer is not None:
+                with self._lock:
+                    self._admitted.add(peer)
             reply: bytes = handler.unary_unary(request, context)
             if self._verifier is not None:
                 context.set_trailing_metadata(((REPLY_KEY, self._verifier.sign_reply(sign, reply)),))
@@ -73,7 +74,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
         """The addresses from which calls were let in since this was asked last."""
         with self._lock:
             peers, self._admitted = self._admitted, set()
-        return {ipv4(*_host_and_port(peer)) for peer in peers}
+        return peers
 
     def is_of_another_user(self, peer: Address) -> bool:
         """Whether a connection that exists is refused for good: it is not this user's, and no credentials are set.
@@ -84,13 +85,14 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
             return False
         return uid_of(peer, self.listens_at) not in (None, os.getuid(), 0)
 
-    def _check(self, method: str, sign: bytes, context: grpc.ServicerContext) -> None:
+    def _check(self, method: str, sign: bytes, context: grpc.ServicerContext, peer: Address | None) -> None:
         if context.time_remaining() > LONGEST_CALL_S:
             raise ProtocolError("it has no deadline")
         if not self._credentials:
-            peer = _address(context.peer())
+            if peer is None:
+                raise ProtocolError("gRPC cannot tell whose process it is")
             try:
-                known = peer is None or may_come(peer, self.listens_at)
+                known = may_come(peer, self.listens_at)
             except OSError as error:
                 raise ProtocolError(f"the user of the calling process could not be looked up: {error}") from error
             if not known:
@@ -124,25 +126,9 @@ def ipv4(host: str, port: int) -> Address:
     return str(mapped or host), port
 
 
-def _address(peer: str) -> Address | None:
-    """(host, port) of a peer that gRPC names like ``ipv4:127.0.0.1:4711``; None if it is IPv6 and not loopback.
-
-    Raises:
-        ProtocolError: the user of that peer cannot be determined.
+def address_of(peer: str) -> Address | None:
+    """(host, port) of a peer that gRPC names like ``ipv4:127.0.0.1:4711``. None if gRPC names no address, as it does
+    where the peer has hung up before it was asked for.
     """
-    kind = peer.partition(":")[0]
-    if kind == "ipv4":
-        return _host_and_port(peer)
-    if kind == "ipv6" and not ipaddress.ip_address(_host_and_port(peer)[0]).is_loopback:
-        return None
-    raise ProtocolError(f"cannot tell whose process is at {peer}")
-
-
-def _host_and_port(peer: str) -> Address:
-    """Of a TCP peer, as gRPC names it."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _host(peer: str) -> str:
-    return unquote(peer).rpartition(":")[0]
+    return ipv4(host.strip("[]"), int(port)) if host and port.isdecimal() else None
