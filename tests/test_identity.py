@@ -194,6 +194,16 @@ def test_a_run_that_was_chosen_is_the_newest_from_then_on() -> None:
     assert taken_up(NEW, seen, (), 1e12) == NEW, "the newest stays as it is"
 
 
+def test_a_run_on_storage_stays_given_up_if_its_successor_left_nothing_but_its_name_there() -> None:
+    """The successor lost its memory before it had persisted a snapshot."""
+    persisted = PersistedRun(OLD, frozenset({SnapshotId(1 << 32, STEP)}))
+    after = reach_of([], [persisted], StartOptions(give_up=(OLD.id,))).begun(0xDDDD, 5e3)
+    assert reach_of([], [persisted], StartOptions()).run == OLD
+    reach = reach_of([], [persisted, PersistedRun(after)], StartOptions())
+    assert reach.run == after and reach.gone == {OLD.id}
+    check_nothing_is_left(reach, ())
+
+
 def test_a_run_that_was_given_up_stays_so_although_its_successor_is_given_up_too() -> None:
     held = [inventory("a", layout(OLD, 1 << 32, "ab"))]
     after = reach_of(held, (), StartOptions(give_up=(OLD.id,))).begun(0xDDDD, 5e3)

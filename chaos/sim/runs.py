@@ -29,7 +29,7 @@ class InReach:
         floor: the newest snapshot of it that a node knows to be protected.
         has_state: whether any part of a snapshot of it is there, or was promised.
         persisted: whether storage has, or had, a whole snapshot of it. `stored`: the newest that it has.
-        uncertain: whether storage may know an older declaration, or hold something that nobody has seen whole.
+        uncertain: whether storage may know an older declaration than its newest.
     """
 
     declared: int = 0
@@ -107,22 +107,22 @@ class JobRuns:
         return list(dict.fromkeys(run for run, _ in self._starts.values()))
 
     def enters(
-        self, arenas: Collection[MemoryPath], at_place: Collection[str], wanted: str, gone: Collection[str]
+        self, arenas: Collection[MemoryPath], noted: Collection[str], wanted: str, gone: Collection[str]
     ) -> None:
         """The trainers of a start know what these nodes hold, and decide what to go on with.
 
         Args:
-            at_place: runs of which storage has any snapshot, whole or not.
+            noted: runs that storage knows of, whether it has a snapshot of them or not.
             wanted, gone: the runs that the user chose and gave up.
         """
         self.reach, self.wanted, self.gone = {}, wanted, set(gone)
         for path, (kind, data) in self._records.items():
             if path.parent in arenas and path.exists():
                 self._note(kind, data)
-        for run in sorted({*at_place, *self.stored}):
+        for run in sorted({*noted, *self.stored}):
             declared = [(number, begun_s) for (known, begun_s), number in self._declared.items() if known == run]
             seen = self.reach.setdefault(run, InReach())
-            seen.persisted, seen.uncertain = run in self.stored, len(declared) > 1 or run not in self.stored
+            seen.persisted, seen.uncertain = run in self.stored, len(declared) > 1
             seen.stored = max(self.stored.get(run, ()), default=None)
             seen.has_state |= seen.persisted
             seen.declared, seen.begun_s = max([*declared, (seen.declared, seen.begun_s)])

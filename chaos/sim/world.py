@@ -473,7 +473,8 @@ class World:
         trainer = next((each for each in self.trainers if each.process is self.scheduler.current.process), None)
         if trainer is not None and trainer.outcome != "hangs":
             arenas = list(dict.fromkeys(each.node.arena for each in self.trainers))
-            self.oracle.enters(arenas, at_place() if self.plan.persist_s else (), self.wanted, self.over)
+            noted = noted_at_place() if self.plan.persist_s else ()
+            self.oracle.enters(arenas, noted, self.wanted, self.over)
 
     def _note_promise(self, ledger: Ledger) -> None:
         if ledger.protected is not None:
@@ -517,6 +518,12 @@ def at_place() -> dict[str, dict[str, list[str]]]:
         if run is not None and snapshot_of(directory) is not None:
             found.setdefault(run[1], {}).setdefault(directory, []).append(path)
     return found
+
+
+def noted_at_place() -> set[str]:
+    """The runs that storage knows of: each writes a file of its own as it begins to persist."""
+    found = (run_of(path.rpartition("/")[2]) for path in fsspec.filesystem("memory").store)
+    return {run[1] for run in found if run is not None}
 
 
 def _outcome(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.identity import MAX_FOLLOWED, Run
-from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.inventory import Inventory, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.starts import Record
 
@@ -73,19 +73,19 @@ class SeenRun:
         return f"run {self.run.id} (newest in reach: {held}; on {places or 'no node'})"
 
 
-def runs_in_reach(inventories: Sequence[Inventory], persisted: Iterable[Run] = ()) -> list[SeenRun]:
-    """Every run that these SMPs hold something of or took part in last, or that storage has; the newest first."""
+def runs_in_reach(inventories: Sequence[Inventory], persisted: Collection[PersistedRun] = ()) -> list[SeenRun]:
+    """Every run that these SMPs hold something of or took part in last, or that storage knows of; the newest first."""
     newest: dict[str, Run] = {}
     epochs: dict[int, str] = {}
-    stored = {run.id for run in persisted}
+    stored = {each.run.id for each in persisted if each.has_state}
     for inventory in inventories:
         for layout in inventory.layouts.values():
             epochs[layout.epoch] = layout.run.id
             _note(newest, layout.run)
         if inventory.run is not None:
             _note(newest, inventory.run)
-    for run in persisted:
-        _note(newest, run)
+    for each in persisted:
+        _note(newest, each.run)
     found = []
     for run in newest.values():
         own = [inventory for inventory in (of_run(each, run.id, epochs) for each in inventories) if _is_of(inventory)]

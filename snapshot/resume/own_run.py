@@ -77,7 +77,7 @@ class Reach:
 
 def reach_of(inventories: Sequence[Inventory], persisted: Collection[PersistedRun], options: StartOptions) -> Reach:
     """The runs in reach, and which of them a start goes on with. Pure. Raises `ConfigError`, see `own_run`."""
-    seen = runs_in_reach(inventories, [each.run for each in persisted if each.has_state])
+    seen = runs_in_reach(inventories, persisted)
     # Whoever chooses a run that was given up before takes that back.
     gone = frozenset({*(given_up(inventories, seen) - {options.run}), *options.give_up})
     own = own_run(seen, options.run, gone)
