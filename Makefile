@@ -42,16 +42,16 @@ demo-torchrun: setup
 	@TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 \
 		$(BIN)/holdfast chaos run --seed 1656 --faults 2 --nodes 3 --steps 10 -- \
 		$(BIN)/torchrun --nnodes=3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d \
-		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m holdfast.examples.acp_sgd
+		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m tests.proof.jobs.acp_sgd
 
 demo-ray: setup
-	@$(BIN)/python -m holdfast.chaos.ray.drill again
+	@$(BIN)/python -m tests.proof.ray.drill again
 
 test: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50 $(TESTS)
 
 test-other: setup
-	@$(BIN)/python -m tests.other_python $(OTHER)
+	@$(BIN)/python -m tools.other_python $(OTHER)
 
 slow: setup
 	@$(BIN)/pytest -m slow $(TESTS)
@@ -62,28 +62,28 @@ check: setup
 	@$(BIN)/mypy
 
 matrix: setup
-	$(BIN)/holdfast matrix --markdown benchmarks/results/matrix-$$(date +%F).md \
+	$(BIN)/python -m tests.proof.matrix --markdown benchmarks/results/matrix-$$(date +%F).md \
 		--json benchmarks/results/matrix-$$(date +%F).json
 
 real: setup
-	@$(BIN)/python -m tests.real $(if $(REAL),--real $(REAL)) $(if $(ONLY),--only $(ONLY)) \
+	@$(BIN)/python -m tools.real $(if $(REAL),--real $(REAL)) $(if $(ONLY),--only $(ONLY)) \
 		--json benchmarks/results/real-$$(date +%F).json --markdown benchmarks/results/real-$$(date +%F).md
 
 chaos: setup
-	$(BIN)/holdfast chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \
+	$(BIN)/python -m tests.proof.chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \
 		--markdown benchmarks/results/chaos-$$(date +%F).md --html benchmarks/results/chaos-$$(date +%F).html
 
 LOOPS ?= --seeds 2000 --jobs 2 --json benchmarks/results/loops-$$(date +%F).json \
 	--markdown benchmarks/results/loops-$$(date +%F).md
 
 loops: setup
-	$(BIN)/python -m holdfast.chaos.loops $(LOOPS)
+	$(BIN)/python -m tests.proof.loops $(LOOPS)
 
 fuzz: setup
-	$(BIN)/python -m tests.fuzz --inputs 2000000 --json benchmarks/results/fuzz-$$(date +%F).json
+	$(BIN)/python -m tools.fuzz --inputs 2000000 --json benchmarks/results/fuzz-$$(date +%F).json
 
 stall: setup
-	$(BIN)/holdfast bench stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \
+	$(BIN)/python -m benchmarks.stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \
 		--plot benchmarks/results/stall.svg
 
 bench-node: setup
@@ -128,19 +128,19 @@ gpu-offline:
 	@touch $(READY)
 
 wheels: setup
-	@$(BIN)/python -m tests.wheels build
+	@$(BIN)/python -m tools.wheels build
 
 wheels-check: setup
-	@$(BIN)/python -m tests.wheels check dist/*.whl $(WHEELS_CHECK)
+	@$(BIN)/python -m tools.wheels check dist/*.whl $(WHEELS_CHECK)
 
 journeys: setup
-	@$(BIN)/python -m tests.journeys $(JOURNEYS)
+	@$(BIN)/python -m tools.journeys $(JOURNEYS)
 
 proof: setup
-	@$(BIN)/python -m tests.proof
+	@$(BIN)/python -m tools.proof
 
 pictures: setup
-	@$(BIN)/python -m tests.pictures
+	@$(BIN)/python -m tools.pictures
 
 docs: setup
 	@$(BIN)/python docs/generate.py

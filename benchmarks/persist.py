@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from holdfast import InMemorySnapshot
-from holdfast.bench.ec import describe, machine
+from holdfast.bench.machine import describe, machine
 from holdfast.smp_daemon.persist import shardfile
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
 from holdfast.smp_daemon.shared.paths import arena_base

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import InMemorySnapshot
-from holdfast.bench.ec import describe, machine
+from holdfast.bench.machine import describe, machine
 from holdfast.cli.arguments import parse_protect_every
 from holdfast.planner.slots import play
 from holdfast.smp_daemon.shared.paths import arena_base

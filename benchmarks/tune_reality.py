@@ -23,8 +23,8 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.overhead import Overhead, TimedJob, account, baseline_step, error_of_sum, kills, run
 from holdfast.snapshot.interval.measured import Measured
+from tests.proof.overhead import Overhead, TimedJob, account, baseline_step, error_of_sum, kills, run
 
 INTERVALS = (1, 8, 32, 96)
 BASELINE_FROM = 4
@@ -127,7 +127,7 @@ def main() -> None:
     load = TimedJob()
     runs_of: dict[int, list[Overhead]] = {every: [] for every in INTERVALS}
     steps_s: dict[int, list[float]] = {every: [] for every in INTERVALS}
-    with Launcher(["holdfast.chaos.overhead"]) as launcher, tempfile.TemporaryDirectory() as folder:
+    with Launcher(["tests.proof.overhead"]) as launcher, tempfile.TemporaryDirectory() as folder:
         launcher.wait_ready()
         file = Path(folder, "profile.json")
         run(launcher, load, steps=1 << 40, every=1, profile=file)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.integrations.adapters.megatron_cpu import install
+from holdfast.chaos.megatron_cpu import install
 
 install()
 warnings.filterwarnings("ignore", message=".*Apex.*")
@@ -37,7 +37,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from holdfast.chaos import drill
-from holdfast.chaos.standins import emerging, fused_adam, gather, offload, quantized
 from holdfast.hook import InMemorySnapshot
 
 HIDDEN, HEADS, VOCABULARY, SEQUENCE = 64, 4, 128, 32
@@ -103,7 +102,10 @@ class Gpt:
         self._seed = seed
         self._options = GptOptions(**options)
         initialise(self._options, seed)
-        self.chunks, self.optim, self.scheduler = build(self._options)
+        self.chunks, self.optim, self.scheduler = build(self._options, self.complete)
+
+    def complete(self, options: GptOptions, chunks: list[Any]) -> None:
+        """Make what the options need beyond Megatron, which is installed here."""
 
     def protect(self, **options: Any) -> InMemorySnapshot:
         return InMemorySnapshot(self.chunks, self.optim, scheduler=self.scheduler, **options)
@@ -176,16 +178,18 @@ def initialise(options: GptOptions, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, OptimizerParamScheduler]:
-    """Model chunks, their optimizer and its schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them."""
+def build(
+    options: GptOptions, complete: Callable[[GptOptions, list[Any]], None] = lambda options, chunks: None
+) -> tuple[list[DistributedDataParallel], Any, OptimizerParamScheduler]:
+    """Model chunks, their optimizer and its schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them.
+
+    `complete` is called with the chunks before they are wrapped.
+    """
     config = _config(options)
     chunks: list[Any] = [_chunk(config, options, stage).to(drill.place()) for stage in range(options.virtual or 1)]
     if options.dtype != "fp32":
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    if options.fp8:
-        gather.one_by_one()
-    for chunk in chunks if options.fp8 else ():
-        quantized.quantize_weights(chunk, options.fp8)
+    complete(options, chunks)
     overlap_gather = options.overlap and (options.distributed or options.layer_wise)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -238,10 +242,7 @@ def _layout(options: GptOptions, ddp: DistributedDataParallelConfig, chunk: torc
 
 def _optimizer(options: GptOptions, chunks: list[Any], overlap_gather: bool) -> Any:
     more: dict[str, Any] = {}
-    if options.offload is not None or options.aware:
-        fused_adam.install()
     if options.offload is not None:
-        offload.install()
         more |= {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": options.offload,
@@ -280,8 +281,6 @@ def _optimizer(options: GptOptions, chunks: list[Any], overlap_gather: bool) -> 
     )
     if not options.muon:
         return get_megatron_optimizer(config, chunks)
-    emerging.install()
-    gather.install()
     muon = importlib.import_module("megatron.core.optimizer.muon")
     return muon.get_megatron_muon_optimizer(
         config, chunks, config_overrides={}, layer_wise_distributed_optimizer=options.layer_wise

@@ -1,6 +1,7 @@
 """Generates the reference pages of docs/ from the code: ``python docs/generate.py``, or ``make docs``.
 
-The pages are committed, because most people read docs/ unbuilt. `tests/test_docs.py` fails if a page is out of date.
+The pages are committed, because most people read docs/ unbuilt. `tests/system/test_docs.py` fails if a page is out of
+date.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _jobs() -> Iterator[str]:
     """A row for each framework in each report of the matrix, newest first."""
     yield "## Kinds of jobs"
     yield (
-        "Each line is a run of `holdfast matrix` whose report is committed: every kind of job was trained undisturbed, "
+        "Each line is a run of `make matrix` whose report is committed: every kind of job was trained undisturbed, "
         "and again with a trainer and then a whole node killed in the middle of steps. On CPUs; on a GPU nothing has "
         "run yet ([why, and what is ready](gpu.md))."
     )
@@ -149,7 +150,7 @@ def _jobs() -> Iterator[str]:
 
 def proof() -> Iterator[str]:
     promises = importlib.import_module("tests.promises")
-    broken = importlib.import_module("tests.broken_builds")
+    broken = importlib.import_module("tests.proof.broken_builds")
     yield "# What proves it"
     yield (
         "Each line is a promise, as it stands in the README or in these pages, and the tests that fail if it is not "

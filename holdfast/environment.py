@@ -1,7 +1,7 @@
 """Every ``HOLDFAST_*`` variable with a sentence about it. The reference in docs/ is generated from this table.
 
-No code reads a variable through this table. `tests/test_docs.py` finds the names used in the code, and fails if one is
-missing here, or is only here.
+No code reads a variable through this table. `tests/system/test_docs.py` finds the names used in the code, and fails if
+one is missing here, or is only here.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Absent(MetaPathFinder):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options for `tests.other_python`: some packages are absent on purpose, and not every case is run."""
+    """Options for `tools.other_python`: some packages are absent on purpose, and not every case is run."""
     parser.addoption(
         "--without", default="", metavar="PACKAGES", help="skip, and count, what imports one of these, with commas"
     )

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.chaos import drill
 from holdfast.chaos.trainer import Trainer
-from holdfast.examples.elastic import Elastic
-from holdfast.examples.zero import Zero
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from tests.proof.jobs.elastic import Elastic
+from tests.proof.jobs.zero import Zero
 
 DRAIN_DEADLINE_S = 10.0
 

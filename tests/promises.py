@@ -1,7 +1,7 @@
 """What README and docs promise, and which tests prove it.
 
 A test says so itself: ``@pytest.mark.proves("a-name")``. `docs/generate.py` makes docs/proof.md of this, and
-``python -m tests.proof`` runs those tests.
+``python -m tools.proof`` runs those tests.
 """
 
 from __future__ import annotations

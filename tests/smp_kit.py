@@ -27,7 +27,6 @@ from typing import IO, Any
 
 import psutil
 
-from holdfast.chaos.smp_zygote import Forked, Zygote
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
@@ -44,6 +43,7 @@ from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 from tests.deadlines import DEADLINE_S
+from tests.smp_zygote import Forked, Zygote
 
 JOB = "testrun"
 RECORD_BYTES = 600

@@ -1,6 +1,6 @@
 """Part C: the cost compared with other checkpointers, all in the same loop with state on the device.
 
-The loop is that of ``holdfast bench stall``. DCP comes with torch; torch_checkpointing is included only if it is
+The loop is that of ``benchmarks.stall``. DCP comes with torch; torch_checkpointing is included only if it is
 installed.
 """
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu.machine import Machine
-from holdfast.bench.stall import StallBenchmark, choose, measure
+from benchmarks.stall import StallBenchmark, choose, measure
 
 Figures = dict[str, Any]
 

@@ -20,7 +20,6 @@ import torch
 from benchmarks.gpu.machine import Machine, arena
 from benchmarks.service_parts import Job
 from holdfast import InMemorySnapshot
-from holdfast.chaos.device.seam import SeamDevice
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.records import digest_units
@@ -30,6 +29,7 @@ from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor, address_of
 from holdfast.snapshot.resume.loading import load_checked
+from tests.proof.device.seam import SeamDevice
 
 Figures = dict[str, Any]
 

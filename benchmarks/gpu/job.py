@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 from holdfast import InMemorySnapshot
-from holdfast.chaos.device.seam import SeamLoop, Training
 from holdfast.snapshot.step.copier import Copier
+from tests.proof.device.seam import SeamLoop, Training
 
 POINTS = ("forward", "copy", "step", "seal")
 """Points of death: in a forward pass, during the copy of the state, in the middle of the optimizer's step, and just

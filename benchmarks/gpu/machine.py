@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from holdfast.chaos.device.queues import LAZY
-from holdfast.chaos.device.seam import SHOWN_BY, Cpu, Emulated, Real, SeamDevice
-from holdfast.chaos.device.standin import EmulatedCuda
+from tests.proof.device.queues import LAZY
+from tests.proof.device.seam import SHOWN_BY, Cpu, Emulated, Real, SeamDevice
+from tests.proof.device.standin import EmulatedCuda
 
 ROOT = Path(__file__).parent.parent.parent
 

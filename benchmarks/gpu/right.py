@@ -18,10 +18,10 @@ import torch
 from benchmarks.gpu.job import POINTS
 from benchmarks.gpu.machine import ROOT, Machine, arena, run_check, tests
 from holdfast import InMemorySnapshot
-from holdfast.chaos import matrix
-from holdfast.chaos.device.seam import FAULTS, SeamLoop, observe, twin
 from holdfast.snapshot.copy import pages
 from holdfast.snapshot.state import rng
+from tests.proof.device.seam import FAULTS, SeamLoop, observe, twin
+from tests.proof.matrix import cells as matrix
 
 Figures = dict[str, Any]
 
@@ -38,8 +38,8 @@ def facts(machine: Machine) -> Figures:
 
 def parts(machine: Machine) -> Figures:
     """The copy engine's own tests pass on the device and on the emulated one."""
-    on_device, said = tests("tests/test_cuda_gpu.py", "-m", "gpu")
-    beside, said_beside = tests("tests/test_cuda.py", "-k", "order or capture" if machine.dry else "")
+    on_device, said = tests("tests/proof/test_cuda_gpu.py", "-m", "gpu")
+    beside, said_beside = tests("tests/proof/test_cuda.py", "-k", "order or capture" if machine.dry else "")
     return {"passes": on_device and beside, "on_device": said, "imagined": said_beside}
 
 
@@ -171,9 +171,9 @@ def parallel(machine: Machine) -> Figures:
     """FSDP2, also with parameters on the host, and DDP on one GPU are killed and restarted."""
     return _cells(
         machine,
-        matrix.Cell("FSDP2", "holdfast.examples.plain:Shards", 1, drain=True),
-        matrix.Cell("FSDP2, offloaded", "holdfast.examples.plain:Offloaded", 1, drain=True),
-        matrix.Cell("DDP, two ranks on one GPU", "holdfast.examples.plain:Replicas", 2, drain=True),
+        matrix.Cell("FSDP2", "tests.proof.jobs.plain:Shards", 1, drain=True),
+        matrix.Cell("FSDP2, offloaded", "tests.proof.jobs.plain:Offloaded", 1, drain=True),
+        matrix.Cell("DDP, two ranks on one GPU", "tests.proof.jobs.plain:Replicas", 2, drain=True),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.audit import AuditReport, Notes, compare_rank, together
 from holdfast.chaos.faults import CATALOGUE, STEP_POINTS
-from holdfast.chaos.verdict import Findings
+from holdfast.chaos.findings import Findings
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 FIRST_STEP = 3
@@ -126,8 +126,8 @@ class CommandVerdict:
         epochs: how often the job was started.
         steps_again: number of finished steps that had to be done again, at each new epoch.
         report: what was compared, and what differed.
-        breaches: pairs of one of `verdict.CHECKS` and what it found; empty if all is well.
-        checks: how often each of `verdict.CHECKS` looked at something.
+        breaches: pairs of one of `findings.CHECKS` and what it found; empty if all is well.
+        checks: how often each of `findings.CHECKS` looked at something.
     """
 
     run: CommandRun

@@ -25,8 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.bench import cluster as cluster_module
-from holdfast.bench.ec import describe, machine
 from holdfast.bench.floor import PIECE_BYTES, Carried, Floor, Wires, answer, end, tell, whole_pieces
+from holdfast.bench.machine import describe, machine
 from holdfast.bench.parts import PARTS, PartRate, SocketRate, certificates, measure_parts, measure_sockets
 from holdfast.bench.smp import rounded
 from holdfast.planner.rates import FORMAT, KIND, NodeRates

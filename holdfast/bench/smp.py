@@ -1,4 +1,4 @@
-"""The second half of ``holdfast bench ec``: real SMPs on this machine protect and rebuild, compared with memcpy.
+"""The second half of ``benchmarks.ec``: real SMPs on this machine protect and rebuild, compared with memcpy.
 
 Four SMPs hold one shard each. *Protect* is the time from the first seal until all four say that the snapshot is
 protected: every byte is read for its digest, sent, checked, and added to the parity. *Rebuild* is the time that an

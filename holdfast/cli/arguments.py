@@ -109,3 +109,14 @@ def parse_protect_every(text: str) -> ProtectEvery:
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--protect-every {text!r}: of every 1 or more snapshots one is protected, or auto")
     return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Positive numbers with commas, as the type of an option."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
+    return found

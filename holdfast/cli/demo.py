@@ -67,7 +67,7 @@ def _run(parsed: argparse.Namespace) -> int:
         parsed.defaults,
         parsed.device,
     )
-    require("megatron", "holdfast demo", "run holdfast matrix --cells torch")
+    require("megatron", "holdfast demo", "break a job of your own with holdfast chaos run -- COMMAND")
     console = console_of(parsed)
     with DemoProgress(console, plan) as progress:
         account = run(plan, progress.tell)

@@ -17,10 +17,8 @@ from holdfast.cli import (
     export,
     gc,
     give_up,
-    matrix,
     plan,
     profile,
-    simulate,
     smp,
     status,
     tune,
@@ -32,7 +30,6 @@ from holdfast.cli.output import report
 COMMANDS = (
     *(
         demo,
-        matrix,
         audit,
         status,
         smp,
@@ -47,21 +44,25 @@ COMMANDS = (
         plan,
         profile,
         tune,
-        simulate,
     ),
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status, see `holdfast.cli.output`."""
+def main(arguments: list[str] | None = None, parser: Parser | None = None) -> int:
+    """Run the command; return its exit status, see `holdfast.cli.output`.
+
+    Args:
+        arguments: the words after the command's name; None: of this process.
+        parser: of another program that is to end as this one does; its options set ``run``, as those of commands do.
+    """
     words = sys.argv[1:] if arguments is None else arguments
-    return run_to_the_end(partial(run, words), lambda error: report(error, words))
+    return run_to_the_end(partial(run, words, parser), lambda error: report(error, words))
 
 
-def run(words: list[str]) -> int:
+def run(words: list[str], parser: Parser | None = None) -> int:
     """Run the command; return its exit status. Raises whatever ends the command."""
     cut = words.index("--") if "--" in words else len(words)
-    parser = make_parser()
+    parser = parser or make_parser()
     parsed = parser.parse_args(words[:cut])
     if cut < len(words):
         if "command" not in parsed:

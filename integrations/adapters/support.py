@@ -1,6 +1,6 @@
 """Which kinds of megatron-core's state are restored, and what proves it. `docs/support.md` is written from this table.
 
-`tests/test_support.py` compares it with the matrix, the tests that it names, and the reports that are committed.
+`tests/system/test_support.py` compares it with the matrix, the tests that it names, and the reports that are committed.
 """
 
 from __future__ import annotations

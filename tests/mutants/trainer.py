@@ -1,6 +1,0 @@
-"""Turns the process that imports it into a trainer of a broken build."""
-
-from tests.mutants import MUTANTS, applied, apply
-
-if (name := applied()) and MUTANTS[name].in_trainer:
-    apply(name)

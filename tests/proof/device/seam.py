@@ -1,0 +1,408 @@
+"""Checks the whole path from a training loop to its slots, on a device: compares each slot with a synchronising twin.
+
+The loop has state of every kind that is captured differently: buffers on the device, frozen weights, an average that
+code between steps updates, a fused optimizer, and memory that is freed and reused at once. The twin is the same loop
+without holdfast; it waits for the device at each boundary and clones everything. `FAULTS` are ways to break holdfast
+that the comparison must notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+
+from holdfast import InMemorySnapshot
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.snapshot.copy.cuda import CudaTransfer
+from holdfast.snapshot.copy.devices import DeviceEngines
+from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.step.capture import Staging
+from holdfast.snapshot.step.copier import Copier, CopyJob
+from tests.proof.device.queues import EAGER
+from tests.proof.device.standin import EmulatedCuda
+
+DRAINED = 3
+"""How often the loop waits until its snapshots are protected, in steps: it has only as many slots."""
+
+DRAIN_S = 10.0
+
+State = dict[str, bytes]
+
+
+class SeamDevice(Protocol):
+    """The device that the loop runs on."""
+
+    name: str
+
+    def installed(self) -> AbstractContextManager[object]:
+        """Make the device available in this block."""
+        ...
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """Make a stream other than the default one current in this block."""
+        ...
+
+    def delay(self) -> None:
+        """Keep the current stream busy for a while before its next work."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until the device has done everything."""
+        ...
+
+    def engines(self) -> DeviceEngines:
+        """Copy engines for the host and this device."""
+        ...
+
+    def capture(self, graph: Any) -> AbstractContextManager[object]:
+        """Record what the block queues into a graph that `graph` made."""
+        ...
+
+    def graph(self) -> Any: ...
+
+
+class Cpu:
+    """The CPU in place of a device: no work is late, and there are no graphs."""
+
+    name = "cpu"
+
+    def installed(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    own_stream = installed
+
+    def delay(self) -> None:
+        """Do nothing: a CPU has no queue."""
+
+    def synchronize(self) -> None:
+        """Do nothing: all work is done already."""
+
+    def engines(self) -> DeviceEngines:
+        return DeviceEngines()
+
+    def capture(self, graph: Any) -> AbstractContextManager[object]:
+        raise NotImplementedError("a CPU has no graphs")
+
+    def graph(self) -> Any:
+        raise NotImplementedError("a CPU has no graphs")
+
+
+class Emulated:
+    """An emulated device. Results are those of the CPU."""
+
+    name = "cuda:0"
+
+    def __init__(self, standin: EmulatedCuda) -> None:
+        self.standin = standin
+
+    def installed(self) -> AbstractContextManager[object]:
+        return self.standin.installed()
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        return self.standin.stream(self.standin.queues.stream(0))
+
+    def delay(self) -> None:
+        """Do nothing: the device is late anyway."""
+
+    def synchronize(self) -> None:
+        self.standin.synchronize()
+
+    def engines(self) -> DeviceEngines:
+        return self.standin.engines({torch.device(self.name)})
+
+    @contextmanager
+    def capture(self, graph: Any) -> Iterator[None]:
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+    def graph(self) -> Any:
+        return self.standin.graph()
+
+
+class Real:
+    """The first CUDA device of this machine."""
+
+    name = "cuda:0"
+    cycles = 50_000_000
+
+    def installed(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def engines(self) -> DeviceEngines:
+        return DeviceEngines({torch.device(self.name)})
+
+    def delay(self) -> None:
+        torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
+
+    def capture(self, graph: Any) -> AbstractContextManager[object]:
+        return torch.cuda.graph(graph)
+
+    def graph(self) -> Any:
+        return torch.cuda.CUDAGraph()
+
+
+@dataclass(frozen=True, slots=True)
+class SeamLoop:
+    """Options of the loop.
+
+    Attributes:
+        steps: number of steps.
+        own_stream: whether the loop runs on a stream other than the default one.
+        moves: whether weights move to other memory in each step, and their old memory is overwritten.
+        captured: the step from which on the optimizer's step is replayed from a CUDA graph; 0: never.
+        turns: how the loop says where its steps begin: by ``steps`` or ``data``; empty: it does not.
+    """
+
+    steps: int = 30
+    own_stream: bool = False
+    moves: bool = False
+    captured: int = 0
+    turns: str = ""
+
+
+@dataclass(slots=True)
+class SeamOutcome:
+    """The outcome of a loop.
+
+    Attributes:
+        steps: number of steps of the loop.
+        taken: steps whose slot was sealed.
+        wrong: names and steps of tensors that differ from the twin's.
+        given_up: number of snapshots that were given up because they would not have been exact.
+        failure: the error that ended the loop, if any.
+    """
+
+    steps: int
+    taken: list[int] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    given_up: int = 0
+    failure: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether snapshots were taken up to the end, all of them right, and none given up."""
+        to_the_end = max(self.taken, default=0) > self.steps - 2 * DRAINED
+        return to_the_end and not (self.wrong or self.given_up or self.failure)
+
+
+class Training:
+    """Model, optimizer and average, on a device.
+
+    Attributes:
+        step: the current step.
+    """
+
+    def __init__(self, device: SeamDevice, loop: SeamLoop) -> None:
+        self._device = device
+        self._loop = loop
+        torch.manual_seed(3)
+        layers: list[torch.nn.Module] = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16)]
+        self.model = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        self.model[2].requires_grad_(False)
+        self.model.to(device.name)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+        self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._graph: Any = None
+        self.step = 0
+
+    def run(
+        self,
+        begins: Callable[[int], None],
+        turns: Callable[[int], Iterable[int]] = range,
+        note: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            begins: called where a step begins.
+            turns: makes the sequence of step numbers from their count.
+            note: called with the loss of each step, after waiting for the device.
+        """
+        for step in turns(self._loop.steps):
+            self.step = step
+            generator = torch.Generator().manual_seed(step)
+            batch = torch.randn(12, 8, generator=generator).to(self._device.name)
+            begins(step)
+            self._device.delay()
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            if note is not None:
+                note(step, loss.item())
+            elif step % 5 == 4:
+                loss.item()  # otherwise the loop would run ever further ahead of the device
+            self._device.delay()
+            self._step(step)
+            self.optimizer.zero_grad(set_to_none=not self._loop.captured)
+            for name, parameter in self.model.named_parameters():
+                self.average[name].lerp_(parameter.detach(), 0.1)
+            if self._loop.moves:
+                for parameter in self.model.parameters():
+                    parameter.data = parameter.data.clone()
+                [torch.full_like(p, 7.0) for p in self.model.parameters()]  # reuses the old memory of the weights
+
+    def state(self) -> State:
+        """The current state, by name. Waits for the device."""
+        tensors = {**self.model.state_dict(), **{f"average.{name}": each for name, each in self.average.items()}}
+        for number, state in enumerate(self.optimizer.state.values()):
+            tensors |= {f"{number}.{key}": value for key, value in state.items()}
+        return {name: _bytes(torch.as_tensor(value)) for name, value in tensors.items()}
+
+    def _step(self, step: int) -> None:
+        captured = self._loop.captured
+        if not captured or step < captured:
+            self.optimizer.step()
+            return
+        if self._graph is None:
+            self._graph = self._device.graph()
+            for group in self.optimizer.param_groups:
+                group["capturable"] = True
+            with self._device.capture(self._graph):
+                self.optimizer.step()
+        self._graph.replay()
+
+
+def twin(device: SeamDevice, loop: SeamLoop) -> dict[int, State]:
+    """The state with which each step begins, from a run without holdfast and without graphs."""
+    found: dict[int, State] = {}
+    loop = replace(loop, captured=0)
+    with device.installed(), device.own_stream() if loop.own_stream else nullcontext():
+        training = Training(device, loop)
+
+        def note(step: int) -> None:
+            found[step] = training.state()
+
+        training.run(note)
+    return found
+
+
+def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena: Path, job: str) -> SeamOutcome:
+    """Train with a snapshot at every step, and compare each slot with the `wanted` state of its step."""
+    outcome = SeamOutcome(loop.steps)
+    seal = Copier._seal
+
+    def sealing(copier: Copier, copy: CopyJob) -> None:
+        form, step = copy.form, copy.snapshot.step
+        held = {_bytes(read_leaf(copy.slot, offset, leaf)) for offset, leaf in form.offsets.values()}
+        outcome.wrong += [f"{name} of step {step}" for name, content in wanted[step].items() if content not in held]
+        seal(copier, copy)
+        outcome.taken.append(step)
+
+    with device.installed(), device.own_stream() if loop.own_stream else nullcontext():
+        training = Training(device, loop)
+        hook = InMemorySnapshot(
+            training.model, training.optimizer, job=job, arena=arena, overhead_budget=0.0, strict=True
+        )
+        hook.track("average", tensors=training.average, changes="after step")
+        try:
+            with patch.object(Copier, "_seal", sealing), hook as snap:
+
+                def begins(step: int) -> None:
+                    if step % DRAINED == 0:
+                        snap.drain(DRAIN_S)
+
+                turns: dict[str, Callable[[int], Iterable[int]]] = {
+                    "": range,
+                    "steps": snap.steps,
+                    "data": lambda steps: snap.data(range(steps)),
+                }
+                training.run(begins, turns[loop.turns])
+        except (HoldfastError, RuntimeError) as error:
+            outcome.failure = str(error)
+    outcome.given_up = hook.statistics.failed
+    return outcome
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    here = tensor.detach().cpu().contiguous().reshape(-1)
+    return here.view(torch.uint8).numpy().tobytes() if here.numel() else b""
+
+
+# ---------------------------------------------------------------------- broken on purpose
+
+
+@contextmanager
+def no_fence() -> Iterator[None]:
+    """Do not let the optimizer wait for the copy."""
+    with patch.object(CudaTransfer, "fence", lambda transfer: None):
+        yield
+
+
+@contextmanager
+def early_mark() -> Iterator[None]:
+    """Let each copy wait for the boundary before its own."""
+    made = CudaTransfer.__init__
+    events: list[Any] = []
+
+    def make(transfer: CudaTransfer, engine: Any) -> None:
+        made(transfer, engine)
+        events.append(transfer._ready)
+        transfer._ready = events[max(0, len(events) - 2)]
+
+    with patch.object(CudaTransfer, "__init__", make):
+        yield
+
+
+@contextmanager
+def early_give_back() -> Iterator[None]:
+    """Let copies made at the beginning of a step be overwritten by the next step, perhaps before they are in a slot."""
+    take, kept = Staging.take, dict[Staging, Any]()
+
+    def taking(staging: Staging, pieces: Any) -> Any:
+        if staging in kept:
+            staging.give_back(kept.pop(staging))
+        staged = kept[staging] = take(staging, pieces)
+        return staged
+
+    with patch.object(Staging, "take", taking):
+        yield
+
+
+@contextmanager
+def no_finish() -> Iterator[None]:
+    """Seal slots while copies to them are still in progress."""
+    with patch.object(CudaTransfer, "finish", CudaTransfer._over):
+        yield
+
+
+@contextmanager
+def live_buffers() -> Iterator[None]:
+    """Do not copy what a forward may change at the beginning of the step."""
+    with patch.object(Staging, "take", lambda staging, pieces: tuple(pieces)):
+        yield
+
+
+@contextmanager
+def deaf_to_replays() -> Iterator[None]:
+    """Do not report again at replays what was reported during a capture."""
+    with patch("holdfast.snapshot.step.graphs.Graphs.say", lambda graphs, what, *, after=False: what()):
+        yield
+
+
+SHOWN_BY = {"early-mark": EAGER}
+"""The order of work on an emulated device that shows a fault, if it is not `LAZY`."""
+
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], SeamLoop]] = {
+    "no-fence": (no_fence, SeamLoop()),
+    "early-mark": (early_mark, SeamLoop()),
+    "early-give-back": (early_give_back, SeamLoop()),
+    "no-finish": (no_finish, SeamLoop()),
+    "live-buffers": (live_buffers, SeamLoop()),
+    "deaf-to-replays": (deaf_to_replays, SeamLoop(captured=5)),
+}
+"""How to break holdfast, and a loop that shows the fault, by name."""

@@ -1,0 +1,354 @@
+"""One run: lives of a job with faults, then a quiet time without faults, in which the promise must hold."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from tests.proof.sim.faults import Faults
+from tests.proof.sim.moves import Moves
+from tests.proof.sim.plan import SeedPlan, draw
+from tests.proof.sim.scheduler import BEGAN_S, DEFAULT_TURNS, Moment, Scheduler
+from tests.proof.sim.tasks import Violated, Violation
+from tests.proof.sim.tripwires import wired
+from tests.proof.sim.turns import Priorities, Turns, Uniform
+from tests.proof.sim.world import World
+
+LIFE_DEADLINE_S = 7200.0
+"""Timeout for a life of the job, in simulated seconds, whatever happens."""
+
+CALM_S = 45.0
+"""How long it takes, without faults, until no call that a fault affected is in progress, in simulated seconds."""
+
+REST_S = 700.0
+"""Longer than any deadline: a task that still waits after this many quiet seconds waits for ever."""
+
+TURNS_A_RANK = 8_000
+"""Limit on the turns of a run of a large job, for each of its ranks."""
+
+DECISIONS = 2
+"""How often the user chooses a run or gives one up, before the job must go on."""
+
+COLLECT_EVERY = 1024
+"""Number of runs in one process between two garbage collections. A run leaves some 0.4 MB, and collecting takes a
+seventh of a run's time. The child processes of a campaign end before the first collection."""
+
+_runs = itertools.count(1)
+
+
+@dataclass(slots=True)
+class SeedReport:
+    """What one seed did.
+
+    Attributes:
+        violations: the first one ended the run.
+        checks: how often each of `tests.proof.sim.checks` looked at something.
+        states: the kinds of state that its trainers had, if they had real modules.
+        history: see `Scheduler`.
+    """
+
+    seed: int
+    violations: list[Violated]
+    awaits: int
+    turns: int
+    fingerprint: int
+    simulated_s: float
+    faults: Counter[str] = field(default_factory=Counter)
+    hits: Counter[str] = field(default_factory=Counter)
+    crashes: Counter[str] = field(default_factory=Counter)
+    checks: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
+    history: list[Moment] = field(default_factory=list)
+
+
+def simulate(seed: int, trace: Callable[[str], None] | None = None) -> SeedReport:
+    """Run one seed; see `play`."""
+    return play(draw(seed), trace=trace)
+
+
+def order_of(plan: SeedPlan) -> Turns:
+    """The order in which tasks take turns, as the plan says."""
+    seed = f"turns {plan.turns}"
+    return Priorities(seed, plan.span) if plan.order == "priorities" else Uniform(seed, plan.chance)
+
+
+def play(
+    plan: SeedPlan,
+    order: Turns | None = None,
+    *,
+    trace: Callable[[str], None] | None = None,
+    telling: bool = False,
+) -> SeedReport:
+    """Run a plan. Call it within `chaos.sim.seams.installed`, always from the same thread.
+
+    Args:
+        order: the order of turns, instead of the plan's.
+        trace: called with a line for everything that happens.
+        telling: whether to record the history.
+    """
+    most_turns = max(DEFAULT_TURNS, TURNS_A_RANK * len(plan.ranks))
+    scheduler = Scheduler(f"world {plan.seed}", order or order_of(plan), most_turns)
+    scheduler.trace, scheduler.telling = trace, telling
+    world = World(plan, scheduler)
+    if trace is not None:
+        logging.disable(logging.NOTSET)
+    try:
+        with wired():
+            _Driver(world).drive()
+    except Violation as violation:
+        if not scheduler.violations:
+            scheduler.violate(*violation.violated)
+    finally:
+        scheduler.unwind()
+        if trace is not None:
+            logging.disable()
+        if next(_runs) % COLLECT_EVERY == 0:
+            gc.collect()
+    return SeedReport(
+        plan.seed,
+        list(scheduler.violations),
+        scheduler.awaits,
+        scheduler.turns,
+        scheduler.fingerprint,
+        scheduler.now - BEGAN_S,
+        world.faults,
+        world.hits,
+        world.crashes,
+        world.oracle.checks,
+        _states(plan),
+        scheduler.history,
+    )
+
+
+def _states(plan: SeedPlan) -> Counter[str]:
+    state = plan.state
+    if state is None:
+        return Counter()
+    sharing = "replicas" if state.replicated else "shards"
+    return Counter((*state.kinds, state.optimizer, state.pace, state.loop, "elastic" if state.sizes else sharing))
+
+
+class _Driver:
+    """Does what launchers and operators do, and checks everything at the end."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._plan = world.plan
+        self._scheduler = world.scheduler
+        self._faults = Faults(world)
+        self._moves = Moves(world)
+
+    def drive(self) -> None:
+        """Run all lives, and the quiet time. Raises `Violation`."""
+        for faults, gap in zip(self._plan.lives, self._plan.gaps, strict=True):
+            self._replace(gap.replace)
+            if self._plan.moves and not faults:
+                self._recover(self._plan.steps, "after machines moved")
+                outcomes = set[str]()
+            else:
+                self._faults.begin_life(faults)
+                outcomes = self._live(self._plan.steps)
+            if "unrecoverable" not in outcomes:
+                self._pass(gap.seconds)  # survivors may regroup meanwhile, and be struck
+            self._faults.end_life()
+            if self._plan.moves and faults:
+                self._calm()
+            for move in gap.moves:
+                self._moves.make(move)
+            if "unrecoverable" in outcomes and not self._plan.moves:
+                break
+        self._quiet()
+
+    # ------------------------------------------------------------------ lives
+
+    def _live(self, steps: int, *, quiet: bool = False, ends: bool = False) -> set[str]:
+        """Start the trainers and wait until the last one has ended. Returns how they ended."""
+        world, scheduler = self._world, self._scheduler
+        for node in world.up():
+            if not node.serves and scheduler.random.random() < 0.7:
+                try:
+                    world.ensure_smp(node)
+                except Exception as error:  # a fault struck: the trainers will notice
+                    scheduler.note(f"the launcher goes on: {error}")
+        if not world.up():
+            return {"killed"}  # the last node was lost while its SMP was started
+        world.start_trainers(steps, quiet=quiet, ends=ends)
+        limit = scheduler.now + LIFE_DEADLINE_S
+        self._until(lambda: any(trainer.outcome for trainer in world.trainers), limit)
+        if any(trainer.outcome != "done" for trainer in world.trainers if trainer.outcome):
+            self._stop_life()
+        self._until(lambda: all(trainer.outcome for trainer in world.trainers), limit, self._stop_life)
+        world.oracle.checks["ends"] += 1
+        entered = [trainer for trainer in world.trainers if trainer.entered]
+        world.oracle.check_same(trainer.restored for trainer in entered)
+        self._check()
+        world.oracle.checks["bug"] += 1
+        return {trainer.outcome for trainer in world.trainers}
+
+    def _stop_life(self) -> None:
+        """If a rank is gone, make the collectives of the others fail, and kill those that do not end by themselves."""
+        world, scheduler = self._world, self._scheduler
+        if all(trainer.outcome in ("", "done") for trainer in world.trainers):
+            return
+        self._pass(scheduler.random.choice((0.0, 0.5, 2.0)))
+        world.circle.lose()
+        self._pass(scheduler.random.choice((0.0, 0.1, 40.0)))
+        for trainer in world.trainers:
+            if trainer.outcome != "hangs":
+                world.kill_trainer(trainer)
+
+    def _until(self, happened: Callable[[], bool], limit: float, act: Callable[[], None] | None = None) -> None:
+        world = self._world
+        while not happened():
+            self._check()
+            if self._scheduler.now > limit:
+                waiting = "; ".join(self._scheduler.blocked_tasks())
+                message = f"a life of the job does not end within {LIFE_DEADLINE_S:.0f} s: {waiting}"
+                raise Violation("ends", message)
+            world.changed.wait_for(happened, 30.0)
+            if act is not None and not happened():
+                act()
+
+    def _replace(self, replace: bool) -> None:
+        world = self._world
+        while replace and len(world.up()) < self._plan.nodes:
+            world.add_node()
+        if not world.up():
+            world.add_node()
+
+    def _pass(self, seconds: float) -> None:
+        if seconds:
+            self._scheduler.sleep(seconds)
+        self._check()
+
+    def _check(self) -> None:
+        if self._scheduler.violations:
+            raise Violation(*self._scheduler.violations[0])
+
+    # ------------------------------------------------------------------ the end
+
+    def _quiet(self) -> None:
+        world, final = self._world, self._plan.final
+        self._calm()
+        state = self._plan.state
+        steady = state is None or (state.pace == "steady" and not state.gives_up)
+        if not self._recover(self._plan.quiet, "after the faults", progress=self._plan.quiet > 0 and steady):
+            return
+        if final in ("lose", "lose twice"):
+            self._lose(world.oracle.survivable())
+            self._replace(True)
+            if not self._recover(0 if final == "lose twice" else 1, "after a loss"):
+                return
+        if final == "lose twice":
+            self._pass(60.0)  # lost parity is rebuilt in the background
+            places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
+            restored = world.trainers[0].restored
+            if self._plan.protect_every == 1 or restored == world.oracle.promised:  # else it may only be sealed
+                world.oracle.repaired(restored, places)
+            self._lose(world.oracle.survivable())
+            self._replace(True)
+            if not self._recover(1, "after a second loss"):
+                return
+        if final == "lose too many":
+            self._lose(world.oracle.survivable() + 1)
+            self._replace(True)
+            if not self._recover(1, "after too many losses"):
+                return
+        if final == "regroup" and self._plan.regroup_after_s and len(world.up()) > 2:
+            self._lose(min(1, world.oracle.survivable()))
+            self._pass(self._plan.regroup_after_s * 8)
+            if not self._recover(1, "after a regrouping"):
+                return
+        self._end(final == "finish")
+
+    def _calm(self) -> None:
+        """End all faults: repair the network, thaw what hangs and end it later, and give every place a serving node."""
+        self._world.network.repair()
+        for process in self._faults.zombies:
+            self._scheduler.thaw(process)
+        self._pass(CALM_S)
+        for process in self._faults.zombies:
+            self._scheduler.kill(process, ends=True)
+        self._replace(True)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Have an SMP on every node. Without faults each must come up."""
+        for node in self._world.up():
+            try:
+                self._world.ensure_smp(node)
+            except ConfigError as error:
+                raise Violation("returns", f"in quiet, {error}") from error
+
+    def _lose(self, count: int) -> None:
+        world = self._world
+        for node in self._scheduler.random.sample(world.up(), min(count, len(world.up()))):
+            world.lose(node, silent=self._scheduler.random.random() < 0.5)
+
+    def _recover(self, steps: int, when: str, *, progress: bool = False) -> bool:
+        """Require that the job comes back and goes on. Returns False if it rightly does not."""
+        world = self._world
+        before = world.oracle.promised
+        for decision in range(DECISIONS + 1):
+            self._serve()
+            outcomes = self._live(steps * self._plan.every if steps else 0, quiet=True)
+            errors = [trainer.error for trainer in world.trainers if trainer.error is not None]
+            if not outcomes & {"unrecoverable", "refused"} or not outcomes <= {"unrecoverable", "refused", "killed"}:
+                break
+            judge = world.oracle.unrecoverable if "unrecoverable" in outcomes else world.oracle.refused
+            judge(str(errors[0]))
+            self._check()
+            if not self._plan.moves:
+                return False
+            self._decide(decision)
+        world.oracle.checks["returns"] += 1
+        if outcomes != {"done"}:
+            raise Violation("returns", f"{when}, in quiet, the job ends with {outcomes}: {errors}")
+        if progress:
+            world.oracle.checks["progress"] += 1
+            if world.oracle.promised in (None, before):
+                raise Violation("progress", f"{when}, in quiet, nothing becomes protected")
+        return True
+
+    def _decide(self, decision: int) -> None:
+        """The user chooses a run that is in reach; or gives all up, the second time at the latest."""
+        reach = self._world.oracle.runs.reach
+        if decision or self._scheduler.random.random() < 0.5:
+            self._moves.give_up(list(reach))
+        else:
+            self._moves.choose(list(reach))
+
+    def _end(self, finish: bool) -> None:
+        world = self._world
+        plan = self._plan
+        slots = plan.slots + plan.generations - 1
+        parities = slots if plan.protect_every == 1 else min(slots, plan.generations + 2)
+        for node in world.up():
+            world.oracle.check_arena(node.arena, slots + bool(plan.persist_s), parities)
+        self._check()
+        if finish:
+            outcomes = self._live(1, quiet=True, ends=True)
+            if outcomes != {"done"}:
+                raise Violation("returns", f"the job does not end well: {outcomes}")
+            nodes = {trainer.node.name: trainer.node for trainer in world.trainers}
+            left = [name for name, node in nodes.items() if node.arena.exists()]
+            world.oracle.checks["free"] += 1
+            if left:
+                raise Violation("free", f"the job has ended, and its memory on {left} is not free")
+        for node in world.gone():
+            if node.smp_process is not None:
+                self._scheduler.kill(node.smp_process)
+        for node in world.up():
+            if node.smp is not None:
+                node.smp.stopped.set()
+        self._pass(REST_S)
+        waiting = self._scheduler.blocked_tasks()
+        stuck = [line for line in waiting if not line.startswith("driver/")]
+        world.oracle.checks["rest"] += 1
+        if stuck:
+            raise Violation("rest", f"nothing is left to do, and these still wait: {'; '.join(stuck)}")

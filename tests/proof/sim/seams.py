@@ -1,0 +1,258 @@
+"""What the simulation replaces in the production code while a block runs, and the failpoints that it observes.
+
+The machine is not replaced but handed over (`chaos.sim.system`). Replaced are names of holdfast's own: state, capture,
+copy engine and collectives of a trainer (`chaos.sim.trainer`), the start of an SMP's process, sizes that would make
+state large, and functions that the oracle observes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import holdfast.smp_daemon.service  # noqa: F401  # so that every module to patch is there
+from holdfast.smp_daemon.persist.persister import Persister
+from holdfast.smp_daemon.shared import failpoints
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
+from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
+from holdfast.snapshot.protecting import Due, Protecting
+from holdfast.snapshot.resume import restore
+from holdfast.snapshot.step.boundary import Boundary
+from holdfast.snapshot.step.copier import CopyJob
+from tests.proof.sim import trainer
+from tests.proof.sim.memory import Disk, MemoryPath
+from tests.proof.sim.modules import Generators, ObservedCapture, SteppingEngine
+from tests.proof.sim.scheduler import active
+
+PAGE_BYTES = 64
+"""Headers of slot files are padded to this size, so that a shard takes a few hundred bytes."""
+
+
+SLICE_S = 0.02
+"""How long it takes to reserve one slice of a slot in the background, in simulated seconds."""
+
+DEEPEST = 100_000
+"""Recursion limit. Calls on a stack count together with those on the stacks that it was made from."""
+
+
+class Hooks:
+    """Callbacks of the current run. `chaos.sim.world` and `chaos.sim.faults` set them."""
+
+    failpoint: Callable[[str, int], None]
+    start_smp: Callable[[MemoryPath], None]
+    agreement: Callable[[], Any]
+    captured: Callable[[Any, str, Any], None]
+    begun: Callable[[Any, str], None]
+    retaken: Callable[[Any], None]
+    goes_back: Callable[[Any], None]
+    committed: Callable[[MemoryPath, str, Any], None]
+    given_up: Callable[[Any, str], None]
+    promised: Callable[[Any], None]
+    wanted: Callable[[Any, bool], None]
+    unit_bytes: Callable[[int, int], int]
+    at_once: Callable[[int], bool]
+    is_due: Callable[[str], bool]
+    enters: Callable[[], None]
+    stored: Callable[[Any], None]
+
+
+class _ObservedProtecting(Protecting):
+    """Tells the oracle which snapshots are to be protected, and what the job is promised as soon as the job knows it:
+    from then on, what is freed is judged by it."""
+
+    def settle(self) -> None:
+        super().settle()
+        Hooks.promised(self.ledger)
+
+    def take(self, due: Due, **options: Any) -> CopyJob | None:
+        Hooks.wanted(due.snapshot, due.encode)
+        if options.get("instead") is not None:
+            Hooks.retaken(due.snapshot)
+        return super().take(due, **options)
+
+
+def failpoint(point: str, step: int = -1) -> None:
+    """`smp_daemon.shared.failpoints.failpoint` as a named await, at which a crash may be planned."""
+    if point == "reserve.slice":
+        active().sleep(SLICE_S)
+    active().point()
+    Hooks.failpoint(point, step)
+
+
+def _record_point(path: MemoryPath, data: Any, when: str) -> None:
+    """`records._failpoint`. Tells the oracle of a record once it counts; a process that dies in the middle of writing
+    one leaves half of it."""
+    kind = kind_of(path.name)
+    point = f"record.{kind}.{when}"
+    if when == "done":
+        Hooks.committed(path, kind, data)
+    if when != "part" or not Hooks.is_due(point):
+        failpoint(point)
+        return
+    part = path.with_name(path.name + PART)
+    whole = part.read_text()
+    part.write_bytes(b'{"cut')
+    failpoint(point)
+    part.write_bytes(whole.encode())  # the process survived
+
+
+def _release(
+    self: Arena,
+    keep: Collection[SnapshotId],
+    before: SnapshotId,
+    held: Collection[SnapshotId] = (),
+    with_parity: Collection[SnapshotId] | None = None,
+) -> None:
+    """`Arena.release`. It is told what the trainers keep, so they gave up every slot of a shard that it frees."""
+    for pool in self.pools():
+        if pool.suffix == SHARD_SUFFIX:
+            for slot in pool.outdated({*keep, *held}, before):
+                Hooks.given_up(slot.snapshot, pool.name)
+    release(self, keep, before, frozenset(held), with_parity)
+
+
+release = Arena.release
+
+
+def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
+    failpoint("seal.digest")
+    return digest_units(data, unit_bytes)
+
+
+def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> None:
+    Hooks.start_smp(arena)
+
+
+load = restore._load
+
+
+def _load(attempt: Any, agreement: Any, adapter: Any, engine: Any) -> Any:
+    """`restore._load`, or `trainer.load` for the state of a few bytes."""
+    return (trainer.load if isinstance(adapter, trainer.SimAdapter) else load)(attempt, agreement, adapter, engine)
+
+
+def _repair_parity(client: Any, plan: Any, *arguments: Any) -> Any:
+    """`restore.repair_parity`: the trainers have agreed which snapshot to go back to, and want its parity."""
+    Hooks.goes_back(plan.snapshot)
+    return repair_parity(client, plan, *arguments)
+
+
+repair_parity = restore.repair_parity
+
+
+def _reach_of(*what: Any) -> Any:
+    """`restore.reach_of`: the trainers know what the SMPs hold, and decide what to go on with."""
+    Hooks.enters()
+    return reach_of(*what)
+
+
+reach_of = vars(restore)["reach_of"]
+
+
+def _persisted(self: Persister, snapshot: SnapshotId, stored: int) -> None:
+    """`Persister._done`: an SMP has seen that a snapshot is complete on storage."""
+    Hooks.stored(snapshot)
+    persisted(self, snapshot, stored)
+
+
+persisted = Persister._done
+
+
+def _capture(adapter: Any, *arguments: Any) -> Any:
+    """`Capture`, observed by the oracle, or `trainer.SimCapture` for the state of a few bytes."""
+    if isinstance(adapter, trainer.SimAdapter):
+        return trainer.SimCapture(adapter, *arguments)
+    capture = ObservedCapture(adapter, *arguments)
+    capture.on_begin = Hooks.begun
+    return capture
+
+
+def _boundary(optimizers: Any, *arguments: Any) -> Any:
+    """`Boundary`, or `trainer.SimBoundary` if there are no optimizers."""
+    return Boundary(optimizers, *arguments) if optimizers else trainer.SimBoundary()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    """Let torch compute on the calling thread only: the modules are tiny, and helper threads spin while they wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _deep() -> Iterator[None]:
+    """Raise the recursion limit. A new stack counts its calls on top of those of the stack that it was made from, which
+    did the same: in a large job they add up."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Run holdfast on simulated threads, time, sockets and files, without its log.
+
+    The garbage collector does not run by itself in the block: it would examine again and again everything that existed
+    before. `chaos.sim.run.play` runs it now and then.
+    """
+    replaced: dict[str, Any] = {
+        "holdfast.smp_daemon.storage.arena.Arena.release": _release,
+        "holdfast.smp_daemon.storage.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
+        "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
+        "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
+        "holdfast.smp_daemon.shared.records._failpoint": _record_point,
+        "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
+        "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),
+        "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
+        "holdfast.snapshot.connect.start_smp": _start_smp,
+        "holdfast.snapshot.resume.restore._load": _load,
+        "holdfast.snapshot.resume.restore.reach_of": _reach_of,
+        "holdfast.smp_daemon.persist.persister.Persister._done": _persisted,
+        "holdfast.snapshot.resume.restore.repair_parity": _repair_parity,
+        "holdfast.snapshot.session.Protecting": _ObservedProtecting,
+        "holdfast.snapshot.session.Capture": _capture,
+        "holdfast.snapshot.session.Boundary": _boundary,
+        "holdfast.snapshot.rank.DeviceEngines": lambda devices: SteppingEngine() if devices else trainer.SimEngine(),
+        "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
+        "tests.proof.sim.trainer.captured": lambda *what: Hooks.captured(*what),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(_without_collector())
+        stack.enter_context(_on_one_core())
+        stack.enter_context(_deep())
+        stack.enter_context(Generators.kept())
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable()
+        stack.callback(failpoints.observe, None)
+        failpoints.observe(failpoint)
+        for target, new in replaced.items():
+            stack.enter_context(patch(target, new))
+        yield

@@ -1,0 +1,132 @@
+"""A node with several network cards: which addresses are allowed, and an SMP that serves raw bytes on each."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from holdfast.smp_daemon.coding.regroup import plan_regroup
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.addresses import check_own, parse_hosts
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.messages import AskShard
+from holdfast.smp_daemon.shared.spawn import smp_command
+from holdfast.smp_daemon.shared.transport import connect
+from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from tests.smp_kit import JOB, Ground, SmpProcess, playground, refusal
+from tests.system.test_regroup import SNAPSHOT, everything, layout_of
+from tests.unit.test_arrange import RANK
+
+ELSEWHERE = "203.0.113.7"
+"""An address that no host has: it is reserved for documentation (RFC 5737)."""
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("10.0.0.7", ("10.0.0.7",)),
+        ("10.0.0.7,10.0.1.7", ("10.0.0.7", "10.0.1.7")),
+        (" 127.0.0.2 , 127.0.0.3 ", ("127.0.0.2", "127.0.0.3")),
+        ("0.0.0.0", ("0.0.0.0",)),
+        (",".join(f"10.0.{i}.7" for i in range(16)), tuple(f"10.0.{i}.7" for i in range(16))),
+    ],
+)
+def test_one_address_or_several(text: str, hosts: tuple[str, ...]) -> None:
+    assert parse_hosts(text) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("10.0.0.7,ib1", "an IP address, .* not 'ib1'"),
+        ("10.0.0.7,", "an IP address, .* not ''"),
+        ("", "an IP address, .* not ''"),
+        ("10.0.0.7,10.0.1.7,10.0.0.7", "has 10.0.0.7 twice"),
+        ("10.0.0.7,127.0.0.1", "the loopback address 127.0.0.1: leave it out"),
+        ("127.0.0.2,10.0.0.7", "the loopback address 127.0.0.2: leave it out"),
+        ("0.0.0.0,10.0.0.7", "0.0.0.0 means every address of this machine: use it alone"),
+        (",".join(f"10.0.{i}.7" for i in range(17)), "lists 17 addresses; the limit is 16"),
+    ],
+)
+def test_what_is_no_list_of_addresses_is_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--host \(HOLDFAST_HOST\).*{says}"):
+        parse_hosts(text)
+
+
+def test_an_address_of_another_machine_is_refused_before_anything_starts(ground: Ground) -> None:
+    smp = ground.prepare()
+    hosts = f"10.255.255.254,{ELSEWHERE}"
+    error = refusal([*smp_command(JOB, smp.name, smp.arena, hosts), "--insecure"])
+    assert isinstance(error, ConfigError)
+    assert "10.255.255.254, from --host (HOLDFAST_HOST)" in str(error) and "ip -brief addr" in str(error)
+    with pytest.raises(ConfigError, match=rf"^cannot listen on {ELSEWHERE}, from --host"):
+        check_own(("127.0.0.1", ELSEWHERE))
+    assert not smp.arena.exists()
+
+
+def on_several(ground: Ground, count: int, name: str = "node0") -> SmpProcess:
+    smp = ground.prepare(name)
+    smp.host = ",".join([smp.host, *(ground.host() for _ in range(count - 1))])
+    return smp.launch().wait_ready()
+
+
+def test_raw_bytes_are_served_on_every_address(ground: Ground) -> None:
+    smp = on_several(ground, 3)
+    first, *others = smp.host.split(",")
+    inventory = smp.client().inventory()
+    assert inventory.control[0] == inventory.host == first
+    assert [host for host, _ in inventory.more_bulk] == others
+    assert {port for _, port in inventory.bulk_addresses} == {inventory.bulk_port}
+    for address in inventory.bulk_addresses:
+        stream = connect(address, 10.0, JOB)
+        stream.send(AskShard(job=JOB, coord="dp0"))
+        assert stream.receive() is not None
+        stream.close()
+
+
+def test_a_successor_serves_where_the_one_before_did(ground: Ground) -> None:
+    smp = on_several(ground, 2)
+    before = smp.client().inventory().bulk_addresses
+    smp.restart()
+    assert smp.client().inventory().bulk_addresses == before
+
+
+def test_where_the_port_is_taken_on_another_address_it_has_one_of_its_own_there(ground: Ground) -> None:
+    smp, other = ground.prepare(), ground.host()
+    with socket.create_server((other, 0)) as taken:
+        port = taken.getsockname()[1]
+        served = Smp(JOB, smp.name, smp.arena, f"{smp.host},{other}", bulk_port=port)
+        try:
+            (first, second) = served.owner.bulk_addresses
+            assert first == (smp.host, port)
+            assert second[0] == other and second[1] != port
+        finally:
+            served.finish()
+            served.close()
+
+
+def test_a_layout_has_the_addresses_that_its_smps_say(ground: Ground) -> None:
+    smp = on_several(ground, 2)
+    inventory = smp.client().inventory()
+    rank = RankInfo.of("dp0", inventory, 8192)
+    layout = arrange(JOB, 1, [rank, replace(RANK, coord="dp1", node="elsewhere")], Protection(1, 1), 3)
+    assert layout.node(smp.name).bulk_addresses == inventory.bulk_addresses
+    assert layout.node("elsewhere").bulk_addresses == ((RANK.host, RANK.bulk_port),)
+
+
+def test_a_spare_of_several_cards_is_taken_in_with_all_of_them() -> None:
+    more = (("10.1.0.9", 2),)
+    spare = Inventory("spare", "10.0.0.9", 1, 2, epoch=SNAPSHOT.epoch, more_bulk=more)
+    regrouping = plan_regroup([*everything(layout_of(3, 2, 1), but=("node2",)), spare])
+    assert regrouping is not None
+    assert regrouping.layout.node("spare").bulk_addresses == (("10.0.0.9", 2), *more)

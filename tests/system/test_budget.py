@@ -1,0 +1,297 @@
+"""A fixed amount of memory from the first second to the last: nothing grows, leaks or goes into a core dump."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.main import main
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
+from holdfast.smp_daemon.shared.budget import RESERVE, Budget, wipe, wipe_file
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.pool import SlotFilePool
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, run_on
+from tests.system.test_arena import PAGE, TAG, at, crash, hold
+
+ROOM = 64 * PAGE
+
+
+# ---------------------------------------------------------------------- the arena
+
+
+def taken(arena: Path) -> int:
+    """Bytes that slots use, and that are reserved for more slots."""
+    kept = [path for path in arena.iterdir() if path.suffix in (".safetensors", ".parity") or path.name == RESERVE]
+    return sum(path.stat().st_blocks * 512 for path in kept)
+
+
+def test_all_of_it_is_reserved_from_the_start_whatever_is_made_of_it(shm: Path) -> None:
+    arena = Arena(shm / "arena", memory=ROOM)
+    arena.settle()
+    assert taken(arena.path) == ROOM
+    pool, other = arena.shard_pool("dp0"), arena.parity_pool(TAG, 1)
+    arena.reserve({pool: (3 * PAGE - 7, 2), other: (PAGE, 3)})
+    assert taken(arena.path) == ROOM
+    arena.reserve({pool: (PAGE, 2)})
+    assert taken(arena.path) == ROOM
+    assert arena.budget.left == arena.budget.held == ROOM - 2 * PAGE
+
+
+def test_more_than_that_is_refused_and_nothing_is_made(shm: Path) -> None:
+    arena = Arena(shm / "arena", memory=4 * PAGE)
+    arena.settle()
+    pool = arena.shard_pool("dp0")
+    with pytest.raises(ArenaTooSmall, match=f"HOLDFAST_MEMORY. allows {4 * PAGE:,}: allow {6 * PAGE:,} or more"):
+        arena.reserve({pool: (2 * PAGE, 3)})
+    assert pool.slots == []
+    arena.reserve({pool: (2 * PAGE, 2)})
+    with pytest.raises(ArenaTooSmall):
+        pool.create(1)
+    assert taken(arena.path) == 4 * PAGE
+
+
+def test_a_successor_counts_what_is_there(shm: Path) -> None:
+    first = Arena(shm / "arena", memory=ROOM)
+    first.reserve({first.shard_pool("dp0"): (PAGE, 3)})
+    hold(first.shard_pool("dp0"), 1)
+    second = crash(first)
+    assert not (second.path / RESERVE).exists()  # it was started without a limit
+    second._lock.close()
+    third = Arena(shm / "arena", memory=8 * PAGE)
+    list(third.adopt())
+    third.settle()
+    assert (third.budget.used, taken(third.path)) == (3 * PAGE, 8 * PAGE)
+
+
+def test_where_it_cannot_be_reserved_the_error_says_so(shm: Path) -> None:
+    status = os.statvfs(shm)
+    budget = Budget(shm, status.f_blocks * status.f_frsize + PAGE)
+    with pytest.raises(ArenaTooSmall, match=r"or allow less"):
+        budget.top_up()
+    assert (shm / RESERVE).stat().st_blocks == 0
+
+
+# ---------------------------------------------------------------------- zeros
+
+
+def bytes_of(pool: SlotFilePool) -> set[bytes]:
+    return {path.read_bytes() for path in pool.arena.glob("*.safetensors")}
+
+
+def test_what_is_given_up_is_overwritten_with_zeros_if_asked_to(shm: Path) -> None:
+    for zero in (False, True):
+        arena = Arena(shm / f"arena{zero}", zero=zero)
+        pool = arena.shard_pool("dp0")
+        arena.reserve({pool: (PAGE, 1)})
+        hold(pool, 7)
+        arena.release([], at(8))
+        assert bytes_of(pool) == {bytes([0 if zero else 7]) * PAGE}
+        slot = pool.begin(at(9), PAGE)
+        pool.view(slot)[:] = bytes([9]) * PAGE
+        pool.abandon(slot)
+        assert bytes_of(pool) == {bytes([0 if zero else 9]) * PAGE}
+
+
+def test_so_is_what_a_killed_one_had_not_sealed_and_what_is_removed(shm: Path) -> None:
+    arena = Arena(shm / "arena", zero=True)
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    hold(pool, 6)
+    slot = pool.begin(at(7), PAGE)
+    pool.view(slot)[:] = bytes([7]) * PAGE
+    views = [pool.view(slot), pool.view(pool.slots[0])]
+    arena._lock.close()
+    second = Arena(arena.path, zero=True)
+    list(second.adopt())
+    assert bytes(views[0]) == bytes(PAGE)
+    third_pool = second.shard_pool("dp0")
+    third_pool.slots[0].state, third_pool.slots[0].snapshot = pool.slots[0].state, at(6)
+    second.destroy()
+    assert [bytes(view) for view in views] == [bytes(PAGE)] * 2
+
+
+def test_memory_and_files_are_wiped(shm: Path) -> None:
+    view = memoryview(bytearray(b"secret"))
+    wipe(view)
+    assert bytes(view) == bytes(6)
+    (shm / "file").write_bytes(b"secret")
+    wipe_file(shm / "file")
+    assert (shm / "file").read_bytes() == bytes(6)
+    (shm / "file").write_bytes(b"")
+    wipe_file(shm / "file")
+    wipe_file(shm / "missing")
+
+
+# ---------------------------------------------------------------------- killed processes
+
+
+def test_what_is_left_of_a_removal_counts_for_nothing(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    hold(pool, 1)
+    (arena.path / "layout-1-0.json.part").write_text("{")
+    second = crash(arena)
+    assert not list(second.path.glob("*.part"))
+    second.clear()
+    assert [path.name for path in second.path.iterdir()] == []
+
+
+def test_a_sweep_removes_what_nothing_can_be_restored_from_and_nothing_else(ground: Ground) -> None:
+    base = ground.base / "arenas"
+    for name in ("joined", "halfway", "locked", "young"):
+        smp = ground.prepare(name)
+        smp.arena = base / name
+        smp.launch().wait_ready()
+        if name != "young":
+            run_on([smp], [[3000]]).protect(1)
+        if name != "locked":
+            smp.kill()
+        if name != "joined":
+            (smp.arena / "node.json").unlink(missing_ok=True)
+        if name != "young":
+            age(smp.arena)
+    for client in ground._clients:
+        client.close()
+    assert sweep(base) == []  # this process still maps boards and slots
+    copies = ground.base / "copies"
+    for name in ("joined", "halfway", "young"):
+        shutil.copytree(base / name, copies / name, ignore=shutil.ignore_patterns("smp.sock"))
+        if name != "young":
+            age(copies / name)
+    assert sweep(copies) == [copies / "halfway"]
+    assert sorted(path.name for path in copies.iterdir()) == ["joined", "young"]
+
+
+def age(arena: Path) -> None:
+    for path in (*arena.iterdir(), arena):
+        os.utime(path, (time.time() - 100, time.time() - 100))
+
+
+def test_an_smp_that_starts_sweeps(ground: Ground) -> None:
+    (ground.base / "node0" / "rubbish").mkdir(parents=True, mode=0o700)
+    (ground.base / "node0" / "rubbish" / "board").touch()
+    (ground.base / "node0" / "rubbish" / "dp0.0.safetensors").write_bytes(bytes(PAGE))
+    age(ground.base / "node0" / "rubbish")
+    ground.smp().client().stop(remove=False, force=False)
+    assert not (ground.base / "node0" / "rubbish").exists()
+
+
+@pytest.mark.parametrize("names", [["board", "theirs"], ["smp.log"], ["dp0.0.safetensors", "notes.json"]])
+def test_what_is_no_arena_of_ours_is_left_alone(shm: Path, names: list[str]) -> None:
+    (shm / "other").mkdir(mode=0o700)
+    for name in names:
+        (shm / "other" / name).touch()
+    age(shm / "other")
+    assert sweep(shm) == []
+    assert list(find_leftovers(shm)) == []
+
+
+def test_gc_sees_an_arena_that_has_no_owner_yet(ground: Ground) -> None:
+    (ground.base / "arenas" / "begun").mkdir(parents=True, mode=0o700)
+    (ground.base / "arenas" / "begun" / "board").touch()
+    (ground.base / "arenas" / "begun" / RESERVE).write_bytes(bytes(PAGE))
+    assert [leftover.job for leftover in find_leftovers(ground.base / "arenas")] == ["begun"]
+    assert main(["gc", "--arena", str(ground.base / "arenas"), "--older-than", "0", "--zero"]) == 0
+    assert not (ground.base / "arenas" / "begun").exists()
+
+
+TRAINER = """
+import sys
+from pathlib import Path
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.layout import SnapshotId
+client = SmpClient(Path(sys.argv[1]), sys.argv[2])
+slot = client.begin(SnapshotId(1, int(sys.argv[3])), "dp0", [SnapshotId(1, 1)], SnapshotId(1, 1))
+slot[: slot.nbytes // 2] = b"x" * (slot.nbytes // 2)
+print("writing", flush=True)
+sys.stdin.read()
+"""
+
+
+class writing_trainer:
+    """A process in the middle of writing a slot, which is killed at the end of the block."""
+
+    def __init__(self, smp: SmpProcess, step: int) -> None:
+        self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, str(step)]
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "writing\n"
+        return self.process
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("memory", ["0", "1MB"])
+def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY", memory)
+    smp = ground.smp()
+    run = run_on([smp], [[3000]])
+    snapshot = run.protect(1)
+    before = memory_of(smp.arena)
+    if memory == "1MB":
+        assert before >= 10**6
+    for step, victims in enumerate(["trainer", "smp", "both"], 2):
+        with writing_trainer(smp, step) as process:
+            if victims != "trainer":
+                smp.kill()
+            if victims != "smp":
+                process.kill()
+                process.wait(DEADLINE_S)
+            if victims != "trainer":
+                smp.launch().wait_ready()
+        again = smp.client()
+        assert {shard for shard, _ in again.inventory().shards} == {snapshot}
+        assert again.outcome(SnapshotId(1, step)) is not SnapshotOutcome.PROTECTED
+        again.close()
+        assert memory_of(smp.arena) <= before
+    view = Trainer(smp, "dp0").recover(run.plan(smp.client().inventory())).view
+    assert bytes(view) == run["dp0"].image(snapshot)
+
+
+def test_a_job_that_needs_more_is_told_by_how_much(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY", "64KiB")
+    smps = ground.smps(2)
+    with pytest.raises(ArenaTooSmall, match=r"--memory .HOLDFAST_MEMORY. allows 65,536: allow [0-9,]+ or more"):
+        run_on(smps, [[30000], [30000]])
+    assert memory_of(smps[0].arena) <= 65536 + 16 * PAGE
+
+
+# ---------------------------------------------------------------------- core dumps
+
+
+def flags_of(pid: int, arena: Path) -> dict[str, set[str]]:
+    """The kernel's flags of every mapping of a file in the arena by a process, by file name."""
+    found: dict[str, set[str]] = {}
+    name = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if f"{arena}/" in line:
+            name = Path(line.split(maxsplit=5)[5]).name
+        elif line.startswith("VmFlags:") and name:
+            found[name] = set(line.split()[1:])
+            name = ""
+    return found
+
+
+def test_no_core_dump_holds_any_of_it(ground: Ground) -> None:
+    smp = ground.smp()
+    run = run_on([smp], [[3000]])
+    run.protect(1)
+    for pid in (smp.process.pid, os.getpid()):
+        mapped = flags_of(pid, smp.arena)
+        assert {"board", "dp0.0.safetensors"} <= mapped.keys()
+        assert all("dd" in flags for flags in mapped.values()), mapped

@@ -1,0 +1,231 @@
+"""The documentation agrees with the code: its reference, examples, links and figures."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.stall import StallReport, grid, summary
+from holdfast.environment import GROUPS, VARIABLES
+from holdfast.smp_daemon.__main__ import add_options
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+VARIABLE = re.compile(r"\bHOLDFAST_[A-Z0-9_]*[A-Z0-9]\b")
+OUTSIDE = {".venv", ".git", "tests", "docs", "build", "results"}
+"""Folders in which names of variables are not looked for."""
+
+
+def sources() -> Iterator[Path]:
+    """Files whose code may read an environment variable. Links are not followed."""
+    for folder, inner, files in os.walk(ROOT):
+        inner[:] = [name for name in inner if name not in OUTSIDE and not name.startswith(".")]
+        for name in files:
+            path = Path(folder, name)
+            if path.suffix in {".py", ".c", ".sh", ".yaml", ".service"} and path.name != "environment.py":
+                yield path
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def test_every_variable_in_the_code_has_its_sentence_and_none_has_gone() -> None:
+    used = {name for path in sources() for name in VARIABLE.findall(path.read_text())}
+    assert used == VARIABLES.keys()
+    assert sum(len(group.variables) for group in GROUPS) == len(VARIABLES)
+
+
+def test_pages_name_no_variable_that_there_is_not() -> None:
+    for page in PAGES:
+        named = {name for name in VARIABLE.findall(page.read_text()) if name != "HOLDFAST_TLS"}
+        assert named <= VARIABLES.keys(), page
+
+
+def test_defaults_in_the_table_are_those_of_the_smp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+        monkeypatch.delenv(name)
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    compared = 0
+    for option, default in vars(parser.parse_args([])).items():
+        variable = VARIABLES.get(f"HOLDFAST_{option.upper()}")
+        if variable is not None and option not in ("deadlines", "zero", "insecure"):
+            said = float(variable.default) if isinstance(default, float) else variable.default
+            assert said == default, option
+            compared += 1
+    assert compared >= 15
+
+
+@pytest.mark.needs("torch")
+def test_the_reference_is_what_the_code_says() -> None:
+    """Generated in a separate process, as by ``make docs``."""
+    code = "import runpy, json; print(json.dumps(runpy.run_path('docs/generate.py')['pages']()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    for name, text in json.loads(done.stdout).items():
+        assert (ROOT / "docs" / name).read_text() == text, f"{name} is out of date: make docs"
+
+
+def test_the_reference_has_every_option_and_every_command() -> None:
+    options = (ROOT / "docs/reference-python.md").read_text()
+    hook = ast.parse((ROOT / "holdfast/hook.py").read_text())
+    start = next(node for node in ast.walk(hook) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    for argument in [*start.args.args[1:], *start.args.kwonlyargs]:
+        assert f"`{argument.arg}`" in options
+    commands = (ROOT / "docs/reference-commands.md").read_text()
+    for command in ("smp start", "chaos run", "drain", "export", "tune", "bench node"):
+        assert f"## holdfast {command}\n" in commands
+    for option in ("--persist-every", "--spares", "--on-hang", "--protect", "--dry-run"):
+        assert f"`{option}" in commands
+    assert set(VARIABLE.findall((ROOT / "docs/reference-environment.md").read_text())) == VARIABLES.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for link in re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_examples_are_python_and_import_what_there_is(page: Path) -> None:
+    for code in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
+                assert node.module
+                spec = importlib.util.find_spec(node.module)
+                assert spec is not None and spec.origin is not None, node.module
+                text = Path(spec.origin).read_text()
+                for name in node.names:
+                    assert re.search(rf"\b{name.name}\b", text), f"{node.module} has no {name.name}"
+
+
+def test_commands_that_pages_name_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    commands = (ROOT / "docs/reference-commands.md").read_text()
+    for page in PAGES:
+        text = page.read_text()
+        for module in re.findall(r"-m\s+((?:holdfast|examples|benchmarks|tests)\.[\w.]*\w)", text):
+            assert importlib.util.find_spec(module) is not None, f"{page.name}: python -m {module}"
+        assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets, page.name
+        for command in re.findall(r"(?:`|\$ )holdfast (smp [a-z]+|chaos [a-z]+|bench [a-z]+|[a-z]+)", text):
+            assert f"## holdfast {command}" in commands, f"{page.name}: holdfast {command}"
+
+
+def test_the_readme_is_a_front_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    for command in ("make demo", "make test", "pip install ."):
+        assert f"$ {command}" in text
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in text, f"the README does not lead to {page.name}"
+
+
+STALL = ROOT / "benchmarks/results/stall-2026-11-21.json"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/figures.md"])
+def test_figures_of_cost_are_those_measured(page: str) -> None:
+    """Each row of a table of stalls or of lost time is in the results, up to rounding."""
+    report = StallReport.read(STALL)
+    _, *first = grid(report.rows, 1, 1)
+    head, *losses = summary(report.rows)
+    found = 0
+    for cells in rows((ROOT / page).read_text()):
+        if len(cells) >= 5 and "×" in cells[3]:
+            _, stall_ms, _, _, ratio, step, *_, restore_s = map(_number, measured(cells[0], first))
+            assert _number(cells[1]) == pytest.approx(stall_ms, abs=0.5 if stall_ms > 10 else 0.05)
+            assert _number(cells[2]) == pytest.approx(ratio, abs=0.0051)
+            assert _number(cells[3]) == pytest.approx(step, abs=0.0051)
+            assert _number(cells[-1]) == pytest.approx(restore_s, abs=0.0051)
+            found += 1
+        elif len(cells) == len(head) and re.fullmatch(r"[\d.]+|–", cells[1]):
+            assert cells[1:] == measured(cells[0], losses), cells[0]
+            found += 1
+    assert found >= 5
+
+
+def _number(cell: str) -> float:
+    return float(cell.strip("×ms –") or "nan")
+
+
+def measured(shown: str, table: list[list[str]]) -> list[str]:
+    """The table's row for the system that a page calls `shown`."""
+    (found,) = [row for name, *row in table if alike(shown, name) and ("protected" in shown) == ("protected" in name)]
+    return found
+
+
+def rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+
+
+def alike(shown: str, name: str) -> bool:
+    """Whether a page's name for a system and the results' name mean the same one."""
+    words = set(re.findall(r"[a-z_]{3,}", shown.lower())) - {"torch", "every"}
+    return words <= {*re.findall(r"[a-z_]{3,}", name.lower())} and bool(words)
+
+
+AROUND = """
+import os, signal, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, gamma=0.5)
+loader = DataLoader(TensorDataset(torch.randn(60, 4), torch.randint(3, (60,))), batch_size=4, shuffle=True)
+n_epochs, calls = 2, 0
+
+def loss_of(y, target):
+    global calls
+    calls += 1
+    assert snap.drain(20)  # at each step: or one is skipped where no slot is free yet
+    if calls == int(os.environ["STOP"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.nn.functional.cross_entropy(y, target)
+
+{}
+print(calls, [p.sum().item().hex() for p in model.parameters()])
+"""
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.proves("plain-loader")
+def test_the_example_of_the_readme_resumes_bit_for_bit(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code exactly as in the README, with a plain shuffled DataLoader; killed in its second epoch."""
+    code = AROUND.format(blocks(ROOT / "README.md", "python")[0])
+    compile(code, "README.md", "exec")
+
+    def run(job: str, stop: int) -> tuple[int, str]:
+        environment = os.environ | {"HOLDFAST_JOB": job, "STOP": str(stop)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return done.returncode, done.stdout or done.stderr
+
+    alone = run("alone", 0)
+    assert alone[0] == 0, alone[1]
+    assert run("killed", 20)[0] == -9
+    again = run("killed", 0)
+    assert again[0] == 0, again[1]
+    (calls, weights), (all_calls, expected) = again[1].split(" ", 1), alone[1].split(" ", 1)
+    assert int(all_calls) == 30 and int(calls) in (11, 12), "it did not resume where it was"
+    assert weights == expected
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (tmp_path / "site" / f"{page.stem}.html").is_file()

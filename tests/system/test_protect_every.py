@@ -1,0 +1,387 @@
+"""Only one snapshot in several is protected, the others are only sealed: what SMPs then do, and what is restored."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.fleet.job import FleetJob, Site
+from benchmarks.fleet.strategies import InMemoryCode
+from holdfast import ConfigError, InMemorySnapshot
+from holdfast.cli.main import main
+from holdfast.cli.status import gather
+from holdfast.planner import slots as planner
+from holdfast.smp_daemon.recovery import repairs
+from holdfast.smp_daemon.recovery.repairs import ParityRepairs
+from holdfast.smp_daemon.shared.board import RepairState
+from holdfast.smp_daemon.shared.errors import SmpUnavailable, Unrecoverable
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.storage.holdings import ParityKey
+from holdfast.snapshot.interval.governor import Governor
+from holdfast.snapshot.interval.online import Online
+from holdfast.snapshot.interval.overlap import OverlapLog
+from holdfast.snapshot.interval.rates import FailureRate
+from holdfast.snapshot.options import Options
+from holdfast.snapshot.protecting import Protecting
+from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, parity_slots
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import PROTECTED, Run, playground, run_on
+
+# ---------------------------------------------------------------------- SMPs
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with playground() as ground:
+        yield run_on(ground.smps(3), [[3000], [2000], [2500]], slots=4)
+
+
+def take(run: Run, step: int, keep: list[SnapshotId], with_parity: list[SnapshotId], *, encode: bool) -> SnapshotId:
+    snapshot = run.snapshot(step)
+    for trainer in run:
+        slot = trainer.client.begin(snapshot, trainer.coord, keep, run.protected, with_parity)
+        slot[:] = trainer.image(snapshot)
+    for trainer in run:
+        trainer.client.seal(snapshot, trainer.coord, run.protected, encode=encode)
+    return snapshot
+
+
+def with_parity(run: Run) -> set[SnapshotId]:
+    return {snapshot for trainer in run for snapshot, _, _ in trainer.client.inventory().parities}
+
+
+@pytest.mark.proves("sent-to-nobody")
+def test_what_is_only_sealed_is_sent_to_nobody_and_lies_beside_what_is_protected(run: Run) -> None:
+    job = run
+    first = job.protect(1)
+    sent = [trainer.client.counters()["bytes_sent"] for trainer in job]
+    sealed = take(job, 2, [first], [first], encode=False)
+    younger = take(job, 3, [first, sealed], [first], encode=False)
+    assert [trainer.client.counters()["bytes_sent"] for trainer in job] == sent
+    assert with_parity(job) == {first}
+    second = take(job, 4, [first, younger], [first], encode=True)
+    assert job.outcomes(second) == {PROTECTED} and with_parity(job) == {first, second}
+    inventories = [trainer.client.inventory() for trainer in job]
+    assert {snapshot for inventory in inventories for snapshot, _ in inventory.shards} == {first, younger, second}
+    assert all(younger in inventory.never_acknowledged for inventory in inventories)
+
+
+@pytest.mark.proves("sealed-comes-back")
+def test_after_a_crash_what_is_sealed_comes_back_and_after_a_loss_what_is_protected(run: Run) -> None:
+    job = run
+    first = job.protect(1)
+    sealed = take(job, 2, [first], [first], encode=False)
+    inventories = [trainer.client.inventory() for trainer in job]
+    plan = job.plan(*inventories)
+    assert (plan.snapshot, plan.decoded) == (sealed, ())
+    after_a_loss = job.plan(*inventories[:2])
+    assert (after_a_loss.snapshot, after_a_loss.decoded) == (first, ("dp2",))
+
+
+def test_what_is_kept_without_parity_frees_it_and_is_encoded_no_further(run: Run) -> None:
+    job = run
+    first = job.protect(1)
+    second = job.protect(2)
+    take(job, 3, [first, second], [second], encode=False)
+    assert with_parity(job) == {second}
+    assert {snapshot for t in job for snapshot, _ in t.client.inventory().shards} == {first, second, job.snapshot(3)}
+
+
+def test_only_as_many_parity_slots_are_reserved_as_are_asked_for() -> None:
+    with playground() as ground:
+        smps = ground.smps(3)
+        job = run_on(smps, [[3000], [3000], [3000]], slots=2)
+        ranks, protection = [trainer.rank() for trainer in job], job._protect
+        layout = arrange(job.job, 2, ranks, protection, 4, 2)
+        for trainer in job:
+            trainer.client.join(2)
+        for trainer in job:
+            trainer.client.configure(layout)
+        for smp in smps:
+            shards, parities = (len(list(smp.arena.glob(f"*.*.{kind}"))) for kind in ("safetensors", "parity"))
+            assert (shards, parities) == (4, 2)
+
+
+DIFFERENT: tuple[ProtectEvery, ...] = (2, 2, "auto")
+
+
+def test_ranks_that_would_protect_different_snapshots_are_told() -> None:
+    ranks = [
+        RankInfo(f"dp{rank}", f"node{rank}", "h", rank, rank, 8192, protect_every=every)
+        for rank, every in enumerate(DIFFERENT)
+    ]
+    with pytest.raises(ConfigError, match="protect_every is 2 on dp0 and 'auto' on dp2: give the same"):
+        arrange("j", 1, ranks, parse_protect("auto"), 3)
+
+
+# ---------------------------------------------------------------------- one process
+
+
+class Crash(Exception):
+    """The job ends here."""
+
+
+def life(steps: int, arena: Path, **options: Any) -> tuple[int, list[tuple[int | None, int | None]]]:
+    """Train for `steps` steps and crash. Return where it began, and the sealed and protected step after each step."""
+    model = torch.nn.Linear(4, 3)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    seen: list[tuple[int | None, int | None]] = []
+    began = -1
+    with pytest.raises(Crash):
+        with InMemorySnapshot(model, optim, max_repeats=0, overhead_budget=0, arena=arena, **options) as snap:
+            began = snap.step
+            for _ in range(steps):
+                model(torch.ones(2, 4)).sum().backward()
+                snap.drain(60)
+                optim.step()
+                optim.zero_grad()
+                seen.append((snap.sealed_step, snap.protected_step))
+            model(torch.ones(2, 4)).sum().backward()
+            snap.drain(60)
+            raise Crash
+    return began, seen
+
+
+@pytest.mark.proves("sealed-comes-back")
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_a_job_seals_every_step_protects_one_of_three_and_goes_on_from_the_newest(arena: Path, slots: int) -> None:
+    began, seen = life(7, arena, slots=slots, protect_every=3)
+    assert began == 0
+    assert [protected for _, protected in seen] == [None, 1, 1, 1, 4, 4, 4]
+    # With two slots the next snapshot, which has already begun, takes the slot of the one that is only sealed.
+    assert [sealed for sealed, _ in seen][1:] == ([1, 1, 1, 4, 4, 4] if slots == 2 else [1, 2, 3, 4, 5, 6])
+    assert life(1, arena, slots=slots, protect_every=3)[0] == 7
+    assert len(list((arena / "test").glob("*.safetensors"))) == slots
+
+
+def test_with_auto_the_next_is_protected_when_none_is_being_encoded(arena: Path) -> None:
+    _, seen = life(5, arena, slots=4, protect_every="auto")
+    assert [protected for _, protected in seen] == [None, 1, 2, 3, 4]
+
+
+def test_both_are_told(arena: Path) -> None:
+    life(4, arena, protect_every=9)
+    [(_, overview)] = gather(arena)
+    told = overview.to_json()
+    assert told["after_a_crash"]["step"] == 4 and told["after_a_crash"]["age_s"] >= 0
+    assert told["after_a_loss"] is None, "there is no other node"
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+def test_what_a_few_snapshots_cost_more_is_shared_out_over_all() -> None:
+    log = OverlapLog(protect_every=4)
+    took = [log.observe(step_s, 0.0, step_s > 1.0, 1) for step_s in (1.0, 1.1, 1.1, 1.1, 1.9, 1.0)]
+    [sample] = [each for each in took if each is not None]
+    assert sample.steps == 1.0 and sample.took_s == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize("together", [1, 8])
+def test_the_budget_counts_what_encoding_one_of_eight_costs(together: int) -> None:
+    """The cost is in one of eight samples, which a trimmed mean would drop."""
+    governor = Governor(0.01, 8, protect_every=together)
+    for step in range(8 * 200):
+        at, number = step % governor.interval, step // governor.interval
+        cost_s = 1.0 if number % 8 == 0 else 0.0
+        governor.observe(1.0 + cost_s * (at == 0), 0.0, at == 0)
+        governor.agree(governor.wanted())
+    assert governor.interval == (8 if together == 1 else pytest.approx(1 / 8 / 0.01, abs=2))
+
+
+def test_the_longer_the_way_back_of_a_lost_node_the_more_often_a_snapshot_is_taken() -> None:
+    plans = []
+    for every, lost in ((1, 0.5), (8, 0.0), (8, 0.5)):
+        online = Online(None, FailureRate(1e-4), 4, protect_every=every, lost=lost)
+        online.resume({"interval": 4, "seen": [1.0, 0.5, 0.1, 0.1], "failures": [0.0, 0.0]})
+        plans.append(online.wanted())
+    assert plans[0] == plans[1]
+    assert plans[2] == pytest.approx(plans[0] / math.sqrt(1 + 0.5 * 7), rel=0.1)
+
+
+# ---------------------------------------------------------------------- the planner
+
+QUICK = {"interval_s": 10.0, "commit_s": 1.0, "encode_s": 3.0, "code": 1 / 7}
+SLOW = {"interval_s": 10.0, "commit_s": 1.0, "encode_s": 45.0, "code": 1 / 7}
+
+
+@pytest.mark.parametrize("every", [1, 4, "auto"])
+def test_two_slots_take_less_than_2_3_times_the_state(every: ProtectEvery) -> None:
+    assert planner.play(2, every, **QUICK).memory == pytest.approx(2 + 2 / 7) and 2 + 2 / 7 < 2.3
+
+
+@pytest.mark.parametrize("every", [2, 4, 8, "auto"])
+def test_with_four_slots_nothing_is_skipped_however_long_encoding_takes(every: ProtectEvery) -> None:
+    played = planner.play(4, every, **SLOW)
+    assert played.skipped == 0 and played.crash_s == pytest.approx(10 / 2 + 1, abs=0.5)
+    assert played.protected == pytest.approx(max(5, every if every != "auto" else 0), rel=0.05)
+
+
+def test_fewer_slots_skip_more_and_to_protect_each_skips_most() -> None:
+    played = ((slots, every) for slots in (2, 3, 4) for every in (1, 8))
+    skipped = {(slots, every): planner.play(slots, every, **SLOW).skipped for slots, every in played}
+    assert skipped[2, 1] > skipped[2, 8] > skipped[4, 8] == 0
+    assert skipped[3, 1] > skipped[3, 8]
+
+
+def test_two_slots_are_recommended_where_they_lose_nothing_and_more_where_they_do() -> None:
+    quick, slow = (list(planner.choices(**job)) for job in (QUICK, SLOW))
+    assert planner.best(quick, 0.1).slots == 2  # type: ignore[union-attr]
+    chosen = planner.best(slow, 0.1)
+    assert chosen is not None and (chosen.slots, chosen.skipped) == (4, 0)
+    tight = planner.best(slow, 0.1, most=2.5)
+    assert tight is not None and tight.slots == 2
+    assert planner.best(slow, 0.1, most=2.0) is None
+
+
+def test_parity_slots_are_those_that_trainers_ask_for() -> None:
+    for slots in (2, 3, 4):
+        for every in planner.PROTECT_EVERY:
+            options = Options(job="j", slots=slots, protect_every=every, elastic=False)
+            assert (options.parity_slots or slots) == parity_slots(slots, every)
+
+
+def test_plan_says_what_each_choice_costs_and_recommends_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    asked = [
+        "plan",
+        "--model",
+        "405b",
+        "--nodes",
+        "64",
+        "--step",
+        "12s",
+        "--protect",
+        "7+1",
+        "--network-rate",
+        "25GB/s",
+        "--json",
+        str(file),
+    ]
+    assert main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a crash costs" in said and said.count("recommended") == 1
+    [row] = json.loads(file.read_text())
+    assert len(row["choices"]) == len(planner.SLOTS) * len(planner.PROTECT_EVERY)
+    assert row["recommended"]["slots"] == 2 and row["recommended"]["memory"] < 2.3
+    assert main([*asked, "--slots", "4", "--protect-every", "8"]) == 0
+    assert "4 slots, one of 8 snapshots protected" in capsys.readouterr().out
+    [fewer] = json.loads(file.read_text())
+    assert fewer["sizes"]["arena_bytes"] == pytest.approx(row["sizes"]["node_bytes"] * (4 + 3 / 7))
+    capsys.readouterr()
+    assert main([*asked, "--protect-every", "0"]) == 2
+    assert "--protect-every '0': of every 1 or more snapshots one is protected" in capsys.readouterr().err
+
+
+def test_the_fleet_sends_less_where_fewer_snapshots_are_protected() -> None:
+    job, site = FleetJob(1024, 8, 6.0, 4.87e12), Site()
+    each, some, auto = (
+        InMemoryCode(7, 1, slots=4, persist_s=math.inf, protect_every=every).design(job, site, 1e5)
+        for every in (1, 8, "auto")
+    )
+    [both] = each.saves
+    sealed, protected = some.saves
+    assert (sealed.protected_s, protected.sealed_s) == (math.inf, math.inf)
+    assert protected.every == 8 * sealed.every and sealed.every <= both.every
+    assert auto.saves[1].every < protected.every
+    assert some.memory_bytes == pytest.approx(job.node_bytes * (4 + 3 / 7))
+
+
+# ---------------------------------------------------------------------- parity of what was restored
+
+
+class Asked:
+    """A store whose parity repairs the test holds, ends and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.outcomes: list[Exception | None] = []
+        self.held: set[ParityKey] = set()
+        self.began = self.done = 0
+        self.go = threading.Event()
+        store: Any = SimpleNamespace(epoch=1, holdings=SimpleNamespace(holds=lambda key: key in self.held))
+        self.store = store
+        self.repairs = ParityRepairs(store)
+        self.sources: Any = SimpleNamespace(snapshot=SnapshotId(1, 5), layout=SimpleNamespace(tag=lambda group: "tag"))
+        monkeypatch.setattr(repairs, "repair_parity", self.work)
+
+    def work(self, store: Any, sources: Any, group: int, position: int) -> int:
+        self.began += 1
+        assert self.go.wait(DEADLINE_S)
+        outcome = self.outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        self.held.add(ParityKey(sources.snapshot, "tag", position))
+        return 7
+
+    def ask(self) -> RepairState:
+        return self.repairs.ask(self.sources, 0, 2)
+
+    def finish(self) -> None:
+        """Let the repairs that are running end."""
+        self.go.set()
+        for thread in threading.enumerate():
+            if thread.name == "repair-parity":
+                thread.join(DEADLINE_S)
+        self.go.clear()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def test_whoever_asks_again_starts_no_second_repair_and_hears_when_it_is_whole(asked: Asked) -> None:
+    asked.outcomes = [None]
+    assert [asked.ask(), asked.ask()] == [RepairState.UNDER_WAY] * 2
+    asked.finish()
+    assert asked.ask() is RepairState.WHOLE and asked.began == 1
+
+
+def test_a_repair_that_misses_somebody_is_tried_for_ever_and_one_that_lacks_bytes_is_given_up(asked: Asked) -> None:
+    asked.outcomes = [SmpUnavailable("away") for _ in range(5)] + [Unrecoverable("too little") for _ in range(3)]
+    for _ in range(8):
+        assert asked.ask() is RepairState.UNDER_WAY
+        asked.finish()
+    assert asked.ask() is RepairState.HOPELESS and asked.began == 8
+
+
+def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(asked: Asked) -> None:
+    asked.outcomes = [SmpUnavailable("its slot was taken away"), None]
+    asked.ask()
+    asked.store.epoch = 2
+    asked.ask()
+    asked.finish()
+    assert asked.began == 2
+
+
+def test_it_is_said_once_that_encoding_does_not_keep_up_and_once_that_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    protecting: Any = SimpleNamespace(
+        _options=SimpleNamespace(protect_every=2), _behind=False, episodes=Episodes(get_log("holdfast.snapshot.test"))
+    )
+
+    def due(until: int, encoded: tuple[SnapshotId, ...]) -> list[str]:
+        caplog.clear()
+        protecting.ledger = Ledger(4, protect_every=2, until=until, encoded=encoded, pending=encoded)
+        Protecting._say_whether_it_keeps_up(protecting)
+        return [record.getMessage() for record in caplog.records]
+
+    under_way = (SnapshotId(1, 1),)
+    with caplog.at_level("INFO"):
+        assert due(1, under_way) == []
+        [said] = due(0, under_way)
+        assert "fewer than one in 2 is protected" in said
+        assert due(0, under_way) == [] == due(0, ())
+        [said] = due(0, ())
+        assert "one of 2 snapshots is protected again" in said

@@ -1,0 +1,437 @@
+"""Memory for snapshots is reserved beside the training: nobody waits for it, and nothing is left half done."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import InMemorySnapshot
+from holdfast.cli.main import main
+from holdfast.smp_daemon.ops.status import take_statuses
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.client import SmpClient, _reserved
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, StaleEpoch
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
+from holdfast.smp_daemon.shared.messages import Configure, read_trainer_request
+from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.records import PART
+from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.storage import arena as arena_module
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotState
+from holdfast.snapshot.resume.arrange import Protection, arrange
+from tests.deadlines import DEADLINE_S
+from tests.proof.crash_kit import next_life
+from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer, playground
+
+MUCH = AT_ONCE_BYTES // 3 // 4
+"""Elements of a shard. Three such shards are too large to be reserved at once."""
+
+PAGE = 4096
+SLICE = "reserve.slice"
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+def laid_out(smp: SmpProcess, elements: int = MUCH, epoch: int = 1) -> tuple[Run, int]:
+    """A job of one large shard whose memory is being reserved, and how many slots it has so far."""
+    run = Run([Trainer(smp, "dp0", elements)])
+    run.epoch = epoch
+    trainer = run["dp0"]
+    run.layout = layout_of(trainer, epoch)
+    trainer.client.join(epoch)
+    return run, trainer.client.configure(run.layout, wait=False)
+
+
+def layout_of(trainer: Trainer, epoch: int) -> Any:
+    return arrange(JOB, epoch, [trainer.rank()], Protection(0, 0), 3)
+
+
+def slot_files(arena: Path) -> list[Path]:
+    return sorted(arena.glob("*.safetensors"))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether all memory of a file has been reserved."""
+    return path.stat().st_blocks * 512 >= path.stat().st_size
+
+
+# ---------------------------------------------------------------------- an SMP
+
+
+def test_an_smp_answers_while_it_reserves_and_gives_slots_as_they_come(ground: Ground) -> None:
+    smp = ground.smp(rules=[(SLICE, None)])
+    run, there = laid_out(smp)
+    client = run["dp0"].client
+    assert there == 0
+    first = ground.points.wait_any(smp.name, SLICE)
+    assert client.inventory().epoch == 1
+    assert client.slots(1, "dp0") == []
+    with pytest.raises(NoFreeSlot):
+        client.begin(SnapshotId(1, 1), "dp0", (), None)
+    first.go()
+    second = ground.points.wait_any(smp.name, SLICE)
+    assert client.await_reserved(run.layout, 1) == 1
+    assert len(client.slots(1, "dp0")) == len(slot_files(smp.arena)) == 1
+    run["dp0"].take(SnapshotId(1, 1))
+    second.go()
+    ground.points.wait_any(smp.name, SLICE).go()
+    assert client.await_reserved(run.layout, 3) == 3
+    assert all(map(is_whole, slot_files(smp.arena))) and len(slot_files(smp.arena)) == 3
+
+
+def test_the_slot_of_what_is_persisted_is_made_before_the_second(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
+    smp = ground.smp(rules=[(SLICE, None)])
+    run, there = laid_out(smp)
+    client, counts = run["dp0"].client, [there]
+    stop = ground.points.wait_any(smp.name, SLICE)
+    for _ in range(3):
+        stop.go()
+        stop = ground.points.wait_any(smp.name, SLICE)
+        counts.append(client.configure(run.layout, wait=False))
+    stop.go()
+    assert counts == [0, 1, 1, 2]
+    assert client.await_reserved(run.layout, 3) == 3
+    assert len(slot_files(smp.arena)) == 4
+
+
+def test_a_trainer_that_waits_has_all_of_it(ground: Ground) -> None:
+    smp = ground.smp()
+    run, _ = laid_out(smp)
+    assert run["dp0"].client.configure(run.layout) == 3
+    assert len(slot_files(smp.arena)) == 3
+
+
+def test_little_is_there_at_once(ground: Ground) -> None:
+    smp = ground.smp(rules=[(SLICE, None)])
+    assert laid_out(smp, 3000)[1] == 3
+
+
+@pytest.mark.parametrize("before", [0, 1, 2], ids=["at the first slot", "at the second", "at the last"])
+@pytest.mark.proves("every-failpoint")
+def test_a_successor_reserves_what_a_killed_smp_had_not(ground: Ground, before: int) -> None:
+    smp = ground.smp(rules=[(SLICE, None)])
+    run, _ = laid_out(smp)
+    for _ in range(before):
+        ground.points.wait_any(smp.name, SLICE).go()
+    ground.points.wait_any(smp.name, SLICE)
+    smp.kill()
+    parts = list(smp.arena.glob(f"*{PART}"))
+    assert len(parts) == 1 and len(slot_files(smp.arena)) == before
+    next_life(smp, [])
+    smp.wait_ready()
+    client = run["dp0"].client
+    client.reconnect()
+    client.join(1)
+    assert client.configure(run.layout) == 3
+    assert len(slot_files(smp.arena)) == 3 and all(map(is_whole, slot_files(smp.arena)))
+    assert not list(smp.arena.glob(f"*{PART}"))
+    run["dp0"].take(SnapshotId(1, 1))
+
+
+def test_another_layout_takes_the_place_of_one_that_is_being_reserved(ground: Ground) -> None:
+    smp = ground.smp(rules=[(SLICE, None)])
+    run, _ = laid_out(smp)
+    held = ground.points.wait_any(smp.name, SLICE)
+    later, there = laid_out(smp, MUCH + 1000, epoch=2)
+    assert there == 0
+    with pytest.raises(StaleEpoch):
+        run["dp0"].client.await_reserved(run.layout, 1)
+    held.go()
+    for _ in range(3):
+        ground.points.wait_any(smp.name, SLICE).go()
+    assert later["dp0"].client.await_reserved(later.layout, 3) == 3
+    lengths = {path.stat().st_size for path in slot_files(smp.arena)}
+    assert lengths == {later["dp0"].form.total_bytes}
+
+
+def go_on(ground: Ground, smp: SmpProcess, held: Held) -> None:
+    """Let an SMP that is ending pass its failpoints until it has ended."""
+    ended = os.pidfd_open(smp.process.pid)
+    try:
+        while True:
+            held.go()
+            if ended in select.select([ground.points.fileno(), ended], [], [], DEADLINE_S)[0]:
+                return
+            held = ground.points.wait_any(smp.name, SLICE)
+    finally:
+        os.close(ended)
+
+
+def test_a_job_that_ends_meanwhile_leaves_nothing(ground: Ground) -> None:
+    smp = ground.smp(rules=[(SLICE, None)])
+    run, _ = laid_out(smp)
+    held = ground.points.wait_any(smp.name, SLICE)
+    later = ground.meanwhile(go_on, ground, smp, held)
+    run["dp0"].client.finish(1)
+    later.result(DEADLINE_S)
+    assert not smp.arena.exists()
+
+
+def test_it_is_shown_how_far_it_is(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    smp = ground.smp(rules=[(SLICE, None)])
+    run, _ = laid_out(smp)
+    ground.points.wait_any(smp.name, SLICE).go()
+    held = ground.points.wait_any(smp.name, SLICE)
+    length = run["dp0"].form.total_bytes
+    [status] = take_statuses(JOB, [smp.control])
+    assert (status.planned_bytes, status.arena_bytes) == (3 * length, 2 * length)
+    assert status.slots[SlotState.MAKING] == 2
+    assert status.reserving == f"reserving: {2 * length / 1e9:.1f} of {3 * length / 1e9:.1f} GB"
+    assert status.to_plain()["reserving"] == status.reserving
+    main(["status", "--job", JOB, "--arena", str(smp.arena.parent)])
+    assert f"{smp.name}: {status.reserving}" in capsys.readouterr().out
+    held.go()
+    ground.points.wait_any(smp.name, SLICE).go()
+    assert run["dp0"].client.await_reserved(run.layout, 3) == 3
+    [status] = take_statuses(JOB, [smp.control])
+    assert (status.planned_bytes, status.arena_bytes, status.reserving) == (0, 3 * length, "")
+
+
+# ---------------------------------------------------------------------- memory that runs out
+
+
+class Scarce(System):
+    """A machine on which others take the memory while it is being reserved."""
+
+    def __init__(self, slots: int) -> None:
+        """`slots`: how many slots can be reserved before that."""
+        self._left = slots
+        self.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})
+        self.os.posix_fallocate = self._allocate
+
+    def _allocate(self, fd: int, offset: int, length: int) -> None:
+        if self._left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._left -= 1
+        os.posix_fallocate(fd, offset, length)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_where_memory_runs_out_all_of_it_is_given_back_and_the_trainers_are_told(ground: Ground, slots: int) -> None:
+    prepared = ground.prepare()
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, system=Scarce(slots))
+    try:
+        client = ground.keep(SmpClient(prepared.arena, JOB))
+        trainer = Trainer(SimpleNamespace(client=lambda: client, job=JOB), "dp0", MUCH)  # type: ignore[arg-type]
+        layout = layout_of(trainer, 1)
+        client.join(1)
+        client.configure(layout, wait=False)
+        need, got = 3 * trainer.form.total_bytes, slots * trainer.form.total_bytes
+        with pytest.raises(ArenaTooSmall, match=rf"{need:,} bytes more, .* ran out at [{got:,}\d,]+ of .* left"):
+            client.await_reserved(layout, 3)
+        with pytest.raises(ArenaTooSmall, match=f"{need:,} bytes more.*enlarge it"):
+            client.configure(layout)
+        assert got < need
+        assert not list(prepared.arena.glob("*.safetensors*"))
+        assert (smp.arena.budget.used, smp.arena.budget.owed) == (0, 0)
+    finally:
+        smp.stop(remove=True)
+        smp.close()
+
+
+# ---------------------------------------------------------------------- order and accounting
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consider no slots small enough to be reserved at once."""
+    monkeypatch.setattr(arena_module, "is_at_once", lambda length: False)
+
+
+def make(arena: Arena, pool: SlotFilePool, slot: Any) -> None:
+    with pool.open_part(slot) as memory:
+        pool.reserve(slot, slot.bytes)
+        memory.reserve(0, slot.bytes)
+        pool.made(slot, memory)
+
+
+def test_every_pool_has_a_slot_before_any_has_two_and_large_ones_come_first(tmp_path: Path, beside: None) -> None:
+    arena = Arena(tmp_path / "arena")
+    small, large, parity = arena.shard_pool("dp0"), arena.shard_pool("dp1"), arena.parity_pool("tag", 0)
+    arena.reserve({small: (PAGE, 4), large: (3 * PAGE, 2), parity: (2 * PAGE, 2)})
+    made, ready = [], [arena.ready()]
+    while (planned := arena.next_planned()) is not None:
+        make(arena, *planned)
+        made.append(planned[0])
+        ready.append(arena.ready())
+    assert made == [large, parity, small, large, parity, small, small, small]
+    assert ready == [0, 0, 0, 1, 1, 1, 2, 3, None]
+
+
+def test_what_is_claimed_is_taken_from_what_is_held_piece_by_piece(tmp_path: Path, beside: None) -> None:
+    arena = Arena(tmp_path / "arena", memory=10 * PAGE)
+    arena.settle()
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (4 * PAGE, 2)})
+    budget = arena.budget
+    assert (budget.used, budget.owed, budget.held, budget.left) == (8 * PAGE, 8 * PAGE, 10 * PAGE, 2 * PAGE)
+    first, second = pool.slots
+    pool.reserve(first, 3 * PAGE)
+    assert (budget.owed, budget.held) == (5 * PAGE, 7 * PAGE)
+    pool.remove(first)
+    assert (budget.used, budget.owed) == (4 * PAGE, 4 * PAGE)
+    make(arena, pool, second)
+    assert (budget.used, budget.owed, budget.held) == (4 * PAGE, 0, 6 * PAGE)
+    arena.settle()
+    assert budget.held == 6 * PAGE
+    with pytest.raises(ArenaTooSmall, match="HOLDFAST_MEMORY"):
+        arena.reserve({pool: (4 * PAGE, 3)})
+
+
+def test_what_is_needed_at_once_is_not_waited_for(tmp_path: Path, beside: None) -> None:
+    """Bytes that come from elsewhere take the place of a planned slot."""
+    arena = Arena(tmp_path / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    pool.unplan(PAGE)
+    pool.create(PAGE)
+    assert [slot.state for slot in pool.slots] == [SlotState.MAKING, SlotState.FREE]
+    assert arena.ready() == 1
+    pool.unplan(PAGE)
+    pool.unplan(PAGE)
+    assert [slot.state for slot in pool.slots] == [SlotState.FREE]
+
+
+# ---------------------------------------------------------------------- trainers
+
+
+def large_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model.frozen = torch.nn.Parameter(torch.zeros(MUCH), requires_grad=False)
+    return model, torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+
+def step(model: Any, optim: torch.optim.Optimizer, drained: InMemorySnapshot | None = None) -> None:
+    """With `drained`, wait before the optimizer's step until all snapshots taken so far are protected."""
+    model(torch.ones(4, 8)).sum().backward()
+    assert drained is None or drained.drain(DEADLINE_S)
+    optim.step()
+    optim.zero_grad()
+
+
+@pytest.fixture
+def here(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SmpProcess]:
+    """Make this process train on the node of an SMP that stops at `points`."""
+
+    def start(*points: str) -> SmpProcess:
+        smp = ground.smp(rules=[(point, None) for point in points])
+        monkeypatch.setenv("HOLDFAST_JOB", JOB)
+        monkeypatch.setenv("HOLDFAST_NODE", smp.name)
+        monkeypatch.setenv("HOLDFAST_ARENA", str(smp.arena.parent))
+        return smp
+
+    return start
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+def test_training_goes_on_until_there_is_memory_and_snapshots_begin_then(
+    ground: Ground, here: Callable[..., SmpProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    smp = here(SLICE)
+    model, optim = large_job()
+    with InMemorySnapshot(model, optim, protect="none") as snap:
+        for _ in range(5):
+            step(model, optim)
+        held = ground.points.wait_any(smp.name, SLICE)
+        step(model, optim)
+        assert (snap.statistics.taken, snap.statistics.skipped) == (0, 6)
+        assert said(caplog, "is being reserved beside the training") == 1
+        held.go()
+        held = ground.points.wait_any(smp.name, SLICE)  # the first slot is reserved, the second is not
+        while not snap.statistics.taken:
+            step(model, optim)
+        assert said(caplog, "snapshots are taken from step") == 1
+        step(model, optim, drained=snap)
+        for _ in range(5):
+            step(model, optim)
+        assert snap.statistics.taken == 1  # the snapshot holds the only slot
+        held.go()
+        ground.points.wait_any(smp.name, SLICE).go()
+        while snap.statistics.taken < 4:
+            step(model, optim)
+        assert snap.statistics.failed == 0
+        assert said(caplog, "reserved") == 2
+
+
+def test_a_job_that_ends_before_is_told(
+    ground: Ground, here: Callable[..., SmpProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    smp = here(SLICE)
+    model, optim = large_job()
+    with InMemorySnapshot(model, optim, protect="none"):
+        step(model, optim)
+        step(model, optim)
+        held = ground.points.wait_any(smp.name, SLICE)
+        later = ground.meanwhile(go_on, ground, smp, held)
+    later.result(DEADLINE_S)
+    assert said(caplog, "the job ends without a snapshot: memory for the first was still being reserved") == 1
+
+
+def test_an_smp_that_dies_while_it_reserves_is_followed_by_one_that_does(
+    ground: Ground, here: Callable[..., SmpProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    smp = here(SLICE)
+    model, optim = large_job()
+    with InMemorySnapshot(model, optim, protect="none") as snap:
+        step(model, optim)
+        step(model, optim)
+        ground.points.wait_any(smp.name, SLICE)
+        smp.kill()  # this process starts another
+        while snap.statistics.taken < 4:
+            step(model, optim)
+        step(model, optim, drained=snap)
+
+
+def test_a_trainer_without_memory_is_told_why_on_its_way(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = ground.prepare()
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, system=Scarce(0))
+    monkeypatch.setenv("HOLDFAST_JOB", JOB)
+    monkeypatch.setenv("HOLDFAST_ARENA", str(prepared.arena.parent))
+    model, optim = large_job()
+    try:
+        with pytest.raises(ArenaTooSmall, match="memory ran out at"), InMemorySnapshot(model, optim, protect="none"):
+            limit = time.monotonic() + DEADLINE_S
+            while time.monotonic() < limit:
+                step(model, optim)
+    finally:
+        smp.stop(remove=True)
+        smp.close()
+
+
+# ---------------------------------------------------------------------- other versions
+
+
+def test_an_smp_that_has_reserved_all_when_it_answers_says_nothing_of_it() -> None:
+    assert _reserved({}, 3) == 3
+    assert _reserved({"count": 1}, 3) == 1
+
+
+def test_a_trainer_that_says_nothing_of_it_waits_for_all(ground: Ground) -> None:
+    smp = ground.smp()
+    run = Run([Trainer(smp, "dp0")])
+    told = to_plain(Configure(layout=layout_of(run["dp0"], 1)))
+    assert "wait" not in told
+    request: Any = read_trainer_request(told)
+    assert request.wait

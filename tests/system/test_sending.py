@@ -1,0 +1,173 @@
+"""Units that travel side by side: several connections to a peer, several addresses of a node, and what breaks them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.smp_daemon.coding import sending
+from holdfast.smp_daemon.coding.sending import MAX_LINKS, parse_links
+from holdfast.smp_daemon.net import links
+from holdfast.smp_daemon.node.core import Settings
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import Episodes
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.transport import SocketStream, connect
+from tests.relay import Relay, relaying
+from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, run_on
+from tests.system.test_addresses import on_several
+from tests.system.test_protect import SmpHere, counted
+
+UNIT_BYTES = 4096
+SHARD_BYTES = 200_000
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what earlier tests logged, so that it may be logged again."""
+    monkeypatch.setattr(sending, "_episodes", Episodes(sending.log))
+
+
+def over(run: Run, **addresses: tuple[tuple[str, int], ...]) -> Run:
+    """The same job in its next epoch, with small units, and nodes at these addresses."""
+    nodes = []
+    for node in run.layout.nodes:
+        (host, port), *more = addresses.get(node.name, node.bulk_addresses)
+        nodes.append(replace(node, host=host, bulk_port=port, more_bulk=tuple(more)))
+    run.epoch += 1
+    run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=UNIT_BYTES, nodes=tuple(nodes))
+    for trainer in run:
+        trainer.client.join(run.epoch)
+    for trainer in run:
+        trainer.client.configure(run.layout)
+    return run
+
+
+@contextmanager
+def relays(peer: SmpProcess, count: int, **spoiling: list[int]) -> Iterator[list[Relay]]:
+    """`count` relays to a peer."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(relaying(peer.bulk, **{name: list(values) for name, values in spoiling.items()}))
+            for _ in range(count)
+        ]
+
+
+@contextmanager
+def job(ground: Ground, count: int) -> Iterator[tuple[SmpHere, SmpProcess, Run]]:
+    """``node0`` in this process, with `count` links to ``node1``, a process; each has a shard of many units."""
+    here = SmpHere(ground, Settings(links=count))
+    peer = ground.smp("node1")
+    try:
+        yield here, peer, run_on([here, peer], [[SHARD_BYTES]] * 2)
+    finally:
+        here.smp.close()
+
+
+@pytest.mark.parametrize(("links", "ways"), [(1, 1), (3, 1), (2, 3), (4, 2)])
+def test_every_unit_arrives_once_over_all_ways(ground: Ground, links: int, ways: int) -> None:
+    with job(ground, links) as (_, peer, run), relays(peer, ways) as between:
+        over(run, node1=tuple(relay.address for relay in between))
+        snapshot = run.protect(1)
+        assert run.outcomes(snapshot) == {PROTECTED}
+        sent = counted(run, "dp0", "bytes_sent")
+        assert sent == run.layout.shard_bytes("dp0")
+        assert [relay.connections > 0 for relay in between] == [number < links for number in range(ways)]
+        assert [trainer.client.scrub()["damaged"] for trainer in run] == [0, 0]
+
+
+def test_a_way_that_ends_in_the_middle_costs_nothing_and_is_told_once(
+    ground: Ground, caplog: pytest.LogCaptureFixture
+) -> None:
+    with job(ground, 3) as (_, peer, run), relays(peer, 2) as whole, relaying(peer.bulk, cut_after=[5000]) as cut:
+        over(run, node1=(whole[0].address, cut.address, whole[1].address))
+        cut.once = True
+        with caplog.at_level(logging.INFO):
+            first, second = run.protect(1), run.protect(2)
+        assert cut.cuts == 1
+        assert {*run.outcomes(first), *run.outcomes(second)} == {PROTECTED}
+        told = [record.getMessage() for record in caplog.records if "is broken" in record.getMessage()]
+        assert len(told) == 1 and "node1" in told[0] and "other connections take over" in told[0]
+        assert cut.connections == 1, "it is left alone for a while"
+        assert [trainer.client.scrub()["damaged"] for trainer in run] == [0, 0]
+
+
+def test_a_way_that_works_again_is_told_and_could_be_told_of_anew(
+    ground: Ground, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "AVOIDED_S", 0.0)
+    with job(ground, 2) as (_, peer, run), relays(peer, 1) as (whole,), relaying(peer.bulk, cut_after=[5000]) as cut:
+        over(run, node1=(whole.address, cut.address))
+        with caplog.at_level(logging.INFO):
+            run.protect(1)
+            run.protect(2)
+        told = [record.getMessage() for record in caplog.records if "a connection to node1" in record.getMessage()]
+        assert ["is broken" in text for text in told] == [True, False]
+        assert "works again" in told[1]
+
+
+def test_all_ways_that_end_are_made_again_by_the_last(ground: Ground) -> None:
+    with job(ground, 3) as (_, peer, run), relays(peer, 3, cut_after=[UNIT_BYTES, 3 * UNIT_BYTES]) as between:
+        over(run, node1=tuple(relay.address for relay in between))
+        snapshot = run.protect(1)
+        assert run.outcomes(snapshot) == {PROTECTED}
+        assert sum(relay.cuts for relay in between) >= 3
+        assert counted(run, "dp0", "reconnects") >= 1
+
+
+def test_a_unit_that_is_damaged_on_one_of_the_ways_is_sent_again(ground: Ground) -> None:
+    with job(ground, 2) as (_, peer, run), relays(peer, 2, flips=[7]) as between:
+        over(run, node1=tuple(relay.address for relay in between))
+        run.protect(1)
+        assert [relay.spoilt for relay in between] == [1, 1]
+        assert counted(run, "dp1", "units_damaged") == 2
+        assert [trainer.client.scrub()["damaged"] for trainer in run] == [0, 0]
+
+
+def test_who_is_told_of_a_new_epoch_stops_on_every_way(ground: Ground) -> None:
+    with job(ground, 3) as (here, _, run):
+        over(run)
+        run.take(1)
+        over(run)
+        assert run.outcomes(run.protect(1)) == {PROTECTED}
+        assert here.end()
+
+
+@pytest.mark.parametrize("links", [0, MAX_LINKS + 1])
+def test_a_number_of_links_that_cannot_be_is_refused(ground: Ground, links: int) -> None:
+    with pytest.raises(ConfigError, match=f"{links} links: use 1 to 16 connections to each peer"):
+        Smp(JOB, "node0", ground.base / "never", ground.host(), settings=Settings(links=links))
+
+
+def test_links_are_a_whole_number_or_left_to_the_machine() -> None:
+    assert parse_links("3") == 3
+    assert 1 <= parse_links("auto") <= 4
+    with pytest.raises(ConfigError, match="'many' is not a number of links"):
+        parse_links("many")
+
+
+def test_what_comes_back_comes_over_every_address(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Address] = []
+
+    def noting(address: Address, *arguments: Any, **options: Any) -> SocketStream:
+        asked.append(address)
+        return connect(address, *arguments, **options)
+
+    here, peer = SmpHere(ground, Settings()), on_several(ground, 2, name="node1")
+    try:
+        run = run_on([here, peer], [[SHARD_BYTES]] * 2)
+        over(run)
+        run.protect(1)
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        monkeypatch.setattr(links, "connect", noting)
+        found = run["dp0"].client.recover(plan.sources, "dp1")
+        assert found.how == "fetched"
+        assert set(asked) >= set(run.layout.node("node1").bulk_addresses)
+    finally:
+        here.smp.close()

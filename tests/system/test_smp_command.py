@@ -1,0 +1,179 @@
+"""``holdfast smp start | stop | status``, as people and supervisors use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.cli.main import main
+from holdfast.cli.output import NO_ANSWER, NOT_FOUND
+from holdfast.cli.smp import smp_arguments
+from holdfast.smp_daemon.__main__ import add_options
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.paths import read_owner
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
+from tests.system.test_persister import await_
+from tests.unit.test_damage import DAMAGE
+
+QUICK = ("--scrub", "0", "--regroup-after", "0")
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    with playground(own_python=True) as made:
+        monkeypatch.setenv("HOLDFAST_ARENA", str(made.base / "arenas"))
+        monkeypatch.setenv("HOLDFAST_JOB", JOB)
+        monkeypatch.setenv("HOLDFAST_NODE", "node0")
+        yield made
+
+
+def smp(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and report of ``holdfast smp ...``."""
+    status = main(["smp", *words, "--json", "-"])
+    text = capsys.readouterr().out
+    return status, json.loads(text) if text else {}
+
+
+class Detached(SmpProcess):
+    """The SMP that `holdfast smp start --detach` started, to run trainers on."""
+
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground, "node0", "", JOB)
+        self.arena = ground.base / "arenas" / JOB
+
+
+def test_a_day_of_an_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    assert smp(capsys, "status") == (
+        NOT_FOUND,
+        {"job": JOB, "arena": str(arena(ground)), "running": False, "answers": False},
+    )
+    assert smp(capsys, "stop")[0] == NOT_FOUND
+
+    status, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    assert (status, said["started"], said["job"], said["node"]) == (0, True, JOB, "node0")
+    status, again = smp(capsys, "start", "--detach", "--host", said["host"], *QUICK)
+    assert (status, again["started"], again["pid"]) == (0, False, said["pid"])
+
+    run = run_on([Detached(ground)], [[3000]])
+    snapshot = run.protect(1)
+    status, seen = smp(capsys, "status")
+    assert (status, seen["answers"], seen["pid"], seen["bulk_port"]) == (0, True, said["pid"], said["bulk_port"])
+    assert seen["status"]["inventory"]["shards"] == [[[1, 1], "dp0"]]
+
+    assert main(["smp", "stop"]) == 2
+    assert "trainers have 1 connections" in capsys.readouterr().err
+    run["dp0"].client.close()
+    status, gone = smp(capsys, "stop")
+    assert (status, gone["pid"], gone["kept"]) == (0, said["pid"], True)
+    assert smp(capsys, "status")[0] == NOT_FOUND
+
+    smp(capsys, "start", "--detach", "--host", said["host"], *QUICK)
+    trainer = Trainer(Detached(ground), "dp0")
+    assert bytes(trainer.recover(run.plan(trainer.client.inventory())).view) == run["dp0"].image(snapshot)
+    assert smp(capsys, "stop", "--force", "--remove") == (
+        0,
+        {"job": JOB, "pid": trainer.client.pid, "arena": str(arena(ground)), "kept": False},
+    )
+
+
+def arena(ground: Ground) -> Path:
+    return ground.base / "arenas" / JOB
+
+
+def test_in_the_foreground_the_process_becomes_the_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "smp", "start", "--host", ground.host(), *QUICK]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(read_line(process.stdout))["ready"]["pid"] == process.pid
+        assert smp(capsys, "status")[0] == 0
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
+    assert smp(capsys, "status")[0] == NOT_FOUND
+
+
+def test_one_that_is_stopped_by_the_kernel_does_not_answer(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.smp_daemon.recovery.inventories.DEADLINE_S", 0.5)
+    _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    suspend(said["pid"])
+    status, seen = smp(capsys, "status")
+    assert (status, seen["running"], seen["answers"]) == (NO_ANSWER, True, False)
+    end(psutil.Process(said["pid"]))
+
+
+def test_what_a_dead_one_held_can_be_removed(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    end(psutil.Process(said["pid"]))
+    assert smp(capsys, "stop") == (NOT_FOUND, {"job": JOB, "pid": None, "arena": str(arena(ground)), "kept": True})
+    assert read_owner(arena(ground)) is not None
+    assert smp(capsys, "stop", "--remove")[1]["kept"] is False
+    assert not arena(ground).exists()
+
+
+LOST = {name: DAMAGE[name] for name in ("gone", "noise", "a directory", "a pipe")}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_one_whose_file_is_lost_is_named_and_can_be_stopped(
+    ground: Ground, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    path = arena(ground) / "smp.json"
+    _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    suspend(said["pid"])  # or it would write the file again at once
+    LOST[lost](path)
+    assert main(["smp", "status"]) == 1
+    told = capsys.readouterr().err
+    assert str(path) in told and str(said["pid"]) in told
+    main(["status"])  # names the file, and goes on with the others
+    assert lost == "gone" or str(path) in caplog.text
+    capsys.readouterr()
+    os.kill(said["pid"], signal.SIGCONT)
+    await_(lambda: main(["smp", "status"]) == 0)
+    assert read_owner(arena(ground)) is not None, "it has written the file again"
+    capsys.readouterr()
+    assert smp(capsys, "stop") == (0, {"job": JOB, "pid": said["pid"], "arena": str(arena(ground)), "kept": True})
+    assert smp(capsys, "status")[0] == NOT_FOUND
+    status, again = smp(capsys, "start", "--detach", "--host", said["host"], *QUICK)
+    assert (status, again["started"]) == (0, True)
+    assert smp(capsys, "status")[0] == 0
+    suspend(again["pid"])
+    LOST[lost](path)
+    assert main(["gc", "--older-than", "0"]) == 0
+    assert f"SMP {again['pid']}" in capsys.readouterr().err
+    assert not arena(ground).exists()
+
+
+def test_a_bad_option_is_refused_in_the_smps_own_words(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["smp", "start", "--detach", "--host", "node-7"]) == 2
+    assert "takes an IP address" in capsys.readouterr().err
+    assert main(["smp", "start", "--no-such-option"]) == 2
+    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
+
+
+def test_every_option_of_an_smp_is_passed_on() -> None:
+    parser = ArgumentParser()
+    add_options(parser)
+    assert smp_arguments(parser.parse_args([]))
+    words = ["--insecure", "--detach", "--host", "10.0.0.1", "--grace", "7s", "--owner-pid", "12"]
+    passed = smp_arguments(parser.parse_args(words))
+    assert set(words) <= set(passed)
+    assert parser.parse_args(passed) == parser.parse_args(words)
+
+
+def test_a_client_that_stops_it_needs_no_trainers(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    client = SmpClient(arena(ground), JOB)
+    client.stop(remove=True, force=False)
+    assert not arena(ground).exists()

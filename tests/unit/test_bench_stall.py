@@ -1,0 +1,144 @@
+"""`benchmarks.stall`: a small real run, and how its rows are reported."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.memory_copy import measure_copies
+from benchmarks.stall import SYSTEMS, StallBenchmark, StallReport, choose, grid, make_parser, markdown, run, summary
+from holdfast import ConfigError
+from holdfast.cli.main import main
+
+ROW: dict[str, Any] = {
+    "system": "holdfast",
+    "protect": None,
+    "ranks": 1,
+    "every": 10,
+    "stall_p50_ms": 0.5,
+    "stall_p99_ms": 0.9,
+    "lost_s": 0.02,
+    "memcpy_floor_s": 0.1,
+    "lost_ratio": 0.2,
+    "inflation": 1.01,
+    "survives_kill_s": 0.1,
+    "survives_node_s": None,
+    "extra_bytes": 300,
+    "device_extra_bytes": 0,
+    "restore_s": 0.05,
+    "restored": True,
+    "taken": 1.0,
+    "state_bytes": 100,
+}
+OTHER = ROW | {"system": "other <async>", "lost_s": 0.7, "lost_ratio": 7.0}
+
+
+def report(*rows: dict[str, Any]) -> StallReport:
+    machine = {"cpu_model": "a processor", "cores": 2, "memory_bytes": 1, "kernel": "6.1"}
+    return StallReport("2026-01-01", machine, list(rows), failed={"x, 2 ranks": "why"})
+
+
+def test_a_small_run_measures_this_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, page, plot = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "plot.svg"
+    arguments = ["--quick", "--json", str(out), "--markdown", str(page), "--plot", str(plot)]
+    assert main(arguments, make_parser()) == 0, capsys.readouterr()
+    result = json.loads(out.read_text())
+    rows = {row["system"]: row for row in result["rows"]}
+    ours = rows["holdfast"]
+    assert ours["restored"]
+    assert ours["taken"] > 0
+    assert ours["state_bytes"] > 60_000_000
+    assert 0 < ours["stall_p50_ms"] < 1000
+    assert 0 < ours["survives_kill_s"] < 30
+    assert not rows["nothing"]["restored"]
+    assert len(result["copies"]) == 3
+    assert "holdfast" in page.read_text()
+    ET.fromstring(plot.read_text())
+
+
+def test_the_cheapest_comes_first() -> None:
+    head, first, second = grid([OTHER, ROW], 1, 10)
+    assert (first[0], second[0]) == ("holdfast", "other <async>")
+    assert first[head.index("lost / copy")] == "0.200"
+    assert first[head.index("memory / state")] == "3.000"
+    assert first[head.index("survives node, s")] == "–"
+
+
+def test_a_page_has_a_table_for_each_cell_and_says_what_failed() -> None:
+    text = markdown(report(ROW, OTHER, ROW | {"ranks": 2, "every": 1}))
+    assert re.findall(r"^## (.*)$", text, re.M) == [
+        "Training time lost to one snapshot, in copies of the state",
+        "1 rank, a snapshot every 10 steps",
+        "2 ranks, a snapshot every step",
+        "Copies into a slot, one thread",
+        "Failed",
+    ]
+    assert "* x, 2 ranks: why" in text
+
+
+def test_one_table_has_every_number_of_ranks_and_every_interval() -> None:
+    protected = ROW | {"system": "holdfast, protected", "ranks": 2, "every": 1, "lost_ratio": 5.0, "taken": 0.5}
+    assert summary([OTHER, ROW, protected, ROW | {"system": "nothing"}]) == [
+        ["lost / copy", "1 rank, every 10 steps", "2 ranks, every step"],
+        ["holdfast", "0.20", "–"],
+        ["holdfast, protected", "–", "5.00 (50% taken)"],
+        ["other <async>", "7.00", "–"],
+    ]
+
+
+def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, page, plot = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "plot.svg"
+    source.write_text(json.dumps(report(ROW, OTHER).to_json()))
+    command = ["--from", str(source), "--markdown", str(page), "--plot", str(plot)]
+    assert main(command, make_parser()) == 0  # failures in the stored report are no failure of this command
+    assert page.read_text() == markdown(report(ROW, OTHER))
+    ET.fromstring(plot.read_text())
+    source.write_text('{"date": 1}')
+    assert main(command, make_parser()) == 2
+    assert "is not a result of `python -m benchmarks.stall" in capsys.readouterr().err
+
+
+def test_what_is_committed_is_what_the_program_makes_of_its_result() -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    for source in results.glob("stall-*.json"):
+        assert source.with_suffix(".md").read_text() == markdown(StallReport.read(source))
+
+
+def test_systems_are_chosen_by_name() -> None:
+    assert [system.key for system in choose("holdfast,nvrx")] == ["holdfast", "nvrx"]
+    with pytest.raises(ConfigError, match="'nobody'"):
+        choose("nobody")
+
+
+def test_every_peer_has_its_requirements() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "systems"
+    for system in SYSTEMS:
+        assert (folder / f"{system.spec.split('.')[1].split(':')[0]}.py").exists()
+        assert system.peer is None or (folder / "requirements" / f"{system.peer}.txt").exists()
+    assert StallBenchmark().rounds > 0
+
+
+def test_copies_are_compared_with_memcpy() -> None:
+    rows = measure_copies(48)
+    assert [row.tensors for row in rows] == [1, 208, 208]
+    assert all(row.ratio > 0 for row in rows)
+
+
+def test_memory_of_gpus_stands_beside_the_rest_where_there_is_any() -> None:
+    head, *_ = grid([ROW], 1, 10)
+    assert "GPU memory / state" not in head
+    head, row, _ = grid([ROW | {"device_extra_bytes": 50}, OTHER], 1, 10)
+    assert row[head.index("GPU memory / state")] == "0.500"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 99, reason="this machine has 99 GPUs")
+def test_more_ranks_than_gpus_are_refused_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="99 ranks needs as many GPUs, and torch sees"):
+        run(StallBenchmark(choose("none"), (99,), device="cuda"), Console(quiet=True))

@@ -1,0 +1,182 @@
+"""Every command with bad input: one line for people, one object for ``--json``, one status per kind of error."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from holdfast import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.cli.main import main, make_parser
+from holdfast.cli.output import (
+    FAILED,
+    NO_ANSWER,
+    NOT_FOUND,
+    WRONG,
+    EndedBySignal,
+    columns,
+    console_of,
+    describe,
+    json_target,
+)
+from holdfast.smp_daemon.shared.errors import NotFound
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder with no job anywhere near."""
+    monkeypatch.setenv("HOLDFAST_ARENA", str(tmp_path / "arenas"))
+    monkeypatch.delenv("HOLDFAST_JOB", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def leaves() -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
+    """Every command, with its parser."""
+
+    def walk(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
+        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not inner:
+            yield words, parser
+        for action in inner:
+            for name, leaf in action.choices.items():
+                yield from walk(leaf, [*words, name])
+
+    return walk(make_parser(), [])
+
+
+COMMANDS = {" ".join(words): (words, parser) for words, parser in leaves()}
+WITH_JSON = [name for name, (_, parser) in COMMANDS.items() if "--json" in parser._option_string_actions]
+
+BAD: dict[str, tuple[list[str], int, str]] = {
+    "demo": (["--nodes", "4", "--protect", "6+2"], WRONG, "6+2 needs 8 nodes, and there are 4"),
+    "audit": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
+    "status": (["--job", "nosuch"], NOT_FOUND, "job nosuch: there is no arena"),
+    "smp start": (["--job", "a/b"], WRONG, "'a/b' cannot be a job id"),
+    "smp stop": (["--job", "nosuch"], NOT_FOUND, "job nosuch: there is no arena"),
+    "smp status": (["--job", "a/b"], WRONG, "'a/b' cannot be a job id"),
+    "drain": (["nosuch"], NOT_FOUND, "has a node 'nosuch': there are none"),
+    "give-up": (["0badcafe"], NOT_FOUND, "no SMP of any job is on this machine"),
+    "export": (["--job", "nosuch", "out"], NOT_FOUND, "no SMP of job 'nosuch' has an arena"),
+    "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is not a time"),
+    "doctor": (["--", "train"], WRONG, "no command is taken here"),
+    "bench node": (["--nodes", "3"], WRONG, "3 nodes: measure with 2 or 4"),
+    "chaos list": (["surplus"], WRONG, "unrecognized arguments: surplus"),
+    "chaos run": (["--faults", "x"], WRONG, "--faults: invalid int value: 'x'"),
+    "plan": (["--model", "nosuch"], WRONG, "--model 'nosuch'"),
+    "profile": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
+    "tune": (["--measured", "nosuch.json"], WRONG, "--measured: nosuch.json is not a file"),
+    "deploy": (["nosuch"], WRONG, "kind: invalid choice: 'nosuch'"),
+}
+"""Wrong arguments for each command."""
+
+
+def test_every_command_is_here() -> None:
+    assert sorted(BAD) == sorted(WITH_JSON)
+    assert sorted(COMMANDS) == sorted([*WITH_JSON, "top"])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_for_people_and_one_object_for_programs(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words, status, message = BAD[name]
+    before = COMMANDS[name][0]
+    assert main([*before, *words]) == status
+    plain = capsys.readouterr()
+    assert plain.err.splitlines()[-1].startswith("holdfast: ") and message in plain.err
+    assert "Traceback" not in plain.err and "usage:" not in plain.err
+    report = tmp_path / "report.json"
+    for target in ("-", str(report)):
+        assert main([*before, "--json", target, *words]) == status
+        told = capsys.readouterr()
+        assert told.err.splitlines()[-1] == plain.err.splitlines()[-1]
+        said = json.loads(told.out if target == "-" else report.read_text())
+        assert said.keys() == {"error"} and said["error"].keys() == {"kind", "message", "status"}
+        assert said["error"]["status"] == status and message in said["error"]["message"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_that_is_not_there_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, _ = COMMANDS[name]
+    needed = {"drain": ["x"], "deploy": ["slurm"]}.get(name, [])
+    assert main([*words, *needed, "--no-such-option"]) == WRONG
+    said = capsys.readouterr().err
+    assert said.startswith("holdfast: ") and "--no-such-option" in said and "--help" in said
+
+
+FILES = [
+    (words, option)
+    for words, parser in COMMANDS.values()
+    for option, action in parser._option_string_actions.items()
+    if action.metavar == "FILE" and option.startswith("--") and option not in ("--measured", "--from")
+]
+
+
+@pytest.mark.parametrize(("words", "option"), FILES, ids=lambda value: "".join(value))
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_done(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for path, why in ((tmp_path / "no" / "file", "there is no directory"), (tmp_path, "is a directory")):
+        assert main([*words, option, str(path)]) == WRONG
+        said = capsys.readouterr().err
+        assert said.startswith(f"holdfast: {option}") and f": {path}" in said
+        assert why in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["status", "top", "smp status", "smp stop", "smp start", "drain", "export", "gc"])
+def test_an_arena_that_is_no_directory_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["node0"] if name == "drain" else []
+    assert main([*name.split(), *needed, "--arena", __file__]) == WRONG
+    assert f"--arena: {__file__} is not a directory" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "/dev/full"]) == FAILED
+    assert capsys.readouterr().err.splitlines()[-1] == "holdfast: No space left on device"
+
+
+def test_kinds_have_statuses() -> None:
+    assert describe(ConfigError("x")) == ("ConfigError", "x", WRONG)
+    assert describe(NotFound("x")) == ("NotFound", "x", NOT_FOUND)
+    assert describe(SmpUnavailable("x")) == ("SmpUnavailable", "x", NO_ANSWER)
+    assert describe(HoldfastError("x")) == ("HoldfastError", "x", FAILED)
+    missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/x")
+    assert describe(missing) == ("FileNotFoundError", "/x: No such file or directory", WRONG)
+    assert describe(EndedBySignal(15)) == ("EndedBySignal", "ended by SIGTERM", 143)
+    assert describe(KeyboardInterrupt())[2] == 130
+    with pytest.raises(ZeroDivisionError):
+        describe(ZeroDivisionError())
+
+
+def test_where_json_goes_is_read_from_a_command_line_that_is_wrong() -> None:
+    assert json_target(["plan", "--nodes", "--json", "-"]) == "-"
+    assert json_target(["plan", "--json=x"]) == "x"
+    assert json_target(["audit", "--", "train", "--json", "x"]) is None
+    assert json_target(["plan", "--json"]) is None
+
+
+def test_tables_are_neither_cut_nor_padded() -> None:
+    lines = columns(["node", "", "n"], [["a" * 100, "silent", "1"], ["b", "", "12,345"]], left=2)
+    assert [line == line.rstrip() for line in lines] == [True] * 3
+    assert lines[1] == f"{'a' * 100}  silent       1"
+
+
+@pytest.mark.parametrize("target", [None, "-"])
+def test_brackets_are_printed_as_they_are(target: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Paths and errors of other software contain them, and rich would take them for markup."""
+    text = "[/src/transport/pair.cc:537] Connection closed by peer [red]"
+    table = Table("what", title=text)
+    table.add_row(text)
+    console = console_of(argparse.Namespace(json=target), soft_wrap=True)
+    console.print(text)
+    console.print(table)
+    out, err = capsys.readouterr()
+    told, silent = (err, out) if target else (out, err)
+    assert silent == ""
+    assert told.count(text) == 3

@@ -1,0 +1,737 @@
+"""After a restart the first step begins with the restored state, or the job is refused and the changes are named."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast import ConfigError, InMemorySnapshot, StateMismatch
+from holdfast.integrations.adapters.torch_native import TorchAdapter
+from holdfast.snapshot.copy.engines import CpuEngine
+from holdfast.snapshot.resume.comparison import ENV, Resumed
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.live import Change, LiveTensor
+from holdfast.snapshot.step.capture import began_with
+from tests.deadlines import DEADLINE_S
+from tests.unit.test_beginning import BEGIN, STEPS, STOP, Dropping, Job, Loop, life, plain, trial
+from tests.unit.test_state import Toy, toy
+
+# ------------------------------------------------------------------ what is noticed
+
+
+def resumed(adapter: Toy, *, declared: bool = False) -> Resumed:
+    """A job that has just been restored."""
+    return Resumed(adapter, CpuEngine(), None if declared else began_with(adapter), 7)
+
+
+def named(made: Resumed, *, declared: bool = False, forward_ran: bool = False) -> str:
+    """The names in the refusal; empty if it is not refused."""
+    try:
+        made.check(declared=declared, forward_ran=forward_ran)
+    except StateMismatch as error:
+        names, _, rest = str(error).partition(": no longer what was restored of step 7, as something changed it")
+        assert names and rest
+        return names
+    return ""
+
+
+def live(adapter: Toy, name: str) -> torch.Tensor:
+    (tensor,) = (item.tensor for item in adapter.live if item.name == name)
+    return tensor
+
+
+def write_in_place(tensor: torch.Tensor) -> None:
+    tensor.fill_(9)
+
+
+def write_through_data(tensor: torch.Tensor) -> None:
+    tensor.data.fill_(9)
+
+
+def give_other_memory(tensor: torch.Tensor) -> None:
+    tensor.data = torch.full_like(tensor, 9)
+
+
+def transpose(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.t() if tensor.dim() > 1 else tensor.data.flip(0) + 1
+
+
+def cast(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.double()
+
+
+@pytest.mark.parametrize("change", [write_in_place, write_through_data, give_other_memory, transpose, cast])
+@pytest.mark.parametrize("name", ["model.weight", "model.mean", "model.base"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_tensor_that_is_not_what_was_restored_is_named(
+    change: Callable[[torch.Tensor], None], name: str, declared: bool
+) -> None:
+    adapter = toy()
+    made = resumed(adapter, declared=declared)
+    change(live(adapter, name))
+    assert named(made, declared=declared) == name
+
+
+def replace(adapter: Toy) -> None:
+    adapter.live[0] = LiveTensor("model.weight", torch.full((2, 3), 9.0), Change.STEP)
+
+
+def remove(adapter: Toy) -> None:
+    del adapter.live[0]
+
+
+def rename(adapter: Toy) -> None:
+    adapter.live[0] = LiveTensor("model.other", adapter.live[0].tensor, Change.STEP)
+
+
+def add(adapter: Toy) -> None:
+    adapter.live.append(LiveTensor("model.more", torch.zeros(1), Change.STEP))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (replace, "model.weight"),
+        (remove, "model.weight"),
+        (rename, "model.other, model.weight"),
+        (add, "model.more"),
+    ],
+)
+def test_tensors_that_come_and_go_are_named(change: Callable[[Toy], None], names: str) -> None:
+    """As when a state is loaded by assignment, and the tensors found first are unchanged."""
+    adapter = toy()
+    made = resumed(adapter)
+    change(adapter)
+    assert named(made) == names
+
+
+def keep_it_all(adapter: Toy) -> None:
+    pass
+
+
+def move(adapter: Toy) -> None:
+    for item in adapter.live:
+        item.tensor.data = item.tensor.data.clone()
+
+
+def turn_in_memory(adapter: Toy) -> None:
+    weight = live(adapter, "model.weight")
+    weight.data = weight.data.t().contiguous().t()
+
+
+def put_back(adapter: Toy) -> None:
+    """Overwrite every tensor and put its value back, as an evaluation does."""
+    for item in adapter.live:
+        kept = item.tensor.clone()
+        item.tensor.fill_(9)
+        item.tensor.copy_(kept)
+
+
+@pytest.mark.parametrize("change", [keep_it_all, move, turn_in_memory, put_back])
+def test_what_has_the_same_bits_is_what_was_restored(change: Callable[[Toy], None]) -> None:
+    for declared in (False, True):
+        adapter = toy()
+        made = resumed(adapter, declared=declared)
+        change(adapter)
+        assert named(made, declared=declared) == ""
+
+
+def test_what_is_not_a_number_is_what_it_was() -> None:
+    adapter = Toy([LiveTensor("w", torch.tensor([float("nan"), -0.0]), Change.STEP)])
+    made = resumed(adapter)
+    move(adapter)
+    made.check(declared=False)
+    live(adapter, "w").data = torch.tensor([float("nan"), 0.0])
+    assert named(made) == "w"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_plain_values_are_named_by_their_paths(declared: bool) -> None:
+    adapter = toy()
+    adapter.late_tree["optim"] = [{"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}]
+    made = resumed(adapter, declared=declared)
+    adapter.late_tree["optim"][0]["groups"][0]["lr"] = 0.2
+    adapter.late_tree["warm"].fill_(3)
+    adapter.late_tree["seen"] = 1
+    changed = named(made, declared=declared)
+    assert changed == "late.warm, optim.0.groups.0.lr, seen"
+
+
+def test_a_plain_value_of_another_kind_is_another() -> None:
+    adapter = toy()
+    adapter.late_tree["count"] = 1
+    made = resumed(adapter)
+    adapter.late_tree["count"] = True
+    assert named(made) == "count"
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: torch.rand(1), "the random generator of torch"),
+        (lambda: random.random(), "the random generator of python"),
+        (lambda: np.random.random(), "the random generator of numpy"),
+    ],
+    ids=["torch", "python", "numpy"],
+)
+def test_a_generator_that_drifted_is_named_unless_it_is_put_back(draw: Callable[[], object], name: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    adapter: Any = TorchAdapter(model, torch.optim.SGD(model.parameters()))
+    made = resumed(adapter)
+    draw()
+    made.check(declared=True)
+    assert named(made) == name
+
+
+def drawing(draw: Callable[[], object], *, forward_ran: bool = False) -> Resumed:
+    """A job restored from a snapshot that began after `draw`; its generators are where the step before had ended."""
+    model = torch.nn.Linear(1, 1)
+    adapter = TorchAdapter(model, torch.optim.SGD(model.parameters()))
+    ended = seeded()
+    draw()
+    began = began_with(adapter, forward_ran=forward_ran)
+    rng.restore(ended)
+    return Resumed(adapter, CpuEngine(), began, 7)
+
+
+def seeded() -> Any:
+    torch.manual_seed(5)
+    np.random.seed(6)
+    random.seed(7)
+    return rng.capture()
+
+
+def drawn() -> list[float]:
+    return [torch.rand(1).item(), float(np.random.random()), random.random()]
+
+
+def test_what_only_code_after_the_step_drew_is_made_up_for() -> None:
+    made = drawing(drawn)
+    made.check(declared=False)
+    found = drawn()
+    assert made.has_put
+    made = drawing(drawn)
+    drawn()  # the job draws the same numbers again
+    made.check(declared=False)
+    assert not made.has_put
+    assert found == drawn()
+
+
+def test_each_generator_is_made_up_for_by_itself() -> None:
+    seeded()
+    drawn()
+    expected = drawn()
+    made = drawing(drawn)
+    torch.rand(1)
+    made.check(declared=False)
+    assert drawn() == expected
+
+
+def test_generators_are_not_put_where_forward_had_drawn_too() -> None:
+    made = drawing(drawn, forward_ran=True)
+    assert named(made) == ", ".join(f"the random generator of {name}" for name in ("numpy", "python", "torch"))
+    made = drawing(drawn)
+    assert named(made, forward_ran=True)
+    assert not made.has_put
+
+
+def test_data_that_was_read_on_is_named() -> None:
+    adapter = toy()
+    adapter.early_tree = {"extra": {"loader": {"taken": 3}}}
+    made = resumed(adapter)
+    adapter.early_tree["extra"]["loader"]["taken"] = 4
+    assert named(made) == "extra 'loader'"
+    made.check(declared=True)
+
+
+def test_buffers_may_have_changed_where_nobody_saw_forward_run() -> None:
+    adapter = toy()
+    made = resumed(adapter, declared=True)
+    live(adapter, "model.mean").fill_(9)
+    made.check(declared=True, forward_ran=True)
+    live(adapter, "model.weight").fill_(9)
+    assert named(made, declared=True, forward_ran=True) == "model.weight"
+    assert named(made, declared=True) == "model.mean, model.weight"
+
+
+def test_what_was_written_to_and_seems_to_be_the_same_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as one zeroed row of a long table: a sample of its bytes does not show it."""
+    adapter = Toy([LiveTensor(name, torch.ones(1000, 100), Change.STEP) for name in ("table", "other")])
+    made = resumed(adapter)
+    with torch.no_grad():
+        live(adapter, "table")[3].zero_()
+    made.check(declared=False)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("table: written to between entering and the first step.")
+
+
+def test_what_is_only_read_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    adapter = toy()
+    made = resumed(adapter)
+    assert live(adapter, "model.weight").sum() > 0
+    made.check(declared=False)
+    assert caplog.records == []
+
+
+def test_many_names_are_cut_and_counted() -> None:
+    adapter = Toy([LiveTensor(f"w{i}", torch.zeros(1), Change.STEP) for i in range(10)])
+    made = resumed(adapter)
+    for item in adapter.live:
+        item.tensor.fill_(1)
+    assert named(made) == ", ".join(f"w{i}" for i in range(8)) + ", and 2 more"
+
+
+# ------------------------------------------------------------------ whole jobs
+
+
+def refused(loop: Loop, make: Callable[[], Job] = Job) -> str:
+    """Stop a process; return why the next one is refused."""
+    torch.manual_seed(0)
+    life(loop, make(), STOP)
+    with pytest.raises(StateMismatch) as raised:
+        life(loop, make(), None, seed=99)
+    assert f"The snapshot is kept. {ENV}=accept continues anyway" in str(raised.value)
+    with make().hook() as snap:  # the snapshot is still there
+        assert snap.step == STOP - 1
+    return str(raised.value)
+
+
+def scheduled_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for step in range(snap.step, STEPS):
+        if step:
+            job.schedule.step()
+        job.backward()
+        yield
+        job.optim.step()
+        job.optim.zero_grad()
+
+
+def loading(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    data = torch.utils.data.TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
+    batches = iter(torch.utils.data.DataLoader(data, batch_size=6, shuffle=True))
+    for _ in range(snap.step, STEPS):
+        (batch,) = next(batches)
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+
+
+def initialising(initialise: Callable[[Job], None]) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        initialise(job)
+        yield from plain(snap, job)
+
+    return loop
+
+
+def fill_weights(job: Job) -> None:
+    torch.nn.init.constant_(job.model[0].weight, 0.125)
+
+
+def load_by_assignment(job: Job) -> None:
+    other = {name: value + 1 for name, value in job.model.state_dict().items()}
+    job.model.load_state_dict(other, assign=True)
+    job.optim.param_groups[0]["params"] = list(job.model.parameters())
+
+
+def give_weights_other_memory(job: Job) -> None:
+    job.model[0].weight.data = torch.full_like(job.model[0].weight, 0.125)
+
+
+def average_buffers(job: Job) -> None:
+    with torch.no_grad():
+        job.model(job.held_out)
+
+
+def set_the_rate(job: Job) -> None:
+    job.optim.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_schedule_at_the_top_of_a_loop_that_says_nothing_is_refused() -> None:
+    text = refused(scheduled_at_the_top)
+    assert BEGIN in text
+    assert "scheduler.0.last_epoch" in text
+    assert "lr" in text.partition(": no longer")[0]
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_generator_that_an_iterator_draws_from_is_refused() -> None:
+    text = refused(loading)
+    assert text.startswith("the random generator of torch: no longer what was restored of step 3")
+    assert "iter(DataLoader) draws from a generator" in text
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize(
+    ("initialise", "name"),
+    [
+        (fill_weights, "model0.0.weight"),
+        (give_weights_other_memory, "model0.0.weight"),
+        (load_by_assignment, "model0.0.weight"),
+        (average_buffers, "model0.1.running_mean"),
+        (set_the_rate, "lr"),
+    ],
+)
+def test_what_is_initialised_anew_is_refused(initialise: Callable[[Job], None], name: str) -> None:
+    assert name in refused(initialising(initialise)).partition(": no longer")[0]
+
+
+def declared_and_initialising(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    fill_weights(job)
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_is_initialised_anew_is_refused_also_where_the_loop_says_where_its_steps_begin() -> None:
+    assert refused(declared_and_initialising).startswith("model0.0.weight: no longer")
+
+
+def declared_after_drawing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    torch.randn(random.randrange(5, 50))
+    np.random.random(3)
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.proves("start-up-may-draw")
+def test_whatever_start_up_draws_a_loop_that_says_where_its_steps_begin_is_exact() -> None:
+    trial(declared_after_drawing, Dropping)
+
+
+def evaluated_first(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    job.model.eval()
+    job.model(job.held_out)
+    job.model.train()
+    yield from plain(snap, job)
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_evaluation_before_the_first_step_is_no_change() -> None:
+    trial(evaluated_first)
+
+
+@pytest.mark.usefixtures("arena")
+def test_who_accepts_the_drift_goes_on_and_is_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    life(scheduled_at_the_top, Job(), STOP)
+    monkeypatch.setenv(ENV, "accept")
+    job = Job()
+    start, digests, _ = life(scheduled_at_the_top, job, None, seed=99)
+    assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
+    said = [record for record in caplog.records if "no longer what was restored of step 3" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert "scheduler.0.last_epoch" in said[0].getMessage()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("value", ["yes", "1", "Accept"])
+def test_any_other_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(ENV, value)
+    with pytest.raises(ConfigError, match=f"{ENV}='{value}': say accept"):
+        Job().hook()
+
+
+@pytest.mark.usefixtures("arena")
+def test_only_the_first_step_is_compared() -> None:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            if step == 5:
+                fill_weights(job)
+                torch.rand(1)
+            job.backward()
+            yield
+            job.step()
+
+    trial(loop)
+
+
+# ------------------------------------------------------------------ draws between two steps
+
+
+class Shuffled(Job):
+    """Its loader knows its place, and draws the order of a pass when the pass begins."""
+
+    batches = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[int] = []
+        self.data = torch.randn(self.batches, 6, 4, generator=torch.Generator().manual_seed(1))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.order:
+            self.order = torch.randperm(self.batches).tolist()
+        while self.order:
+            yield self.data[self.order.pop()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self.order)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = list(state["order"])
+
+    def hook(self) -> InMemorySnapshot:
+        snap = InMemorySnapshot(self.model, self.optim, scheduler=self.schedule, extra={"loader": self})
+        snap.track("average", tensors={str(i): tensor for i, tensor in enumerate(self.average)}, changes="step")
+        return snap
+
+
+def in_passes(between: Callable[[], object]) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        assert isinstance(job, Shuffled)
+        steps = snap.step
+        while steps < STEPS:
+            for batch in job:
+                job.model(batch).square().sum().backward()
+                yield
+                job.step()
+                between()
+                steps += 1
+                if steps == STEPS:
+                    return
+
+    return loop
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("stops", [(2, 3), (3, 2), (4,), (2, 2, 2, 2)], ids=str)
+def test_a_loader_that_draws_an_order_now_and_then_goes_on_wherever_it_is_stopped(stops: tuple[int, ...]) -> None:
+    """Also if a process begins in the middle of a pass and stops at its end."""
+    whole, lives = once_and_again(in_passes(nothing), stops)
+    for start, digests in lives:
+        assert digests == whole[start : start + len(digests)]
+
+
+@pytest.mark.usefixtures("arena")
+def test_code_after_the_step_may_draw_from_what_a_loader_draws_from_now_and_then() -> None:
+    whole, lives = once_and_again(in_passes(lambda: torch.rand(1)), (3,))
+    assert [start for start, _ in lives] == [0, 2]
+    assert lives[1][1] == whole[2:]
+
+
+@pytest.mark.usefixtures("arena")
+def test_where_both_have_drawn_the_restart_is_refused() -> None:
+    with pytest.raises(StateMismatch, match="generator of torch: no longer what was restored of step 3"):
+        once_and_again(in_passes(lambda: torch.rand(1)), (4,))
+
+
+def once_and_again(loop: Loop, stops: tuple[int, ...]) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Run a job undisturbed, and again as processes that continue each other, each stopped at its step in `stops` and
+    the last at none. Return the state's digest in each undisturbed step, and each process's first step and digests."""
+    torch.manual_seed(0)
+    jobs = [Shuffled() for _ in range(len(stops) + 2)]
+    for other in jobs[1:]:
+        other.take_over(jobs[0])
+    _, whole, _ = life(loop, jobs[0], None)
+    lives = []
+    for number, (job, stop) in enumerate(zip(jobs[1:], (*stops, None), strict=True)):
+        start, digests, _ = life(loop, job, stop, seed=99 * number or 1)
+        lives.append((start, digests))
+    return whole, lives
+
+
+def unseen(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """Neither forward nor backward is seen: gradients are a function of the weights. The batch is read ahead."""
+    assert isinstance(job, Ahead)
+    weight = job.model[0].weight
+    for step in range(snap.step, STEPS):
+        batch = job.batch
+        weight.grad = torch.func.grad(lambda w, batch=batch: (batch @ w.t()).square().sum())(weight.detach())
+        if step == 0:
+            job.backward()  # the forward of the first step is seen
+        yield
+        job.step()
+        job.batch = torch.randn(6, 4)
+
+
+@pytest.mark.usefixtures("arena")
+def test_nobody_can_tell_of_generators_that_were_put_where_no_forward_is_seen() -> None:
+    torch.manual_seed(0)
+    life(unseen, Ahead(), 3)
+    with pytest.raises(StateMismatch, match="no forward of the model was seen in the first step after the restore"):
+        life(unseen, Ahead(), None, seed=99)
+
+
+# ------------------------------------------------------------------ a batch that was read before entering
+
+
+class Ahead(Job):
+    """Reads its first batch when its hook is made, before it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch: torch.Tensor | None = None
+
+    def hook(self) -> InMemorySnapshot:
+        self.batch = torch.randn(6, 4)
+        return super().hook()
+
+    def forward(self) -> None:
+        assert self.batch is not None
+        loss = self.model(self.batch).square().sum()
+        self.batch = torch.randn(6, 4)
+        loss.backward()
+
+
+def reading_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    assert isinstance(job, Ahead)
+    for _ in range(snap.step, STEPS):
+        job.forward()
+        yield
+        job.step()
+
+
+def reading_ahead_declared(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    assert isinstance(job, Ahead)
+    for _ in snap.steps(STEPS):
+        job.forward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [reading_ahead, reading_ahead_declared])
+def test_a_batch_that_was_read_before_entering_is_refused(loop: Loop) -> None:
+    assert "was given another batch than when the snapshot was taken" in refused(loop, Ahead)
+
+
+@pytest.mark.usefixtures("arena")
+def test_who_accepts_another_batch_is_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    life(reading_ahead_declared, Ahead(), STOP)
+    monkeypatch.setenv(ENV, "accept")
+    start, digests, _ = life(reading_ahead_declared, Ahead(), None, seed=99)
+    assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
+    assert sum("was given another batch" in record.getMessage() for record in caplog.records) == 1
+
+
+def reading_in_the_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """Two micro-batches, each with an evaluation before it."""
+    for _ in snap.steps(STEPS):
+        for _ in range(2):
+            with torch.no_grad():
+                job.model(torch.randn(3, 4))
+            job.model(torch.randn(6, 4)).square().sum().backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_the_batches_of_a_step_are_what_they_were() -> None:
+    trial(reading_in_the_step)
+
+
+@pytest.mark.usefixtures("arena")
+def test_who_seals_before_the_first_forward_is_told_at_the_restart_that_its_batch_is_not_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def draining(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for _ in snap.steps(STEPS):
+            snap.drain(DEADLINE_S)
+            assert isinstance(job, Ahead)
+            job.forward()
+            yield
+            job.step()
+
+    torch.manual_seed(0)
+    life(draining, Ahead(), STOP)
+    assert "sealed before it was known" not in caplog.text
+    start, _, _ = life(draining, Ahead(), None, seed=99)
+    assert start == STOP - 1
+    said = [record for record in caplog.records if "was sealed before the inputs of" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert said[0].getMessage().startswith("the snapshot of step 3")
+
+
+class Live:
+    """Data that is never the same twice."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.randn(6, 4, generator=torch.Generator().manual_seed(random.SystemRandom().getrandbits(32)))
+
+
+def streaming(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for batch in snap.data(Live, exact=False):
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+        if snap.step + 1 == STEPS:
+            break
+
+
+@pytest.mark.usefixtures("arena")
+def test_data_that_need_not_be_the_same_may_be_other_data() -> None:
+    torch.manual_seed(0)
+    life(streaming, Job(), STOP)
+    start, digests, _ = life(streaming, Job(), None, seed=99)
+    assert start == STOP - 1
+    assert digests
+
+
+class Stale(Job):
+    """A layer that is frozen after two steps keeps its last gradient, of zeros, and Adam still steps it."""
+
+    def step(self) -> None:
+        self.optim.step()
+        self.optim.zero_grad(set_to_none=False)
+
+
+def freezing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for step in snap.steps(STEPS):
+        job.model[0].weight.requires_grad_(step < 2)
+        job.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_where_there_was_a_gradient_of_zeros_there_is_one_again() -> None:
+    trial(freezing, Stale)
+
+
+def closing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """Forward runs within the step."""
+    assert isinstance(job, Ahead)
+    yielded: list[None] = []
+    for _ in range(snap.step, STEPS):
+
+        def closure() -> torch.Tensor:
+            job.optim.zero_grad()
+            loss: torch.Tensor = job.model(job.batch).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            yielded.append(None)
+            return loss
+
+        yield
+        job.optim.step(closure)
+        job.batch = torch.randn(6, 4)
+    assert yielded
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_batch_that_was_read_before_entering_is_refused_where_forward_runs_in_a_closure() -> None:
+    torch.manual_seed(0)
+    life(closing, Ahead(), STOP + 1)
+    with pytest.raises(StateMismatch, match="was given another batch"):
+        life(closing, Ahead(), None, seed=99)

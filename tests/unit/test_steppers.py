@@ -1,0 +1,168 @@
+"""Optimizers that step a job's parameters but were not given are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from holdfast import ConfigError, InMemorySnapshot
+from holdfast.snapshot.state.optimizers import unwrapped
+from holdfast.snapshot.state.steppers import Steppers
+from tests.unit.test_optimizers import Ahead, Container, Sharpness, net, train
+
+
+@contextmanager
+def watching(model: nn.Module, *given: torch.optim.Optimizer) -> Iterator[Steppers]:
+    steppers = Steppers(given, unwrapped(*given), model.parameters())
+    try:
+        yield steppers
+    finally:
+        steppers.remove()
+
+
+def is_accepted(steppers: Steppers) -> bool:
+    try:
+        steppers.check()
+    except ConfigError:
+        return False
+    return True
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def grads(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def test_an_optimizer_that_was_not_given_is_named() -> None:
+    model = net()
+    given, other = sgd(model[0]), torch.optim.Adam(model[1].parameters())  # type: ignore[index]
+    with watching(model, given) as steppers:
+        given.step()
+        steppers.check()
+        other.step()
+        with pytest.raises(ConfigError, match=r"a torch\.optim\.adam\.Adam steps 2 parameters.*Give it, too"):
+            steppers.check()
+
+
+def test_one_that_steps_views_of_the_parameters_is_named() -> None:
+    """As optimizers do that keep all parameters in one flat tensor."""
+    model = net()
+    flat = torch.zeros(16, requires_grad=True)
+    model[0].weight.data = flat.data.view(4, 4)  # type: ignore[index]
+    with watching(model, sgd(model)) as steppers:
+        torch.optim.SGD([flat], lr=0.1).step()
+        with pytest.raises(ConfigError, match=r"SGD steps 1 parameters of this job"):
+            steppers.check()
+
+
+def test_another_models_optimizer_is_nobodys_business_until_it_gets_a_parameter_of_this_one() -> None:
+    model, another = net(), net()
+    other = sgd(another)
+    with watching(model, sgd(model)) as steppers:
+        for _ in range(3):
+            other.step()
+            steppers.check()
+        other.add_param_group({"params": [model[0].weight]})  # type: ignore[index]
+        other.step()
+        with pytest.raises(ConfigError, match="SGD steps 1 parameters"):
+            steppers.check()
+
+
+def test_what_is_found_inside_may_step() -> None:
+    model = net()
+    container = Container(model.parameters())
+    with watching(model, container) as steppers:
+        for _ in range(3):
+            container.step()
+        assert is_accepted(steppers)
+
+
+def test_a_wrapper_of_what_is_given_may_step_while_it_keeps_nothing_of_its_own() -> None:
+    model = net()
+    container = Container(model[0].parameters(), model[1].parameters())  # type: ignore[index]
+    with watching(model, *container.optimizers) as steppers:
+        for _ in range(3):
+            container.step()
+            steppers.check()
+        container.state[model[0].weight]["average"] = torch.zeros(4, 4)  # type: ignore[index]
+        container.step()
+        with pytest.raises(ConfigError, match=r"Container steps 4 parameters"):
+            steppers.check()
+
+
+def test_a_wrapper_with_another_optimizer_beside_the_given_is_named() -> None:
+    model = net()
+    container = Container(model[0].parameters(), model[1].parameters())  # type: ignore[index]
+    with watching(model, container.optimizers[0]) as steppers:
+        container.step()
+        with pytest.raises(ConfigError, match=r"Container steps 4 parameters"):
+            steppers.check()
+
+
+def test_a_wrapper_that_never_steps_is_refused_where_it_can_be_heard() -> None:
+    """Like SAM, two of whose steps have other names, and which then steps its base optimizer."""
+    model = net()
+    sam = Sharpness(model.parameters())
+    with watching(model, sam):
+        grads(model)
+        sam.base.step()
+        with pytest.raises(ConfigError, match=r"Sharpness\.base steps, but the given optimizer that wraps it does not"):
+            sam.base.step()
+    with watching(model, sam):
+        sam.step()
+        for _ in range(3):
+            sam.base.step()
+
+
+def test_a_wrapper_whose_step_torch_does_not_call_hooks_for_is_believed() -> None:
+    model = net()
+    ahead = Ahead(sgd(model))
+    with watching(model, ahead) as steppers:
+        for _ in range(3):
+            ahead.step()
+        assert is_accepted(steppers)
+
+
+def test_after_the_end_nothing_is_left_behind() -> None:
+    before = len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+    model = net()
+    with watching(model, sgd(model)) as steppers:
+        assert len(torch_optimizer._global_optimizer_post_hooks) == before[1] + 1
+    torch.optim.Adam(model.parameters()).step()
+    steppers.check()
+    steppers.remove()
+    assert before == (
+        len(torch_optimizer._global_optimizer_pre_hooks),
+        len(torch_optimizer._global_optimizer_post_hooks),
+    )
+
+
+def test_a_job_is_told_at_its_first_steps(arena: Path) -> None:
+    model = net()
+    given, other = sgd(model[0]), torch.optim.Adam(model[1].parameters())  # type: ignore[index]
+
+    class Both:
+        def step(self) -> None:
+            other.step()
+            given.step()
+
+        def zero_grad(self) -> None:
+            model.zero_grad()
+
+    with (
+        pytest.raises(ConfigError, match=r"a torch\.optim\.adam\.Adam steps 2 parameters of this job"),
+        InMemorySnapshot(model, given) as snap,
+    ):
+        train(snap, model, Both(), 3)
+    assert not torch_optimizer._global_optimizer_post_hooks
