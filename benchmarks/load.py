@@ -27,14 +27,14 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.load_parts import WITHOUT, Fleet, Links, line_of, part, read_all
+from benchmarks.load_parts import WITH, WITHOUT, Fleet, Links, line_of, part, read_all
 from holdfast.smp_daemon.shared.paths import arena_base
 
 LOST, SLOW = 1, 2
@@ -110,10 +110,11 @@ def one_is_slow(count: int, options: argparse.Namespace) -> list[dict[str, Any]]
     rows = []
     with Ground(count, options) as ground:
         fleet = ground.fleet
+        stops: list[threading.Timer] = []
 
         def measure(name: str, fetched: int, before: Callable[[], object], after: Callable[[], object]) -> None:
             row: dict[str, Any] = {"name": name}
-            for key, module in (("with", "smp_daemon"), ("without", WITHOUT)):
+            for key, module in (("with", WITH), ("without", WITHOUT)):
                 times, received = [], []
                 for _ in range(options.repeats if name != "stopped" else 1):
                     fleet.replace(LOST, module=module)
@@ -133,10 +134,12 @@ def one_is_slow(count: int, options: argparse.Namespace) -> list[dict[str, Any]]
             ground.links.shape(ground.host(SLOW), options.rate)
 
         def stop_soon() -> None:
-            timer = threading.Timer(STOP_AFTER_S, os.kill, (fleet.nodes[SLOW].pid, signal.SIGSTOP))
-            timer.start()
+            stops.append(threading.Timer(STOP_AFTER_S, os.kill, (fleet.nodes[SLOW].pid, signal.SIGSTOP)))
+            stops[-1].start()
 
         def go_on() -> None:
+            stops[-1].cancel()  # if all was loaded before the stop
+            stops[-1].join()
             os.kill(fleet.nodes[SLOW].pid, signal.SIGCONT)
 
         measure("none", LOST, free, free)
@@ -187,7 +190,7 @@ class Ground:
         return read_all("10.77.9.9", self._port, self._length, [self._namespaces[i] for i in nodes])
 
 
-def median(values: Any) -> float:
+def median(values: Iterable[float]) -> float:
     """The median, rounded to three decimals."""
     return round(statistics.median(values), 3)
 

@@ -47,7 +47,8 @@ READERS = 4
 DEADLINE_S = 300.0
 SWITCH = "switch"
 NUMBERS = itertools.count()
-WITHOUT = "benchmarks.load_parts"
+WITH, WITHOUT = "holdfast.smp_daemon", "benchmarks.load_parts"
+"""The modules that run an SMP that steals work from slow sources, and one that does not."""
 
 
 def run(*command: str) -> None:
@@ -226,7 +227,7 @@ class Fleet:
         for node in self.nodes:
             node.wait_ready()
         self.clients = [SmpClient(node.arena, JOB) for node in self.nodes]
-        stack.callback(lambda: [client.close() for client in self.clients])
+        stack.callback(self._close_clients)
         self._epoch = 1
         leaf = Leaf("state", "U8", (shard_bytes,))
         self.forms = [plan_slot(JOB, f"dp{i}", [leaf], 64) for i in range(len(self.nodes))]
@@ -243,6 +244,10 @@ class Fleet:
             if client.await_outcome(SnapshotId(1, 1), DEADLINE_S) is not SnapshotOutcome.PROTECTED:
                 raise DeadlineExceeded("the snapshot was not protected")
 
+    def _close_clients(self) -> None:
+        for client in self.clients:
+            client.close()
+
     def _each(self, work: Callable[[int], object]) -> None:
         with ThreadPoolExecutor(len(self.nodes)) as pool:
             list(pool.map(work, range(len(self.nodes))))
@@ -256,7 +261,7 @@ class Fleet:
         offset, capacity = form.record
         slot[offset : offset + capacity] = b"{}".ljust(capacity)
 
-    def replace(self, index: int, *, module: str = "smp_daemon") -> None:
+    def replace(self, index: int, *, module: str = WITH) -> None:
         """Lose a node and start an empty replacement, which runs `module` as its SMP."""
         before, self.nodes[index] = (
             self.nodes[index],
@@ -308,8 +313,8 @@ def smp_without_stealing() -> None:
     def never(self: object, address: object) -> bool:
         return False
 
-    requests.Speeds.is_slow = never  # type: ignore[method-assign,assignment]
-    requests.FIRST_PATIENCE_S = requests.LEAST_PATIENCE_S = 2 * CALL_DEADLINE_S
+    requests.Speeds.is_slow = never  # type: ignore[method-assign]
+    requests.FIRST_TIMEOUT_S = requests.LEAST_TIMEOUT_S = 2 * CALL_DEADLINE_S
     main()
 
 

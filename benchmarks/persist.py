@@ -15,8 +15,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +32,7 @@ from holdfast import InMemorySnapshot
 from holdfast.bench.machine import describe, machine
 from holdfast.smp_daemon.persist import shardfile
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.records import digest
 
@@ -93,12 +95,12 @@ def state_of(width: int) -> dict[str, tuple[int, np.ndarray]]:
         x = torch.randn(32, width)
         with torch.no_grad():
             y = teacher(x)
-        torch.nn.functional.mse_loss(model(x), y).backward()
+        torch.autograd.backward(torch.nn.functional.mse_loss(model(x), y))
         optim.step()
         optim.zero_grad()
     parameters = list(model.parameters())
 
-    def together(tensors: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> np.ndarray:
+    def together(tensors: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> np.ndarray:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(dtype)
         return flat.view(torch.uint8).numpy().copy()
 
@@ -114,10 +116,10 @@ def formats_of(state: dict[str, tuple[int, np.ndarray]]) -> Iterator[str]:
     """Yield a table row for each kind of state and each way to store it."""
     for name, (width, content) in state.items():
         target = np.empty_like(content)
-        memcpy = content.nbytes / best(lambda t=target, c=content: np.copyto(t, c)) / 1e9
+        memcpy = content.nbytes / best(partial(np.copyto, target, content)) / 1e9
         for how, planed in (("plain", 0), ("zstd 1", 1), ("planes + zstd 1", width)):
             file, write_s = packed(content, planed)
-            read_s = best(lambda f=file, t=target: unpack(f, memoryview(t)))
+            read_s = best(partial(unpack, file, target.data))
             assert np.array_equal(content, target)
             write, read = content.nbytes / write_s / 1e9, content.nbytes / read_s / 1e9
             yield (
@@ -134,7 +136,7 @@ def packed(content: np.ndarray, width: int) -> tuple[bytes, float]:
     made: list[bytes] = []
 
     def pack() -> None:
-        encoder = Encoder(Header("bench", 1, 1, "dp0", content.nbytes, UNIT))
+        encoder = Encoder(Header("bench", UNNAMED.id, 1, 1, "dp0", content.nbytes, UNIT))
         made[:] = [encoder.begin()]
         for start in range(0, content.nbytes, UNIT):
             unit = content[start : start + UNIT].data

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # finds the checkout's pa
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from holdfast.chaos.network.namespaces import DEVICE, enter, inside, unavailable
 from holdfast.chaos.network.wire import Wire
 from holdfast.smp_daemon.coding.regroup import plan_regroup
 from holdfast.smp_daemon.recovery.redundancy import redundancies
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
@@ -78,6 +79,10 @@ STEP_S = 0.02
 
 LINK_MS = 1
 HOST = "10.78.{}.{}"
+HERE = ("127.0.0.1", None)
+DRAWN, NOW_S = 3_735_928_559, 1_764_097_200.1234567
+"""As long in a message as what ranks draw and what their clocks say."""
+
 DEADLINE_S = 900.0
 HEADLINES = (
     "agreement_ms",
@@ -165,6 +170,7 @@ def inventory(layouts: Sequence[Layout], index: int) -> Inventory:
         {(layout.epoch, layout.revision): layout for layout in layouts},
         frozenset((snapshot, shard.coord) for snapshot in snapshots for shard in node.shards),
         frozenset((snapshot, newest.tag(group), position) for snapshot in snapshots),
+        run=newest.run,
     )
 
 
@@ -259,9 +265,9 @@ def be_rank(rank: int, size: int, host: str, port: int, namespace: str | None, r
     if namespace is not None:
         enter(namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else DEVICE
-    store = dist.TCPStore(host, port, size, rank == 0, timedelta(seconds=DEADLINE_S))
+    store = TCPStore(host, port, size, rank == 0, timedelta(seconds=DEADLINE_S))
     before, began = sockets(), time.perf_counter()
-    mesh = CountingMesh(dist.PrefixStore("scale", store), rank, size, timedelta(seconds=DEADLINE_S))
+    mesh = CountingMesh(PrefixStore("scale", store), rank, size, timedelta(seconds=DEADLINE_S))
     everyone = range(size)
 
     def agree() -> list[int]:
@@ -285,8 +291,8 @@ def be_rank(rank: int, size: int, host: str, port: int, namespace: str | None, r
     rank_coord = rank_infos(len(layouts[-1].nodes))[rank].coord
     agree()
     received, cpu = mesh.received_bytes, time.process_time()
-    inventories, coords, _ = exchange(client, MeshAgreement(mesh), rank_coord)
-    assert len(coords) == size and len(inventories) == len(layouts[-1].nodes)
+    entered = exchange(client, MeshAgreement(mesh), rank_coord)
+    assert len(entered.coords) == size and len(entered.inventories) == len(layouts[-1].nodes)
     told["enter_bytes"], told["enter_cpu_s"] = mesh.received_bytes - received, time.process_time() - cpu
     told["sockets"] = sockets() - before
     agree()
@@ -309,20 +315,18 @@ def beside_a_step(mesh: Mesh) -> float:
     return asking + time.perf_counter() - began
 
 
-def processes(size: int, hosts: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+def processes(size: int, hosts: Sequence[tuple[str, str | None]] = (HERE,)) -> dict[str, Any]:
     """Measure ranks that are processes, on loopback or spread over `hosts`, which are pairs of address and namespace.
 
     Each figure is the maximum over all ranks.
     """
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    here = ("127.0.0.1", None)
-    first = (hosts or [here])[0]
-    port = free_port(first)
+    port = free_port(hosts[0])
     members = [
         context.Process(
             target=be_rank,
-            args=(rank, size, first[0], port, (hosts or [here])[rank * max(1, len(hosts)) // size][1], results),
+            args=(rank, size, hosts[0][0], port, hosts[rank * len(hosts) // size][1], results),
         )
         for rank in range(size)
     ]
@@ -343,7 +347,7 @@ def processes(size: int, hosts: Sequence[tuple[str, str]] = ()) -> dict[str, Any
             member.join(5)
             member.kill()
             member.join()
-    print(f"{size} processes{' over a wire' if hosts else ''}", file=sys.stderr, flush=True)
+    print(f"{size} processes{'' if hosts[0] == HERE else ' over a wire'}", file=sys.stderr, flush=True)
     return {"ranks": size} | {name: round(max(each[name] for each in told), 4) for name in told[0]}
 
 
@@ -427,7 +431,8 @@ def entering(ranks: int) -> dict[str, Any]:
     infos = rank_infos(nodes)
     client: Any = FirstSmp(held[0].node, encode_json(held[0].to_plain()))
     facts = [
-        encode_json(Entering(info.coord, info.node, (info.host, info.control_port), StartOptions())) for info in infos
+        encode_json(Entering(info.coord, info.node, (info.host, info.control_port), StartOptions(), DRAWN, NOW_S))
+        for info in infos
     ]
     said = [b""] * ranks
     said[::RANKS_A_NODE] = [encode_json(each.to_plain(digests)) for each in held]
@@ -445,7 +450,7 @@ def entering(ranks: int) -> dict[str, Any]:
         agree_on_shares(shares, sets[0].decode(), iter(weights))
         first = infos[0]
         domains, protection = first.domains, Protection(7, 1)
-        lay_out(client, anew, "job", 4, first.coord, SHARD_BYTES, protection, SLOTS, domains)
+        lay_out(client, anew, "job", 4, first.coord, SHARD_BYTES, protection, SLOTS, domains, run=UNNAMED)
     return told
 
 
@@ -460,12 +465,24 @@ def noting(told: dict[str, Any], what: str, *agreements: PlayedAgreement) -> Ite
     told[f"{what}_bytes"] = sum(agreement.received_bytes for agreement in agreements)
 
 
+class SameEverywhere:
+    """The part of a machine that an entering rank uses. All ranks draw the same bits at the same time, so that what one
+    says is as long as what was prepared for it."""
+
+    def randbits(self, k: int) -> int:
+        return DRAWN
+
+    def time(self) -> float:
+        return NOW_S
+
+
 @dataclass(frozen=True, slots=True)
 class FirstSmp:
     """The part of an SMP's client that an entering rank uses, with prepared answers as they come over the socket."""
 
     node: str
     answer: bytes
+    system: SameEverywhere = field(default_factory=SameEverywhere)
 
     def inventory(self) -> Inventory:
         return Inventory.read(decode_json(dict[str, Any], self.answer, "what the SMP holds"))

@@ -20,7 +20,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -198,7 +198,7 @@ def main() -> int:
     args = parser.parse_args()
     quick = args.quick
     count = args.snapshots or (200 if quick else 10_000)
-    parts = {
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
         "trainers": lambda base: many_trainers(base, 64, 1 << 20, 10 if quick else 200),
         "smps": lambda base: many_smps(base, 8 if quick else 32, 1 << 20, 5 if quick else 50),
         "status": lambda base: status_requests(base, 20 << 20, 1000.0, 2.0 if quick else 15.0),

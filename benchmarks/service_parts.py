@@ -29,13 +29,13 @@ from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.snapshot.resume.arrange import Layout, RankInfo, arrange, parse_protect
+from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
 JOB = "bench-service"
 DEADLINE_S = 60.0

@@ -62,16 +62,16 @@ class SavingMethod:
 
 
 SYSTEMS = (
-    SavingMethod("none", "systems.none:Nothing"),
-    SavingMethod("copy", "systems.simple:Buffer"),
-    SavingMethod("holdfast", "systems.memory:Alone"),
-    SavingMethod("protected", "systems.memory:Protected", least_ranks=2),
-    SavingMethod("dcp-thread", "systems.dcp:AsyncThread", "dcp"),
-    SavingMethod("dcp-process", "systems.dcp:AsyncProcess", "dcp"),
-    SavingMethod("torch_checkpointing", "systems.tc:Manager", "tc"),
-    SavingMethod("torchsnapshot", "systems.ts:AsyncTake", "ts"),
-    SavingMethod("dlrover", "systems.flash:Flash", "flash"),
-    SavingMethod("nvrx", "systems.nv:Local", "nv"),
+    SavingMethod("none", "benchmarks.systems.none:Nothing"),
+    SavingMethod("copy", "benchmarks.systems.simple:Buffer"),
+    SavingMethod("holdfast", "benchmarks.systems.memory:Alone"),
+    SavingMethod("protected", "benchmarks.systems.memory:Protected", least_ranks=2),
+    SavingMethod("dcp-thread", "benchmarks.systems.dcp:AsyncThread", "dcp"),
+    SavingMethod("dcp-process", "benchmarks.systems.dcp:AsyncProcess", "dcp"),
+    SavingMethod("torch_checkpointing", "benchmarks.systems.tc:Manager", "tc"),
+    SavingMethod("torchsnapshot", "benchmarks.systems.ts:AsyncTake", "ts"),
+    SavingMethod("dlrover", "benchmarks.systems.flash:Flash", "flash"),
+    SavingMethod("nvrx", "benchmarks.systems.nv:Local", "nv"),
 )
 
 

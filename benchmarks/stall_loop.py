@@ -2,8 +2,8 @@ r"""One rank of the comparison: a training loop that saves its state with one sy
 
 Every system runs in this loop: same state, same step, same machine. Start it once per rank; rank 0 writes the rows:
 
-    python stall_loop.py --system systems.dcp:AsyncThread --rank 0 --world 1 --port 29600 \
-        --folder /dev/shm/trial --out rows.json
+    python stall_loop.py --system benchmarks.systems.dcp:AsyncThread --rank 0 --world 1 \
+        --port 29600 --folder /dev/shm/trial --out rows.json
 
 An iteration begins right after ``optimizer.step()``: `save` if one is due, `poll`, forward, backward, `before_step`,
 ``optimizer.step()``. Ranks hold different states, as with sharding, and synchronise in each iteration, as a reduction
@@ -33,15 +33,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, TypeVar, cast
 
-HERE = str(Path(__file__).resolve().parent)
-sys.path[:] = [*(path for path in sys.path if path != HERE), HERE]  # last: ec.py here must not shadow a package ec
+HERE = Path(__file__).resolve().parent
+# This folder goes and the root comes last: neither ec.py here nor ec/ there may shadow a package of that name.
+sys.path[:] = [*(path for path in sys.path if path != str(HERE)), str(HERE.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under torchrun; also for processes that systems start
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from systems.common import DEADLINE_S, buffered, live_state, release_heap, settle, until  # noqa: E402
 from torch import nn  # noqa: E402
+
+from benchmarks.systems.common import DEADLINE_S, buffered, live_state, release_heap, settle, until  # noqa: E402
 
 T = TypeVar("T")
 
@@ -564,7 +566,9 @@ def load_system(spec: str) -> type[System]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One rank of the comparison of ways to save the training state.")
-    parser.add_argument("--system", required=True, metavar="MODULE:CLASS", help="such as systems.dcp:AsyncThread")
+    parser.add_argument(
+        "--system", required=True, metavar="MODULE:CLASS", help="such as benchmarks.systems.none:Nothing"
+    )
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--port", type=int, required=True, help="free on this machine; the ranks meet there")

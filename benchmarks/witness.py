@@ -32,7 +32,7 @@ def main() -> None:
 
 def measure(count: int, size: int) -> dict[str, float]:
     """Medians of each part over `ROUNDS`, in milliseconds, and their sum relative to a memcpy."""
-    tensors = [torch.nn.Parameter(torch.zeros(size // 4)) for _ in range(count)]
+    tensors: list[torch.Tensor] = [torch.nn.Parameter(torch.zeros(size // 4)) for _ in range(count)]
     slot = memoryview(bytearray(count * size))
     pieces = tuple(SlotTensor(tensor.detach(), i * size, size, str(i)) for i, tensor in enumerate(tensors))
     subjects, engine = WatchedPieces(pieces, tensors), CpuEngine()

@@ -1,7 +1,7 @@
 """The catalogue of faults: the name of each, what it does, and where it can be injected. Nothing is injected here.
 
-Virtual clusters (`chaos.actions`), a user's command (`chaos.user`), Ray (`chaos.ray`) and the simulation (`chaos.sim`)
-take names and descriptions from here, and each injects faults in its own way.
+Virtual clusters (`chaos.actions`), a user's command (`chaos.user`), Ray (`tests.proof.ray`) and the simulation
+(`tests.proof.sim`) take names and descriptions from here, and each injects faults in its own way.
 """
 
 from __future__ import annotations

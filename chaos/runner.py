@@ -1,8 +1,8 @@
 """Shared parts of the backends that run virtual nodes on one machine: their event loop, and a node.
 
-Virtual clusters (`chaos.cluster`), a user's own command (`chaos.user`) and Ray (`chaos.ray`) differ in what runs on a
-node and how it is started again. They share this module's way to receive reports, hold processes at a point, run
-timers, find a node's SMP and cut a node's power.
+Virtual clusters (`chaos.cluster`), a user's own command (`chaos.user`) and Ray (`tests.proof.ray`) differ in what
+runs on a node and how it is started again. They share this module's way to receive reports, hold processes at a
+point, run timers, find a node's SMP and cut a node's power.
 """
 
 from __future__ import annotations

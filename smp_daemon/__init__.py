@@ -7,4 +7,4 @@ Start reading at `smp_daemon.service` (the process), then `smp_daemon.shared`: `
 the arena), `layout` (the shape of a job) and `client` (the trainer's side).
 """
 
-__all__ = ["__main__", "service"]
+__all__ = ["__main__"]

@@ -11,6 +11,7 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch
 from benchmarks.gpu import beside, fast, right
 from benchmarks.gpu.machine import Machine, run_check
 
-PARTS = {"A": right.CHECKS, "B": fast.CHECKS, "C": beside.CHECKS}
+Check = Callable[[Machine], dict[str, Any]]
+
+PARTS: Mapping[str, Mapping[str, Check]] = {"A": right.CHECKS, "B": fast.CHECKS, "C": beside.CHECKS}
 DEADLINE_S = 110.0
 """Timeout for one check; a whole part should take less than ten minutes."""
 

@@ -156,7 +156,7 @@ def latency(machine: Machine) -> Figures:
     count = _bytes(machine, 8 << 30)
     with _on(machine) as (device, engines, _), _slot(count) as slot:
         engines.prepare([slot], nullcontext)
-        pieces, _ = _placed(list(torch.zeros(count, dtype=torch.uint8, device=device.name).split(count // 4)))
+        pieces, _ = _placed(list(torch.split(torch.zeros(count, dtype=torch.uint8, device=device.name), count // 4)))
         small = torch.ones(1, device=device.name)
         idle = statistics.median(_asked(small) for _ in range(20))
         [(alone,)] = _in_turns(device, lambda: _moved(engines, pieces, slot))[-1:]
@@ -240,7 +240,7 @@ def restoring(machine: Machine) -> Figures:
     """Loading a checked slot to the device, compared with one transfer of as many bytes from pinned memory."""
     count = _bytes(machine, 8 << 30)
     with _on(machine) as (device, engines, engine), _slot(count) as slot:
-        live = list(torch.zeros(count, dtype=torch.uint8, device=device.name).split(max(1, count // 300)))
+        live = list(torch.split(torch.zeros(count, dtype=torch.uint8, device=device.name), max(1, count // 300)))
         pieces, _ = _placed(live, aligned=1)
         pinned = engine.runtime.pinned(count)
         target = torch.zeros(count, dtype=torch.uint8, device=device.name)
@@ -278,7 +278,7 @@ def sealing(machine: Machine) -> Figures:
             with ThreadPoolExecutor(shards) as pool:
                 began = time.perf_counter()
                 sealing = [pool.submit(_sealed, part) for part in parts]
-                took = []
+                took: list[float] = []
                 while not took or not all(each.done() for each in sealing):
                     before = time.perf_counter()
                     engine.runtime.copy_runs(one)

@@ -16,6 +16,8 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 from holdfast import InMemorySnapshot
+from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.snapshot.step import copier
 from holdfast.snapshot.step.copier import Copier
 from tests.proof.device.seam import SeamLoop, Training
 
@@ -57,7 +59,7 @@ def _train(training: Training, notes: Path, snap: InMemorySnapshot | None) -> No
         if snap is not None:
             snap.drain(10.0)
 
-    training.run(begins, snap.steps if snap is not None else None, note)
+    training.run(begins, range if snap is None else snap.steps, note)
     digest = hashlib.sha256(b"".join(training.state().values())).hexdigest()
     with notes.open("a") as file:
         file.write(json.dumps({"digest": digest}) + "\n")
@@ -90,14 +92,9 @@ def _armed(training: Training, point: str, at: int) -> Any:
         return patch.object(training.optimizer, "step", half)
     if point == "seal":
         seal = Copier._seal
-        return patch.object(
-            Copier, "_seal", lambda copier, job: die() if job.snapshot.step == at else seal(copier, job)
-        )
-    import holdfast.snapshot.step.copier as module
-
-    failpoint = module.failpoint
+        return patch.object(Copier, "_seal", lambda own, job: die() if job.snapshot.step == at else seal(own, job))
     return patch.object(
-        module, "failpoint", lambda name, step: die() if (name, step) == ("copy.middle", at) else failpoint(name, step)
+        copier, "failpoint", lambda name, step: die() if (name, step) == ("copy.middle", at) else failpoint(name, step)
     )
 
 

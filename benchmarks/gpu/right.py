@@ -257,7 +257,7 @@ def _read(notes: Path) -> Figures:
 
 def _held(machine: Machine) -> dict[str, float]:
     process = psutil.Process()
-    found = {
+    found: dict[str, float] = {
         "memory": process.memory_info().rss,
         "threads": process.num_threads(),
         "descriptors": process.num_fds(),

@@ -43,7 +43,7 @@ def buffered(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
     sources = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     lengths = [source.numel() for source in sources]
     buffer = torch.empty(sum(lengths), dtype=torch.uint8, pin_memory=any(source.is_cuda for source in sources))
-    return list(zip(buffer.fill_(1).split(lengths), sources, strict=True))
+    return list(zip(torch.split(buffer.fill_(1), lengths), sources, strict=True))
 
 
 def settle(device: torch.device) -> None:

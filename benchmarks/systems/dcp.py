@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems.common import DEADLINE_S, FolderSystem, live_state
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.systems.common import DEADLINE_S, FolderSystem, live_state
 
 
 class Sync(FolderSystem):

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
-from systems.common import DEADLINE_S, Memory, copy_into, live_state
 from torch import nn
+
+from benchmarks.systems.common import DEADLINE_S, Memory, copy_into, live_state
 
 AGENT = Path(__file__).with_name("flash_agent.py")
 

@@ -1,4 +1,4 @@
-"""The part of DLRover's agent that Flash Checkpoint needs, as a separate process started by `systems.flash`."""
+"""The part of DLRover's agent that Flash Checkpoint needs: a process that `benchmarks.systems.flash` starts."""
 
 from __future__ import annotations
 

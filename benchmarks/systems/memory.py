@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from systems.common import DEADLINE_S, Memory, files_below, until
 from torch import nn
 
+from benchmarks.systems.common import DEADLINE_S, Memory, files_below, until
 from holdfast import InMemorySnapshot, __version__
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId

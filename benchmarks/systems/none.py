@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from systems.common import Memory
 from torch import nn
+
+from benchmarks.systems.common import Memory
 
 
 class Nothing:

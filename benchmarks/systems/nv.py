@@ -23,8 +23,9 @@ import torch
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
-from systems.common import Memory, State, copy_into, files_below, live_state, until
 from torch import nn
+
+from benchmarks.systems.common import Memory, State, copy_into, files_below, live_state, until
 
 
 class CpuState(TensorAwareStateDict):  # type: ignore[misc]

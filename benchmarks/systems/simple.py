@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from systems.common import buffered, live_state, settle
-from systems.none import Nothing
 from torch import nn
+
+from benchmarks.systems.common import buffered, live_state, settle
+from benchmarks.systems.none import Nothing
 
 
 class Buffer(Nothing):

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems.common import FolderSystem, live_state
 from torch import nn
 from torch_checkpointing import CheckpointManager, __version__
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+from benchmarks.systems.common import FolderSystem, live_state
 
 
 class Manager(FolderSystem):

@@ -14,10 +14,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from systems.common import FolderSystem, live_state, until
 from torch import nn
 from torchsnapshot import Snapshot, StateDict, __version__
 from torchsnapshot.snapshot import PendingSnapshot
+
+from benchmarks.systems.common import FolderSystem, live_state, until
 
 
 class AsyncTake(FolderSystem):

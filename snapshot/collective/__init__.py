@@ -1,3 +1,3 @@
 """Collective calls for agreement between ranks."""
 
-__all__ = ["agreement", "mesh", "routes"]
+__all__ = ["agreement", "mesh"]

@@ -120,7 +120,7 @@ def test_systems_are_chosen_by_name() -> None:
 def test_every_peer_has_its_requirements() -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "systems"
     for system in SYSTEMS:
-        assert (folder / f"{system.spec.split('.')[1].split(':')[0]}.py").exists()
+        assert (folder / f"{system.spec.partition(':')[0].rpartition('.')[2]}.py").exists()
         assert system.peer is None or (folder / "requirements" / f"{system.peer}.txt").exists()
     assert StallBenchmark().rounds > 0
 

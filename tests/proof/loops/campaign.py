@@ -104,7 +104,7 @@ class _TrialProcess:
     def answer(self) -> Result:
         line = self._lines.readline()
         if not line:
-            raise HoldfastError(f"a worker process of chaos.loops ended unexpectedly: status {self._process.wait(1.0)}")
+            raise HoldfastError(f"a worker process of `loops` ended unexpectedly: status {self._process.wait(1.0)}")
         return Result.parse(line)
 
     def kill(self) -> None:

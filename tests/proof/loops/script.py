@@ -1,6 +1,6 @@
 """A drawn loop, and its program. The program that is printed as a seed's history is the one that runs.
 
-Besides Python, torch and `chaos.loops.kit`, a program uses four names that `chaos.loops.life` provides:
+Besides Python, torch and `loops.kit`, a program uses four names that `loops.life` provides:
 ``InMemorySnapshot``, which does nothing when the loop runs undisturbed; ``here(place)``, where it may be killed;
 ``note(step, loss)``; and ``finished(name=object, ...)``, which takes the objects whose state is compared.
 """

@@ -141,8 +141,8 @@ def _every_rank_plans_alone() -> None:
     exchange: Any = vars(restore)["exchange"]
 
     def alone(client: Any, agreement: Any, coord: str, options: Any) -> Any:
-        inventories, coords, everyones = exchange(client, agreement, coord, options)
-        return [inventory for inventory in inventories if inventory.node == client.node], coords, everyones
+        entered = exchange(client, agreement, coord, options)
+        return replace(entered, inventories=[each for each in entered.inventories if each.node == client.node])
 
     _replace(restore, "exchange", alone)
 

@@ -1,7 +1,7 @@
 """Simulated trainers as users write them: modules, optimizers, generators and data, under the whole hook.
 
 holdfast's capture and restore are the real ones here. Only two things are simulated: the process group
-(`chaos.sim.trainer.SimMember`), and the awaits within copies.
+(`sim.trainer.SimMember`), and the awaits within copies.
 """
 
 from __future__ import annotations

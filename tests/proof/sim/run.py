@@ -84,7 +84,7 @@ def play(
     trace: Callable[[str], None] | None = None,
     telling: bool = False,
 ) -> SeedReport:
-    """Run a plan. Call it within `chaos.sim.seams.installed`, always from the same thread.
+    """Run a plan. Call it within `sim.seams.installed`, always from the same thread.
 
     Args:
         order: the order of turns, instead of the plan's.

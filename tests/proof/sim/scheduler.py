@@ -221,7 +221,7 @@ class Scheduler:
         ]
 
     def unwind(self) -> None:
-        """End every task once the run is over. Called by `chaos.sim.run.play`."""
+        """End every task once the run is over. Called by `sim.run.play`."""
         self.unwinding = True
         self.next_stop = 0
         for task in self._tasks:

@@ -1,7 +1,7 @@
 """What the simulation replaces in the production code while a block runs, and the failpoints that it observes.
 
-The machine is not replaced but handed over (`chaos.sim.system`). Replaced are names of holdfast's own: state, capture,
-copy engine and collectives of a trainer (`chaos.sim.trainer`), the start of an SMP's process, sizes that would make
+The machine is not replaced but handed over (`sim.system`). Replaced are names of holdfast's own: state, capture,
+copy engine and collectives of a trainer (`sim.trainer`), the start of an SMP's process, sizes that would make
 state large, and functions that the oracle observes.
 """
 
@@ -44,7 +44,7 @@ DEEPEST = 100_000
 
 
 class Hooks:
-    """Callbacks of the current run. `chaos.sim.world` and `chaos.sim.faults` set them."""
+    """Callbacks of the current run. `sim.world` and `sim.faults` set them."""
 
     failpoint: Callable[[str, int], None]
     start_smp: Callable[[MemoryPath], None]
@@ -221,7 +221,7 @@ def installed() -> Iterator[None]:
     """Run holdfast on simulated threads, time, sockets and files, without its log.
 
     The garbage collector does not run by itself in the block: it would examine again and again everything that existed
-    before. `chaos.sim.run.play` runs it now and then.
+    before. `sim.run.play` runs it now and then.
     """
     replaced: dict[str, Any] = {
         "holdfast.smp_daemon.storage.arena.Arena.release": _release,

@@ -1,7 +1,7 @@
 """Locks, queues, threads, pools and clock for tasks.
 
 Names and semantics are those of `threading`, `queue`, `concurrent.futures` and `time`; only what holdfast uses exists.
-Each acquisition, wait and hand-over is an await of `chaos.sim.scheduler`.
+Each acquisition, wait and hand-over is an await of `sim.scheduler`.
 """
 
 from __future__ import annotations

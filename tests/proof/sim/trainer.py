@@ -2,7 +2,7 @@
 
 `snapshot.hook.SnapshotHook`, its ledger, copier, outcomes, restore and reservation are the production ones. What they
 reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimEngine` (copying it), `SimMember`
-(collectives). Trainers with real modules, `chaos.sim.modules`, use only `SimMember`.
+(collectives). Trainers with real modules, `sim.modules`, use only `SimMember`.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class SimCapture:
 
 
 def captured(snapshot: SnapshotId, coord: str, content: Bytes) -> None:
-    """Called for every snapshot that begins. `chaos.sim.seams` replaces it, so that the oracle hears of them."""
+    """Called for every snapshot that begins. `sim.seams` replaces it, so that the oracle hears of them."""
     raise RuntimeError("nobody listens")
 
 
