@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
-from holdfast.smp_daemon.recovery.fetch import Lender
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
+from holdfast.smp_daemon.recovery.lending import Lender
 from holdfast.smp_daemon.recovery.rebuild import recover, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId

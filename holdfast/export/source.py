@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.reading import find_runs, read_shard, runs_at
@@ -53,15 +52,13 @@ class Listed:
 class MemorySource:
     """A snapshot in the memory of a job's SMPs. Lost shards are computed from parity."""
 
-    def __init__(self, sources: Sources, links: Links, counters: Counters) -> None:
+    def __init__(self, sources: Sources, fetcher: Fetcher) -> None:
         self.snapshot = sources.snapshot
         self.layout = sources.layout
-        self._fetcher = Fetcher(sources, links, counters)
+        self._fetcher = fetcher
 
     def fill(self, coord: str, out: memoryview) -> None:
-        length = self.layout.unit_bytes
-        for index in range(-(-out.nbytes // length)):
-            self._fetcher.shard_unit(coord, index, out[index * length : (index + 1) * length])
+        self._fetcher.all(self._fetcher.shard(coord, out), -(-out.nbytes // self.layout.unit_bytes))
 
 
 @contextmanager
@@ -75,9 +72,8 @@ def from_memory(job: str, arena: Path | None, step: int | None) -> Iterator[Memo
     """
     inventories = _inventories(job, arena)
     sources = _choose(job, inventories, step)
-    counters = Counters()
-    with Links(counters) as links:
-        yield MemorySource(sources, links, counters)
+    with Fetcher(sources, Counters()) as fetcher:
+        yield MemorySource(sources, fetcher)
 
 
 def list_memory(job: str, arena: Path | None) -> list[Listed]:

@@ -66,6 +66,12 @@ class Links:
                 stream.patience = partial(self._patience, address)
             self._streams[address] = stream
 
+    def set_deadline(self, seconds: float) -> None:
+        """Set the timeout for each reply from now on."""
+        self._deadline_s = seconds
+        for stream in self._streams.values():
+            stream.set_deadline(seconds)
+
     def send(self, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:
         """Send a message; its reply is `receive`d later, in order."""
         self.connect(address, message.job)

@@ -1,15 +1,21 @@
-"""Gets single units of a snapshot, one after another: from their holders, or computed from the rest of their stripe.
+"""Fetches units of one snapshot from other SMPs: a whole shard, what parity is made of, or single units to repair.
 
-A source that does not answer is not used again; others are used while enough are left. `smp_daemon.recovery.load`
-fetches a whole shard from many sources at a time.
+Workers take the units in order. Each tries the ways to get its unit one after another (`smp_daemon.recovery.ways`).
+A request that is late is given up with its connection, so nothing of it can arrive any more, and the next way is tried.
+If there is none, what was late is asked again, with twice the patience. So a unit is received right where it belongs,
+by one thread at a time. A unit that does not match its digest is an erasure, like one that nobody holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.units import Computation, HeldUnit, StripePlace, UnitReader, place_of
+from holdfast.smp_daemon.recovery.units import Computation, StripePlace, UnitReader, place_of
+from holdfast.smp_daemon.recovery.ways import Chooser, Kind, Way, Ways
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
@@ -17,148 +23,440 @@ from holdfast.smp_daemon.shared.errors import (
     HoldfastError,
     ProtocolError,
     SmpUnavailable,
+    Unrecoverable,
 )
-from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import ShardUnit, UnitReply
+from holdfast.smp_daemon.shared.messages import ParityUnit, PartialSum, ShardUnit
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.storage.holdings import ShardKey
-from holdfast.smp_daemon.storage.store import Store
+from holdfast.smp_daemon.shared.system import MACHINE, System
+
+WORKERS = 4
+"""Units that are fetched at a time, which keeps all links busy."""
+
+MAX_SUMS = 2
+"""Most units that are summed up here at a time: each takes k buffers and k connections."""
+
+IDLE = 8
+"""Most idle connections that are kept open for later requests."""
+
+REFUSALS = (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError)
+"""What a source may do instead of giving a unit. Any other error ends the fetch."""
 
 log = get_log(__name__)
 
 
-class Fetcher:
-    """Fetches units of one snapshot over the caller's connections. Not thread-safe; every call blocks."""
+@dataclass(frozen=True, slots=True)
+class WantedUnit:
+    """A unit to fetch.
 
-    def __init__(self, sources: Sources, links: Links, counters: Counters, backend: str = "auto") -> None:
-        """`backend`: see `ec.choose_codec`."""
+    Attributes:
+        name, index: for messages: unit `index` of this shard or parity.
+        out: where it goes; as long as the unit.
+        holders: the SMPs that hold it. `what`: the name by which to request it from them.
+        place: its place in its stripe, from whose other units it can be computed; None: it cannot.
+        expected: its digest, if known here. For data units it is also learnt from the parity.
+        came: called with the unit's digest by the worker that has fetched it.
+    """
+
+    name: str
+    index: int
+    out: memoryview
+    holders: tuple[Address, ...] = ()
+    what: ShardUnit | None = None
+    place: StripePlace | None = None
+    expected: int | None = None
+    came: Callable[[int], None] = lambda digest: None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A request that is under way.
+
+    Attributes:
+        way: by which way; for a sum, with one operand.
+        address: the address of the SMP that is asked, of all that it has.
+        shared: how many requests that SMP has open, with this one.
+        began_s, patience_s: when it was made, and after how long it is late.
+    """
+
+    way: Way
+    address: Address
+    links: Links
+    shared: int
+    began_s: float
+    patience_s: float
+
+
+Writing = Callable[[], AbstractContextManager[None]]
+"""Entered by a worker while bytes may arrive in a unit. Raises if the fetch is over."""
+
+
+class _Over(Exception):
+    """Another worker's unit cannot be got."""
+
+
+class Fetcher:
+    """Fetches units of one snapshot over connections that are kept until `close`. Calls block. Thread-safe."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        counters: Counters,
+        backend: str = "auto",
+        *,
+        by_chain: bool = True,
+        system: System = MACHINE,
+    ) -> None:
+        """
+        Args:
+            backend: see `ec.choose_codec`.
+            by_chain: whether helpers may pass sums on; otherwise every operand comes here.
+        """
         self.sources = sources
-        self.links = links
+        self._counters = counters
         self._reader = UnitReader(sources, counters, backend)
-        self._refusals = Episodes(log)
-        self._gone: set[Address] = set()
-        self._buffers: dict[int, memoryview] = {}
+        self._by_chain = by_chain
+        self._system = system
+        self._episodes = Episodes(log)
+        # Guards all fields below. Notified when a sum is over, and when a worker stops writing or has ended. Held for
+        # bookkeeping only, never with the store's lock; under it are taken the locks of streams, counters and logs. A
+        # connection in use belongs to one thread; others only interrupt it.
+        self.changed = system.Condition()
+        self._chooser = Chooser()
+        self._idle: list[tuple[Address, Links]] = []
+        self._open: set[Links] = set()
+        self._buffers: list[memoryview] = []
+        self._sums = 0
+        self._requests = 0
+        self._received = 0
+
+    def __enter__(self) -> Fetcher:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes of all units and operands that have come over the network."""
+        return self._received
 
     @property
     def misses_somebody(self) -> bool:
-        """Whether an SMP that holds something has not answered, so that a unit that failed now may be got later."""
-        return bool(self._gone)
-
-    def shard_unit(self, coord: str, index: int, out: memoryview) -> int:
-        """Get unit `index` of a shard into `out`, from its holder, or computed if the holder cannot give it. Returns
-        its digest.
-
-        Raises:
-            Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
-            DamagedSnapshot: the computed unit does not match its digest.
-        """
-        address = self.sources.shards.get(coord)
-        if address is not None and address not in self._gone:
-            try:
-                self._reader.send(self.links, address, ShardUnit(coord, index))
-                return self._reader.receive(self.links, address, out).digest
-            except (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError) as error:
-                self._note_failure(address, error)
-        return self.compute(place_of(self.sources.layout, coord, index), out)
-
-    def compute(self, place: StripePlace, out: memoryview, expected: int | None = None) -> int:
-        """Compute a data or parity unit from k others of its stripe into `out`, which is as long as the unit. Returns
-        its digest.
-
-        Args:
-            expected: the unit's digest, if known here; for data units it is also learnt from the parity.
-
-        Raises:
-            Unrecoverable: fewer than k others can be got.
-            DamagedSnapshot: the result does not match the digest, or no digest is known.
-        """
-        computation = Computation(self._reader, place, out.nbytes)
-        waiting = [unit for unit in computation.operands.values() if unit.address not in self._gone]
-        while waiting and (lacking := computation.needed - len(computation.buffers)) > 0:
-            requested, waiting = waiting[:lacking], waiting[lacking:]
-            for unit, reply in self._request(requested):
-                computation.add(unit.number, self._buffer(unit.number), reply)
-        return computation.finish(out, expected)
-
-    def _request(self, units: list[HeldUnit]) -> Iterator[tuple[HeldUnit, UnitReply]]:
-        """Request all units at once; yield those that came whole, with their replies."""
-        requested = []
-        for unit in units:
-            try:
-                self._reader.send(self.links, unit.address, unit.what)
-                requested.append(unit)
-            except (SmpUnavailable, DeadlineExceeded) as error:
-                self._note_failure(unit.address, error)
-        for unit in requested:
-            if unit.address in self._gone:
-                continue
-            try:
-                out = self._buffer(unit.number)[: unit.length]
-                yield unit, self._reader.receive(self.links, unit.address, out)
-            except (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError) as error:
-                self._note_failure(unit.address, error)
-
-    def _buffer(self, number: int) -> memoryview:
-        if number not in self._buffers:
-            self._buffers[number] = memoryview(bytearray(self.sources.layout.unit_bytes))
-        return self._buffers[number]
-
-    def _note_failure(self, address: Address, error: HoldfastError) -> None:
-        text, extra = "%s does not give a unit of %s: %s", about(self.sources.snapshot, peer=address)
-        self._refusals.begin(address, text, address, self.sources.snapshot, error, extra=extra)
-        if isinstance(error, SmpUnavailable | DeadlineExceeded):
-            self.links.drop(address)
-            self._gone.add(address)
-
-
-class Lender:
-    """Gives a trainer of this node units of one snapshot, wherever they are, over its own connections.
-
-    With it a trainer reads parts of other coordinates' shards without a whole shard being brought here. Not
-    thread-safe; changes nothing that is held here.
-    """
-
-    def __init__(self, store: Store, sources: Sources) -> None:
-        self._store = store
-        self._sources = sources
-        self._links = Links(store.counters, system=store.system)
-        self._fetcher = Fetcher(sources, self._links, store.counters, store.holdings.backend)
-        self._buffer = memoryview(bytearray(sources.layout.unit_bytes))
-
-    @property
-    def snapshot(self) -> SnapshotId:
-        """The snapshot whose units it gives."""
-        return self._sources.snapshot
-
-    @property
-    def bytes_fetched(self) -> int:
-        """The bytes that came over the network so far."""
-        return self._links.bytes_received
-
-    def unit(self, coord: str, index: int) -> tuple[memoryview, int]:
-        """Unit `index` of a shard, checked, and its digest. The bytes are valid until the next call. Blocks while the
-        unit is fetched or computed.
-
-        Raises:
-            ProtocolError: there is no such shard, or no such unit of it.
-            Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
-            DamagedSnapshot: the computed unit does not match its digest.
-        """
-        layout = self._sources.layout
-        offset, length = index * layout.unit_bytes, layout.shard_bytes(coord)
-        if offset >= length:
-            raise ProtocolError(f"there is no unit {index}: {coord} has {length} bytes")
-        key = ShardKey(self._sources.snapshot, coord)
-        if self._store.holdings.holds(key):
-            try:
-                unit, record = self._store.holdings.checked_unit(key, index)
-                return unit, record.digests[index]
-            except (DamagedSnapshot, ProtocolError):  # damaged, or released meanwhile: others may have the unit
-                pass
-        out = self._buffer[: min(layout.unit_bytes, length - offset)]
-        return out, self._fetcher.shard_unit(coord, index, out)
+        """Whether an SMP that holds something is gone, so that a unit that failed now may be got later."""
+        with self.changed:
+            return self._chooser.speeds.misses_somebody
 
     def close(self) -> None:
-        """Close its connections."""
-        self._links.close()
+        """Close the connections. Later calls open new ones."""
+        with self.changed:
+            while self._idle:
+                self._idle.pop()[1].close()
+
+    # ------------------------------------------------------------------ what is fetched
+
+    def shard_unit(self, coord: str, index: int, out: memoryview) -> WantedUnit:
+        """Unit `index` of a shard, to be fetched into `out`."""
+        try:
+            place = place_of(self.sources.layout, coord, index)
+        except Unrecoverable:  # it has no parity: only its holder has it
+            place = None
+        return WantedUnit(coord, index, out, self.sources.holders(coord), ShardUnit(coord, index), place)
+
+    def shard(self, coord: str, out: memoryview) -> Iterator[WantedUnit]:
+        """All units of a shard in order, to be fetched into `out`."""
+        length = self.sources.layout.unit_bytes
+        for index in range(-(-out.nbytes // length)):
+            yield self.shard_unit(coord, index, out[index * length : (index + 1) * length])
+
+    def one(self, unit: WantedUnit) -> int:
+        """Fetch a unit, in this thread. Returns its digest.
+
+        Raises:
+            Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
+            DamagedSnapshot: the computed unit does not match its digest.
+        """
+        return self.get(unit, 1, nullcontext)
+
+    def all(self, units: Iterable[WantedUnit], count: int) -> None:
+        """Fetch `count` units by several workers. Blocks until nothing is written to any of them any more.
+
+        Args:
+            units: taken one after another, whenever a worker is free; no two workers take one at a time.
+
+        Raises: as `one`, for the first unit that cannot be got; or whatever `units` or a `came` raises.
+        """
+        _Crew(self, iter(units), count, self._system).wait()
+
+    # ------------------------------------------------------------------ one unit
+
+    def get(self, unit: WantedUnit, left: int, writing: Writing) -> int:
+        """Fetch a unit and return its digest. `left`: how many are still to come."""
+        computation = Computation(self._reader, unit.place, unit.out.nbytes) if unit.place is not None else None
+        ways = self._ways(unit, computation)
+        draw, tries = random.Random(unit.index), 0
+        refusal: HoldfastError | None = None
+        try:
+            while True:
+                with writing(), self.changed:
+                    way = self._chooser.choose(ways, draw, left)
+                if way is None:
+                    if not ways.next_round():
+                        raise refusal or self._why_not(unit, computation)
+                    continue
+                tries += 1
+                if tries > 1:
+                    self._counters.add(units_requested_again=1)
+                if way.kind is not Kind.SUM:
+                    if (found := self._receive(unit, ways, way, computation, writing)) is not None:
+                        return found
+                elif computation is not None and self._gather(unit, ways, way, computation):
+                    try:
+                        with writing():
+                            return computation.finish(unit.out, unit.expected)
+                    except DamagedSnapshot as error:
+                        ways.spoilt, refusal = True, error
+        finally:
+            if computation is not None:
+                with self.changed:
+                    self._buffers += computation.buffers.values()
+
+    def _ways(self, unit: WantedUnit, computation: Computation | None) -> Ways:
+        if computation is None:
+            return Ways(unit.holders)
+        operands = {number: held.address for number, held in computation.operands.items()}
+        # Helpers learn the digest of a sum from parity, which has those of data units; so a chain gives no other unit.
+        by_chain = self._by_chain and computation.is_data and unit.expected is None
+        return Ways(unit.holders, operands, computation.needed, by_chain)
+
+    def _receive(
+        self, unit: WantedUnit, ways: Ways, way: Way, computation: Computation | None, writing: Writing
+    ) -> int | None:
+        """Get the unit whole or by a chain. Returns its digest; None: it was refused, as is noted in `ways`."""
+        what = unit.what if way.kind is Kind.WHOLE or computation is None else computation.chain(way.operands)
+        assert what is not None  # a unit with holders has a name
+        asked = self._send(unit, ways, way, what)
+        if asked is None:
+            return None
+        found: int | None = None
+        waits: tuple[float, ...] = ()
+        with self._noting(unit, ways, asked):
+            with writing():
+                if way.kind is Kind.WHOLE:
+                    found = self._reader.receive(asked.links, asked.address, unit.out).digest
+                else:
+                    found, waits = self._reader.receive_sum(asked.links, asked.address, unit.out)
+            self._answered(asked, unit.out.nbytes, waits)
+        return found
+
+    def _gather(self, unit: WantedUnit, ways: Ways, way: Way, computation: Computation) -> bool:
+        """Request operands, all at once. Returns whether all that a sum takes are here."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._sums < MAX_SUMS)
+            self._sums += 1
+        asked: list[_Asked] = []
+        try:
+            for number in way.operands:
+                held = computation.operands[number]
+                sent = self._send(unit, ways, Way(Kind.SUM, (number,), (held.address,)), held.what)
+                asked += [sent] if sent is not None else []
+            while asked:
+                each = asked.pop(0)
+                (number,) = each.way.operands
+                length, buffer = computation.operands[number].length, self._buffer()
+                with self._noting(unit, ways, each, buffer):
+                    reply = self._reader.receive(each.links, each.address, buffer[:length])
+                    self._answered(each, length, ())
+                    computation.add(number, buffer, reply)
+                    ways.came.add(number)
+        finally:
+            for each in asked:
+                self._give_up(each)
+            with self.changed:
+                self._sums -= 1
+                self._chooser.doubt = False
+                self.changed.notify_all()
+        return len(ways.came) >= ways.needed
+
+    def _buffer(self) -> memoryview:
+        with self.changed:
+            if self._buffers:
+                return self._buffers.pop()
+        return memoryview(bytearray(self.sources.layout.unit_bytes))
+
+    def _why_not(self, unit: WantedUnit, computation: Computation | None) -> HoldfastError:
+        """The error that says why a unit cannot be got."""
+        try:
+            if computation is not None:
+                computation.finish(memoryview(bytearray(unit.out.nbytes)), unit.expected)
+            else:
+                place_of(self.sources.layout, unit.name, unit.index)
+        except HoldfastError as error:
+            return error
+        return Unrecoverable(f"no SMP gives unit {unit.index} of {unit.name}")
+
+    # ------------------------------------------------------------------ one request
+
+    def _send(self, unit: WantedUnit, ways: Ways, way: Way, what: ShardUnit | ParityUnit | PartialSum) -> _Asked | None:
+        """Send a request to the first SMP of a way; None: it could not be sent, as is noted in `ways`."""
+        with self.changed:
+            source = self._chooser.speeds[way.through[0]]
+            source.open += 1
+            number, self._requests = self._requests, self._requests + 1
+            patience_s = ways.patience_s(self._chooser.speeds)
+            links = self._take_links(way.through[0])
+        asked = _Asked(way, way.through[0], links, source.open, self._system.monotonic(), patience_s)
+        with self._noting(unit, ways, asked):
+            links.set_deadline(patience_s)
+            asked = replace(asked, address=self._connect(asked, number))
+            self._reader.send(links, asked.address, what)
+            return asked
+        return None
+
+    def _connect(self, asked: _Asked, number: int) -> Address:
+        """Connect to the SMP that is asked. Returns the address used: each may be of another network card, so requests
+        use them in turn."""
+        layout = self.sources.layout
+        addresses = layout.ways_to(asked.way.through[0])
+        first = number % len(addresses)
+        problem: HoldfastError | None = None
+        for address in (*addresses[first:], *addresses[:first]):
+            try:
+                asked.links.connect(address, layout.job, asked.patience_s)
+                return address
+            except (SmpUnavailable, DeadlineExceeded) as error:
+                problem = error
+        assert problem is not None  # every SMP has an address
+        raise problem
+
+    @contextmanager
+    def _noting(self, unit: WantedUnit, ways: Ways, asked: _Asked, buffer: memoryview | None = None) -> Iterator[None]:
+        """Give a request up if it fails. What its source refuses is noted in `ways`; other errors are raised."""
+        try:
+            yield
+        except REFUSALS as error:
+            self._give_up(asked)
+            with self.changed:
+                self._buffers += [buffer] if buffer is not None else []
+                self._note_refusal(ways, asked, error)
+            text = "%s does not give unit %d of %s, requested as %s: %s"
+            extra = about(self.sources.snapshot, coord=unit.name, peer=asked.address)
+            self._episodes.begin(
+                asked.address, text, asked.address, unit.index, unit.name, asked.way.kind.value, error, extra=extra
+            )
+        except BaseException:
+            self._give_up(asked)
+            raise
+
+    def _note_refusal(self, ways: Ways, asked: _Asked, error: HoldfastError) -> None:
+        """Note what a failure says of its source, or of the unit there. Called with the lock."""
+        speeds, address = self._chooser.speeds, asked.way.through[0]
+        is_silent = isinstance(error, DeadlineExceeded)
+        if asked.way.kind is Kind.CHAIN:  # it does not show which helper failed
+            ways.by_chain = False
+            self._chooser.doubt |= is_silent and not any(map(speeds.is_slow, asked.way.through))
+        elif is_silent and asked.patience_s < CALL_DEADLINE_S:
+            ways.late.add(address)
+            speeds[address].late = True
+        elif isinstance(error, SmpUnavailable | DeadlineExceeded):
+            speeds.failed(address, silent=is_silent)
+        elif asked.way.kind is Kind.WHOLE:
+            ways.failed.add(address)
+        else:
+            ways.bad.update(asked.way.operands)
+
+    def _answered(self, asked: _Asked, count: int, waits: Sequence[float]) -> None:
+        """Note that `count` bytes have come, and keep the connection."""
+        with self.changed:
+            seconds = max(0.0, self._system.monotonic() - asked.began_s)
+            self._chooser.speeds.answered(asked.way.through, seconds, asked.shared, waits)
+            self._chooser.speeds[asked.way.through[0]].open -= 1
+            self._received += count
+            self._open.discard(asked.links)
+            self._idle.append((asked.way.through[0], asked.links))
+            if len(self._idle) > IDLE:
+                self._idle.pop(0)[1].close()
+        self._episodes.end(asked.address, "%s gives units again", asked.address)
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Close the connection of a request, so that nothing of its answer arrives any more."""
+        with self.changed:
+            self._chooser.speeds[asked.way.through[0]].open -= 1
+            self._open.discard(asked.links)
+        asked.links.close()
+
+    def _take_links(self, address: Address) -> Links:
+        """An idle connection to `address`, or one to be made. Called with the lock."""
+        found = next((each for each in self._idle if each[0] == address), None)
+        if found is not None:
+            self._idle.remove(found)
+        links = found[1] if found is not None else Links(self._counters, system=self._system)
+        self._open.add(links)
+        return links
+
+    def interrupt(self) -> None:
+        """End all requests that wait for an answer, from any thread; they raise `SmpUnavailable`."""
+        with self.changed:
+            for links in self._open:
+                links.interrupt()
+
+
+class _Crew:
+    """The workers of one `Fetcher.all`. They share the fetcher's lock, which guards all fields."""
+
+    def __init__(self, fetcher: Fetcher, units: Iterator[WantedUnit], count: int, system: System) -> None:
+        self._fetcher = fetcher
+        self._units = units
+        self._left = count
+        self._changed = fetcher.changed
+        self._working = min(WORKERS, count)
+        self._writing = 0
+        self._failure: Exception | None = None
+        for _ in range(self._working):
+            system.Thread(target=self._work, name="fetch", daemon=True).start()
+
+    def wait(self) -> None:
+        """Block until all is fetched, or nothing is written any more since a unit failed. Raises what failed.
+
+        A worker that is still connecting then is left to run into its deadline, and writes nothing.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._working or (self._failure is not None and not self._writing))
+            if self._failure is not None:
+                raise self._failure
+
+    def _work(self) -> None:
+        try:
+            while (unit := self._next()) is not None:
+                found = self._fetcher.get(unit, self._left, self._write)
+                with self._write():
+                    unit.came(found)
+        except _Over:
+            pass
+        except Exception as error:  # even a bug must end the fetch, not leave `wait` waiting
+            with self._changed:
+                self._failure = self._failure or error
+            self._fetcher.interrupt()
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _next(self) -> WantedUnit | None:
+        with self._changed:
+            self._left -= 1
+            return None if self._failure is not None else next(self._units, None)
+
+    @contextmanager
+    def _write(self) -> Iterator[None]:
+        with self._changed:
+            if self._failure is not None:
+                raise _Over
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
-from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.recovery.fetch import Fetcher, WantedUnit
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
-from holdfast.smp_daemon.recovery.load import Load
 from holdfast.smp_daemon.recovery.units import StripePlace, place_of
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -24,6 +23,7 @@ from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.store import Store
 
 METHODS = ("chain", "decode")
@@ -70,29 +70,31 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
         if not check:
             return recovered(store, key, "held", 0)
         damaged = store.holdings.damaged_units(key)
-        with Links(store.counters, system=store.system) as links:
-            fetcher = _fetcher(store, sources, links)
+        with _fetcher(store, sources) as fetcher:
             for index in damaged:
                 try:
                     repair_unit(store, fetcher, key, index)
                 except (Unrecoverable, DamagedSnapshot) as error:
                     store.holdings.drop(key)
                     raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
-            return recovered(store, key, "repaired" if damaged else "held", links.bytes_received)
+            return recovered(store, key, "repaired" if damaged else "held", fetcher.bytes_received)
     store.keep_layout(sources.layout)
-    with store.receiving_shard(key, sources.layout) as view:
-        how = "fetched" if coord in sources.shards else "rebuilt"
-        count = Load(
-            sources,
-            coord,
-            view,
-            store.counters,
-            store.holdings.backend,
-            by_chain=method == "chain",
-            midway=lambda: failpoint("rebuild.middle", sources.snapshot.step),
-            system=store.system,
-        ).run()
-    return recovered(store, key, how, count)
+    with (
+        store.receiving_shard(key, sources.layout) as view,
+        _fetcher(store, sources, by_chain=method == "chain") as fetcher,
+    ):
+        count = -(-view.nbytes // sources.layout.unit_bytes)
+        fetcher.all(_with_a_failpoint(fetcher.shard(coord, view), count, sources.snapshot.step), count)
+    how = "fetched" if coord in sources.shards else "rebuilt"
+    return recovered(store, key, how, fetcher.bytes_received)
+
+
+def _with_a_failpoint(units: Iterator[WantedUnit], count: int, step: int) -> Iterator[WantedUnit]:
+    """These units, with a failpoint before the middle one. All workers wait there for the next unit."""
+    for number, unit in enumerate(units):
+        if number == count // 2:
+            failpoint("rebuild.middle", step)
+        yield unit
 
 
 def verify(store: Store) -> None:
@@ -124,8 +126,7 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     if sources is None:
         return 0
     repaired, last = 0, None
-    with Links(store.counters, system=store.system) as links:
-        fetcher = _fetcher(store, sources, links)
+    with _fetcher(store, sources) as fetcher:
         for index in damaged:
             try:
                 repair_unit(store, fetcher, key, index)
@@ -147,7 +148,8 @@ def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
     """
     _, record = store.holdings.open(key)
     unit = memoryview(bytearray(record.unit(index)[1]))
-    fetcher.compute(_place(fetcher.sources.layout, key, index), unit, record.digests[index])
+    place = _place(fetcher.sources.layout, key, index)
+    fetcher.one(WantedUnit(str(key), index, unit, place=place, expected=record.digests[index]))
     store.holdings.repair(key, index, unit)
 
 
@@ -161,19 +163,14 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
     """
     store.keep_layout(sources.layout)
     layout = sources.layout
-    stripes, members = layout.stripes(group), layout.members(group)
+    stripes = layout.stripes(group)
     key = ParityKey(sources.snapshot, layout.tag(group), position)
+    units = [each for stripe in stripes.parity_stripes(position) for each in stripes.contributors(stripe)]
     try:
-        with Links(store.counters, system=store.system) as links:
-            fetcher = _fetcher(store, sources, links)
+        with _fetcher(store, sources) as fetcher:
             try:
                 with store.holdings.receiving_parity(key, layout, group) as gathering:
-                    for stripe in stripes.parity_stripes(position):
-                        for _, contributor, piece in stripes.contributors(stripe):
-                            unit = memoryview(bytearray(piece.length))
-                            coord = members[contributor].shards[piece.segment].coord
-                            found = fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
-                            gathering.accumulate(stripe, contributor, unit, found)
+                    fetcher.all(_contributions(fetcher, gathering, group, position), len(units))
             except (Unrecoverable, DamagedSnapshot) as error:
                 if fetcher.misses_somebody:
                     raise SmpUnavailable(
@@ -181,13 +178,25 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
                     ) from error
                 raise
             failpoint("repair_parity.done", sources.snapshot.step)
-            return links.bytes_received
+            return fetcher.bytes_received
     finally:
         store.codings.repair_over(Coding(sources.snapshot, key.tag))
 
 
-def _fetcher(store: Store, sources: Sources, links: Links) -> Fetcher:
-    return Fetcher(sources, links, store.counters, store.holdings.backend)
+def _contributions(fetcher: Fetcher, gathering: ParityGathering, group: int, position: int) -> Iterator[WantedUnit]:
+    """The data units that a node's parity is made of. Each is added to it as it comes."""
+    layout = fetcher.sources.layout
+    stripes, members = layout.stripes(group), layout.members(group)
+    for stripe in stripes.parity_stripes(position):
+        for _, contributor, piece in stripes.contributors(stripe):
+            out = memoryview(bytearray(piece.length))
+            coord = members[contributor].shards[piece.segment].coord
+            unit = fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, out)
+            yield replace(unit, came=partial(gathering.accumulate, stripe, contributor, out))
+
+
+def _fetcher(store: Store, sources: Sources, *, by_chain: bool = True) -> Fetcher:
+    return Fetcher(sources, store.counters, store.holdings.backend, by_chain=by_chain, system=store.system)
 
 
 def _place(layout: Layout, key: Key, index: int) -> StripePlace:

@@ -119,9 +119,9 @@ class UnitReader:
         self._check(address, links.digest, reply.digest)
         return reply
 
-    def receive_sum(self, links: Links, address: Address, out: memoryview) -> tuple[float, ...]:
-        """Like `receive`, for a partial sum. Returns how long each helper except the last waited for the next one, in
-        seconds.
+    def receive_sum(self, links: Links, address: Address, out: memoryview) -> tuple[int, tuple[float, ...]]:
+        """Like `receive`, for a partial sum. Returns its digest, and how long each helper except the last waited for
+        the next one, in seconds.
 
         Raises:
             ProtocolError: no helper knows the digest of the sum.
@@ -131,7 +131,7 @@ class UnitReader:
         if reply.expected is None:
             raise ProtocolError(f"none of the SMPs asked through {address} knows the digest of the sum")
         self._check(address, links.digest, reply.expected)
-        return tuple(wait / MICROSECONDS for wait in reply.waits)
+        return reply.expected, tuple(wait / MICROSECONDS for wait in reply.waits)
 
     def _check(self, address: Address, found: int, expected: int) -> None:
         if found != expected:
@@ -166,6 +166,11 @@ class Computation:
         self.operands = {unit.number: unit for unit in held if unit.number != place.number}
         self.needed = self._stripes.data - len(self._padding)
         self.buffers: dict[int, memoryview] = {}
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it is a data unit, whose digest the holders of its parity know."""
+        return self._place.number < self._stripes.data
 
     def add(self, number: int, buffer: memoryview, reply: UnitReply) -> None:
         """Add operand `number`, which was received into `buffer`. If it is shorter than the unit, the rest of the

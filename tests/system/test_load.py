@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
-from holdfast.smp_daemon.recovery.load import Load
+from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import Unrecoverable
@@ -196,8 +197,11 @@ def mirror(
         other.close()
 
 
-def load(sources: Sources, out: bytearray) -> Load:
-    return Load(sources, "dp0", memoryview(out), Counters(), "auto", by_chain=False, midway=lambda: None)
+def load(sources: Sources, out: bytearray) -> int:
+    """Fetch dp0. Returns the bytes that came for it."""
+    with Fetcher(sources, Counters(), by_chain=False) as fetcher:
+        fetcher.all(fetcher.shard("dp0", memoryview(out)), UNITS)
+        return fetcher.bytes_received
 
 
 def test_a_late_answer_never_touches_what_is_there(ground: Ground) -> None:
@@ -208,12 +212,12 @@ def test_a_late_answer_never_touches_what_is_there(ground: Ground) -> None:
     with mirror(ground, wrong, right) as (sources, holder, other):
         out = bytearray(UNIT * UNITS)
         other.may.set()
-        loading = ground.meanwhile(load(sources, out).run)
+        loading = ground.meanwhile(load, sources, out)
         assert holder.asked.acquire(timeout=DEADLINE_S)
         loading.result(SOON_S)
         whole = b"".join(right.values())
         assert out == whole
-        threads = [thread for thread in threading.enumerate() if thread.name == "load"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "fetch"]
         holder.may.set()
         for thread in threads:
             thread.join(DEADLINE_S)
@@ -229,7 +233,7 @@ def test_nothing_is_written_once_it_has_failed(ground: Ground) -> None:
         other.close()
         out = bytearray(UNIT * UNITS)
         with pytest.raises(Unrecoverable, match="0 units of a stripe are left, and 1 are needed"):
-            load(sources, out).run()
+            load(sources, out)
         assert not any(out)
 
 
@@ -240,10 +244,10 @@ def test_connections_and_threads_are_bounded_and_end_with_it(ground: Ground) -> 
         other.may.set()
         before = threading.active_count()
         out = bytearray(UNIT * UNITS)
-        assert load(sources, out).run() == UNIT * UNITS
+        assert load(sources, out) == UNIT * UNITS
         assert out == b"".join(units.values())
         limit = time.monotonic() + DEADLINE_S
-        while any(thread.name == "load" for thread in threading.enumerate()):
+        while any(thread.name == "fetch" for thread in threading.enumerate()):
             assert time.monotonic() < limit
         assert threading.active_count() <= before + 16
 
@@ -251,12 +255,12 @@ def test_connections_and_threads_are_bounded_and_end_with_it(ground: Ground) -> 
 def test_what_a_bug_raises_ends_the_load(ground: Ground) -> None:
     units = {i: bytes(UNIT) for i in range(UNITS)}
 
-    def broken() -> None:
+    def broken(digest: int) -> None:
         raise ZeroDivisionError("a bug")
 
     with mirror(ground, units, units) as (sources, holder, other):
         holder.may.set()
         other.may.set()
         out = memoryview(bytearray(UNIT * UNITS))
-        with pytest.raises(ZeroDivisionError):
-            Load(sources, "dp0", out, Counters(), "auto", by_chain=False, midway=broken).run()
+        with Fetcher(sources, Counters()) as fetcher, pytest.raises(ZeroDivisionError):
+            fetcher.all((replace(unit, came=broken) for unit in fetcher.shard("dp0", out)), UNITS)
