@@ -1,3 +1,4 @@
+# make help    this list
 # make demo    the main job, on a new machine with Python 3.11; sets everything up
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and replaced
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and replaced
@@ -17,8 +18,8 @@
 # make bench-scale   communication between up to 16,384 ranks, by size of the job: 15 minutes on an idle machine
 # make gpu     on a machine with a GPU: correctness, speed, and cost compared with others; GPU=A, B or C for one part
 # make gpu-wheels  download what a GPU machine without network needs besides torch and NumPy; GPU_PYTHON=3.12
-# make gpu-offline on such a machine: set up with these packages and its own torch, before make gpu
-# make gpu-dry make gpu on a machine without a GPU, with an emulated device: six minutes
+# make gpu-offline   on such a machine: set up with these packages and its own torch, before make gpu
+# make gpu-dry   make gpu on a machine without a GPU, with an emulated device: six minutes
 # make wheels  an sdist, and a wheel per processor architecture with a compiler on this machine, in dist/
 # make wheels-check  install each for every Python on this machine, outside the checkout; lose a trainer and a node
 # make journeys   newcomers' first hours, from pip install on: minutes, as root; JOURNEYS="student --python python3.12"
@@ -26,14 +27,19 @@
 # make proof   the tests that prove the promises of README and docs, and a table of the results
 # make pictures   take the pictures of the page in docs/, with Chromium
 # make docs    generate the reference from the code, build the documentation, check every link: build/docs/index.html
+# make setup   the environment in .venv that the other targets use; they make it themselves
+# make clean   delete the environments in .venv and .venv-peers
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
-.DEFAULT_GOAL := demo
+.PHONY: help demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
+.DEFAULT_GOAL := help
+
+help:  # the lines at the top of this file
+	@sed -nE 's/^# (make [a-z-]+) +/\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 
 demo: setup
 	@$(BIN)/holdfast demo $(DEMO)
@@ -153,7 +159,7 @@ $(READY): pyproject.toml constraints.txt snapshot/stream.c
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[megatron,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[megatron,dev,frameworks]'
 	@touch $@
 
 clean:
