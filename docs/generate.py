@@ -7,6 +7,8 @@ date.
 from __future__ import annotations
 
 import argparse
+import ast
+import copy
 import importlib
 import inspect
 import json
@@ -14,6 +16,7 @@ import os
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -43,6 +46,7 @@ def pages() -> dict[str, str]:
 
 
 RESULTS = ROOT / "benchmarks" / "results"
+SUPPORT = "holdfast.integrations.adapters.support"
 
 
 def support() -> Iterator[str]:
@@ -58,7 +62,7 @@ def support() -> Iterator[str]:
 
 def _kinds() -> Iterator[str]:
     """The table of supported features of megatron-core."""
-    table = importlib.import_module("holdfast.integrations.adapters.support")
+    table = importlib.import_module(SUPPORT)
     exact = _exact_cells()
     yield "## Megatron, kind by kind"
     yield (
@@ -67,16 +71,15 @@ def _kinds() -> Iterator[str]:
         f"Transformer Engine or of a GPU. *{table.SupportStatus.DEVICE}*: not run so far. "
         f"*{table.SupportStatus.REFUSED}*: a job that has it ends before its first step, and is told what to leave out."
     )
-    head = ["| kind | option | status | run with | jobs and tests | |", "|---|---|---|---|---|---|"]
+    yield "[The jobs and tests behind each line](proof.md#megatron-kind-by-kind)."
+    head = ["| kind | option | status | run with | |", "|---|---|---|---|---|"]
     yield "\n".join([*head, *(_kind(kind, exact) for kind in table.KINDS)])
 
 
 def _kind(kind: Any, exact: dict[str, set[str]]) -> str:
     releases = [release for release, cells in sorted(exact.items()) if kind.cells and cells.issuperset(kind.cells)]
-    tests = (f"`{test.partition('::')[2]}`" for test in kind.tests)
-    proofs = "<br>".join([*kind.cells, *tests])
     option = f"`{kind.option}`" if kind.option.startswith("--") else kind.option
-    return f"| {kind.name} | {option} | {kind.status} | {', '.join(releases)} | {proofs} | {kind.note} |"
+    return f"| {kind.name} | {option} | {kind.status} | {', '.join(releases)} | {kind.note} |"
 
 
 def _exact_cells() -> dict[str, set[str]]:
@@ -92,7 +95,7 @@ def _exact_cells() -> dict[str, set[str]]:
 
 def _scripts() -> Iterator[str]:
     """The newest result of each script in the reports of ``make real``."""
-    rows = {}
+    newest: dict[str, tuple[str, str]] = {}
     for path in sorted(RESULTS.glob("real-*.json")):
         found = json.loads(path.read_text())
         for run in found["runs"]:
@@ -101,16 +104,18 @@ def _scripts() -> Iterator[str]:
                 release = list(of.values())[2 if len(of) > 2 else 1]
                 exact = "yes" if run["outcome"] == "exact" else "**no**"
                 what = f"[{run['framework']}]({run['page'].removeprefix('docs/')}) | {release} | {run['what']}"
-                on = f"{of['Python']}, {of['torch']} | {exact} | {_when(path, found)}"
-                rows[run["name"]] = f"| {what} | {run['ranks']} | {on} |"
+                where = f"{_when(path, found)}, Python {of['Python']}, torch {of['torch']}"
+                newest[run["name"]] = where, f"| {what} | {run['ranks']} | {exact} |"
     yield "## Scripts of others"
     yield (
         "`make real REAL=...` trains each undisturbed and without holdfast, and again with its documented lines, while "
         "three trainers are killed at drawn instants. *Exact*: every loss and evaluation, parameters, optimizer state "
         "and generators after every step, and all state at the end are the same on all ranks to the last bit. On CPUs."
     )
-    head = "| framework | release | what was run | ranks | Python, torch | exact | when, on what |"
-    yield "\n".join([head, "|---|---|---|---:|---|---|---|", *rows.values()])
+    head = ["| framework | release | what was run | ranks | exact |", "|---|---|---|---:|---|"]
+    for where in dict.fromkeys(where for where, _ in newest.values()):
+        yield f"{where}:"
+        yield "\n".join([*head, *(row for each, row in newest.values() if each == where)])
 
 
 def _when(path: Path, found: dict[str, Any]) -> str:
@@ -131,7 +136,7 @@ def _jobs() -> Iterator[str]:
     for path in sorted(RESULTS.glob("matrix-*.json"), reverse=True):
         found = json.loads(path.read_text())
         versions = found["versions"]
-        of_megatron = [each["cell"]["job"].startswith("holdfast.chaos.gpt") for each in found["verdicts"]]
+        of_megatron = [".gpt:" in each["cell"]["job"] for each in found["verdicts"]]
         for name, kind in (("megatron-core", True), ("PyTorch: one process, DDP, FSDP2, ZeRO-1", False)):
             ran = [each for each, mega in zip(found["verdicts"], of_megatron, strict=True) if mega is kind]
             chosen = [each for each in ran if not each.get("skipped")]
@@ -164,17 +169,36 @@ def proof() -> Iterator[str]:
         yield "\n".join(
             ["| promise | proved by |", "|---|---|", *(_row(promise, found[name]) for name, promise in rows)]
         )
+    yield "## Megatron, kind by kind"
+    yield "The jobs of `make matrix`, and the tests, behind each line of [the table](support.md#megatron-kind-by-kind)."
+    yield "\n".join(_proved(kind) for kind in importlib.import_module(SUPPORT).KINDS if kind.cells or kind.tests)
     yield "## Builds that are broken on purpose"
     yield (
         "An oracle that cannot fail proves nothing. Each of these builds is wrong in one place, and is noticed by the "
-        "check that is named, in `make test` or `make slow`."
+        "check that it stands beside, in `make test` or `make slow`; broken loops and interleavings by their outcome. "
+        "What each check says is in `tests/proof/sim/checks.py` and `chaos/findings.py`."
     )
-    yield "\n".join(["| where | build | what is wrong | noticed by |", "|---|---|---|---|", *broken.rows()])
+    for where, rows in broken.builds().items():
+        yield f"### {where}"
+        yield "\n".join(rows)
+    for where, names in broken.builds_by_outcome().items():
+        yield f"### {where}"
+        yield "; ".join(names) + "."
+
+
+def _proved(kind: Any) -> str:
+    """The jobs and tests behind one kind of Megatron state."""
+    jobs = ", ".join(f"*{cell}*" for cell in kind.cells)
+    tests = ", ".join(f"`{test.partition('::')[2]}`" for test in kind.tests)
+    return f"* {kind.name}: {'; '.join(part for part in (jobs, tests) if part)}"
 
 
 def _row(promise: Any, tests: list[Any]) -> str:
-    said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", promise.text).strip("| ").replace(" | ", ": ").replace("|", "")
-    return f"| {said} | {'<br>'.join(f'`{test.file}` {test.test}' for test in tests)} |"
+    by_file: dict[str, list[str]] = {}
+    for test in tests:
+        by_file.setdefault(test.file, []).append(test.test)
+    proofs = (f"`{file}` {', '.join(names)}" for file, names in by_file.items())
+    return f"| {promise.text.replace('|', '')} | {'<br>'.join(proofs)} |"
 
 
 # ---------------------------------------------------------------------- Python
@@ -193,11 +217,11 @@ def python() -> Iterator[str]:
     for name, member in inspect.getmembers(snapshot):
         if not name.startswith("_") and isinstance(member, FunctionType | property) and name not in HOOKED:
             yield f"### `snap.{name}{'' if isinstance(member, property) else signature(member)}`"
-            yield from document(member.fget if isinstance(member, property) else member, table=False)
+            yield from document(member.fget if isinstance(member, property) else member, with_defaults=False)
     around = vars(sys.modules[snapshot.__mro__[1].__module__])
     yield "### What `snap.data` takes"
-    yield from document(around["Data"], table=False)
-    yield from document(around["Data"].__init__, table=False)
+    yield from document(around["Data"], with_defaults=False)
+    yield from document(around["Data"].__init__, with_defaults=False)
     for name, kind in (("statistics", "Statistics"), ("restored", "Restored")):
         yield f"### What `snap.{name}` holds"
         yield from document(around[kind])
@@ -209,10 +233,11 @@ def python() -> Iterator[str]:
     ]:
         yield f"### `{module.__name__}.{name}`"
         yield from document(getattr(module, name))
+    yield from integrations()
     yield "## Errors"
     errors = [getattr(holdfast, name) for name in holdfast.__all__]
     errors = [each for each in errors if isinstance(each, type) and issubclass(each, Exception)]
-    yield "\n".join(["| error | when |", "|---|---|", *(f"| `{e.__name__}` | {cell(e.__doc__)} |" for e in errors)])
+    yield "\n".join(f"* `{each.__name__}`: {cell(each.__doc__)}" for each in errors)
 
 
 HOOKED = {"before_step", "after_step", "on_forward", "on_backward"}
@@ -234,6 +259,72 @@ INNER = {
 """Arguments and attributes that only the hook uses, or that are described elsewhere on the page."""
 
 
+INTEGRATIONS = {
+    "megatron_lm": ("megatron-lm.md", "protect", "InMemoryCheckpointManager"),
+    "megatron_bridge": ("megatron-lm.md#megatron-bridge", "BridgeCallback"),
+    "lightning": ("lightning.md", "InMemoryCallback"),
+    "huggingface": ("hugging-face.md", "protect"),
+    "accelerate": ("hugging-face.md#accelerate", "protect"),
+    "dcp": ("checkpoints.md#dcp", "MemoryWriter", "MemoryReader"),
+    "deepspeed": ("checkpoints.md#deepspeed", "MemoryCheckpointEngine"),
+    "torchft": ("checkpoints.md#torchft", "MemoryTransport"),
+    "torchtitan": ("fsdp2.md#torchtitan", "in_memory"),
+    "ray.nodes": ("ray.md#node-agents", "start", "status", "stop"),
+    "ray.worker_group": ("ray.md#a-worker-group", "WorkerGroup"),
+    "ray.train": ("ray.md#ray-train", "GiveUp"),
+    "inprocess": ("restarts.md#survivors-keep-their-processes", "abandon_process_groups"),
+}
+"""For each module of holdfast.integrations its guide, and what users call of it."""
+CALLED = {"close", "is_empty", "load", "load_data", "on_train_step_start", "run", "shutdown", "snapshot"}
+"""Their methods that users call; a framework calls the others."""
+
+
+def integrations() -> Iterator[str]:
+    """Parsed, not imported: their frameworks need not be installed. A docstring's first paragraph; guides have all."""
+    yield "## Integrations"
+    for module, (guide, *names) in INTEGRATIONS.items():
+        tree = ast.parse((ROOT / "integrations" / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names:
+                shown = f"holdfast.integrations.{module.removesuffix('.nodes').removesuffix('.worker_group')}"
+                yield f"### `{shown}.{node.name}{_arguments(node)}`"
+                yield from _outline(ast.get_docstring(node) or "", guide)
+                methods = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name in CALLED)
+                yield "\n".join(
+                    f"* `{each.name}{'' if each.decorator_list else _arguments(each)}`: "
+                    f"{cell((ast.get_docstring(each) or '').partition(SECTION)[0])}"
+                    for each in methods
+                )
+
+
+SECTION = "\n\n"
+
+
+def _arguments(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """A call's arguments without types; for a class those of its constructor."""
+    if isinstance(node, ast.ClassDef):
+        made = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+        return _arguments(found) if (found := next(made, None)) else "()"
+    bare = copy.deepcopy(node.args)
+    for each in (*bare.posonlyargs, *bare.args, *bare.kwonlyargs, bare.vararg, bare.kwarg):
+        if each is not None:
+            each.annotation = None
+    bare.args = [each for each in bare.args if each.arg not in ("self", "cls")]
+    return f"({ast.unparse(bare)})"
+
+
+def _outline(docstring: str, guide: str) -> Iterator[str]:
+    """The first paragraph with a link to the guide, and what is said of arguments and errors."""
+    text, *sections = re.split(r"^(Args|Attributes|Returns|Raises):\n", docstring, flags=re.M)
+    yield f"{prose(text.partition(SECTION)[0])} [Guide]({guide})."
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        entries = [each.split(":", 1) for each in re.split(r"\n(?=\S)", textwrap.dedent(body).strip())]
+        if title == "Args":
+            yield "\n".join(entry(names, meaning, {}) for names, meaning in entries if names != "options")
+        elif title == "Raises":
+            yield f"Raises {', '.join(f'`{names}`' for names, _ in entries)}."
+
+
 def public(module: Any) -> list[str]:
     return [
         name
@@ -247,32 +338,28 @@ def signature(member: Any) -> str:
     return f"({', '.join(names)})"
 
 
-def document(thing: Any, *, table: bool = True) -> Iterator[str]:
-    """A docstring as Markdown; with `table`, arguments are shown with their defaults."""
+def document(thing: Any, *, with_defaults: bool = True) -> Iterator[str]:
+    """A docstring as Markdown; `with_defaults`: arguments are shown with theirs."""
     text, *sections = re.split(r"^(Args|Attributes|Returns|Raises):\n", inspect.getdoc(thing) or "", flags=re.M)
     yield prose(text)
     for title, body in zip(sections[::2], sections[1::2], strict=True):
-        entries = [entry.split(":", 1) for entry in re.split(r"\n(?=\S)", textwrap.dedent(body).strip())]
-        if title == "Returns" or any(len(entry) != 2 for entry in entries):
+        entries = [each.split(":", 1) for each in re.split(r"\n(?=\S)", textwrap.dedent(body).strip())]
+        if title == "Returns" or any(len(each) != 2 for each in entries):
             yield f"{title}: {prose(textwrap.dedent(body))}"
         elif title in ("Args", "Attributes"):
-            defaults = inspect.signature(thing).parameters if title == "Args" and table else {}
-            yield "\n".join(
-                [
-                    f"| {'argument' if title == 'Args' else 'attribute'} | default | |" if defaults else "| | |",
-                    "|---|---|---|" if defaults else "|---|---|",
-                    *(row(names, meaning, defaults) for names, meaning in entries if names not in INNER),
-                ]
-            )
+            defaults = inspect.signature(thing).parameters if title == "Args" and with_defaults else {}
+            yield "\n".join(entry(names, meaning, defaults) for names, meaning in entries if names not in INNER)
         else:
             yield "\n".join(f"* Raises `{names}`: {cell(meaning)}" for names, meaning in entries)
 
 
-def row(names: str, meaning: str, defaults: Any) -> str:
-    shown = ", ".join(f"`{name.strip()}`" for name in names.split(","))
-    given = [defaults[name.strip()].default for name in names.split(",") if name.strip() in defaults]
-    default = ", ".join("" if each is inspect.Parameter.empty else f"`{each!r}`" for each in given)
-    return f"| {shown} | {default} | {cell(meaning)} |" if defaults else f"| {shown} | {cell(meaning)} |"
+def entry(names: str, meaning: str, defaults: Any) -> str:
+    """A line of a list: what is meant, with its default if that is known."""
+    shown = []
+    for name in (each.strip() for each in names.split(",")):
+        default = defaults[name].default if name in defaults else inspect.Parameter.empty
+        shown.append(f"`{name}`" if default is inspect.Parameter.empty else f"`{name}={default!r}`")
+    return f"* {', '.join(shown)}: {cell(meaning)}"
 
 
 def prose(text: str) -> str:
@@ -321,19 +408,22 @@ def commands() -> Iterator[str]:
         "and remove its files. What a command left that was killed with SIGKILL, `holdfast gc` removes."
     )
     found = list(leaves(parser))
-    yield "\n".join(
-        [
-            "| command | |",
-            "|---|---|",
-            *(f"| [`{p.prog}`](#{p.prog.replace(' ', '-')}) | {cell(h)} |" for p, h in found),
-        ]
-    )
-    for leaf, summary in found:
+    yield "\n".join(f"* [`{p.prog}`](#{p.prog.replace(' ', '-')}): {cell(h)}" for p, h in found)
+    lines = {leaf.prog: [option(leaf, each) for each in leaf._actions if each.dest != "help"] for leaf, _ in found}
+    times = Counter(line for own in lines.values() for line in own)
+    shared = {line: line.partition("`:")[0].removeprefix("* `") for line in times if times[line] > 1}
+    yield f"## {SHARED}"
+    yield "The commands that have them name them at their end."
+    yield "\n".join(sorted(shared))
+    for leaf, _ in found:
         yield f"## {leaf.prog}"
-        yield cell(leaf.description or summary)
-        options = [action for action in leaf._actions if action.dest != "help"]
-        if options:
-            yield "\n".join(["| option | |", "|---|---|", *(option(leaf, action) for action in options)])
+        yield cell(leaf.description or "")
+        yield "\n".join(line for line in lines[leaf.prog] if line not in shared)
+        if others := [f"`{shared[line]}`" for line in lines[leaf.prog] if line in shared]:
+            yield f"Also {', '.join(others)}: see [there](#{SHARED.lower().replace(' ', '-')})."
+
+
+SHARED = "Options of several commands"
 
 
 def leaves(parser: argparse.ArgumentParser, summary: str = "") -> Iterator[tuple[argparse.ArgumentParser, str]]:
@@ -350,7 +440,11 @@ def option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     takes = "" if action.nargs == 0 or not action.option_strings else f" {value(action)}"
     names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     shown = f"{names}{takes}".replace("|", "` or `")  # some Markdown parsers end a cell at a bar in code
-    return f"| `{shown}` | {cell(parser._get_formatter()._expand_help(action) if action.help else '')} |"
+    meaning = cell(parser._get_formatter()._expand_help(action)) if action.help else ""
+    variable = f"HOLDFAST_{action.dest.upper()}"
+    if parser.prog == "holdfast smp start" and variable in importlib.import_module("holdfast.environment").VARIABLES:
+        meaning = f"[`{variable}`](reference-environment.md)"  # which says the same
+    return f"* `{shown}`: {meaning}" if meaning else f"* `{shown}`"
 
 
 def value(action: argparse.Action) -> str:
@@ -368,8 +462,10 @@ def environment() -> Iterator[str]:
     for group in groups:
         yield f"## {group.title}"
         yield group.text
-        rows = (f"| `{v.name}` | {shown(v.default)} | {v.meaning} |" for v in group.variables)
-        yield "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
+        yield "\n".join(
+            f"* `{each.name}`{f' (default {shown(each.default)})' if each.default else ''}: {each.meaning}"
+            for each in group.variables
+        )
 
 
 def shown(default: str) -> str:

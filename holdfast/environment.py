@@ -165,7 +165,7 @@ GROUPS = (
                 "HOLDFAST_REBUILD",
                 "chain",
                 "How lost shards are computed: `chain` (the new node receives S bytes) or `decode` (k · S). "
-                "[Loading](loading.md).",
+                "[Loading](data-plane.md#loading-a-lost-nodes-state).",
             ),
             Variable(
                 "HOLDFAST_REGROUP_AFTER",

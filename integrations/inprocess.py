@@ -2,7 +2,7 @@
 
 Let the failed collective's exception leave the block. Call `abandon_process_groups` and ``init_process_group``, wrap
 the model in DDP again if it was, and enter a new `holdfast.InMemorySnapshot` with the same model and optimizer: it
-rolls them back in place, in a new epoch. docs/in-process.md has the loop.
+rolls them back in place, in a new epoch. docs/restarts.md has the loop.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def check(config: Any) -> None:
         )
     if getattr(config, "inprocess_restart", None) and config.inprocess_restart.enabled:
         raise ConfigError(
-            "inprocess_restart: it and holdfast would both restart the job; disable one, see docs/in-process.md"
+            "inprocess_restart: it and holdfast would both restart the job; disable one, see docs/restarts.md"
         )
     if BUILD not in vars(sys.modules.get(LOADERS, object)):
         raise ConfigError(

@@ -19,7 +19,7 @@ class TitanCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[mis
     """torchtitan's checkpoint manager, but it resumes from memory if there is a snapshot, else from its folder.
 
     The parent class writes checkpoints to disk as configured: none, unless ``enable``. Snapshots of all that the
-    trainer has are taken either way; see docs/torchtitan.md.
+    trainer has are taken either way; see docs/fsdp2.md.
 
     Raises:
         ConfigError: the trainer, or this version of torchtitan, is not supported.

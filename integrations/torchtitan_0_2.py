@@ -39,7 +39,7 @@ class TitanStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unused-
         if ft_manager is not None and ft_manager.enabled:
             raise ConfigError(
                 "torchft is enabled, and restores replicas itself: disable torchft, or do not load this module; see "
-                "docs/torchft.md"
+                "docs/checkpoints.md"
             )
         self._snapshots = TrainerSnapshots(
             dict(states),  # a copy: the parent adds the parts to the original

@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 GAUGES = {
     "holdfast_up_seconds": "how long the SMP has run",
     "holdfast_build_info": "1; its labels say which version of holdfast this is, and which protocol it speaks",
-    "holdfast_impaired_parts": "optional parts (page, log) that do not work as they were asked to: see the status",
+    "holdfast_impaired_parts": "optional parts (page, log) that are degraded: see the status",
     "holdfast_epoch": "number of starts of the job that this SMP knows of",
     "holdfast_connections": "connections of trainers to this SMP: two per trainer",
     "holdfast_sealed_step": "newest step that this node has sealed; if all have, a crash of processes goes back to it",
@@ -28,19 +28,18 @@ GAUGES = {
     "holdfast_rss_bytes": "memory of the process, with what it has mapped of the arena",
     "holdfast_silent_nodes": "nodes of the job whose SMP does not answer this one",
     "holdfast_lost_nodes": "nodes without which the others have regrouped, and which do not answer",
-    "holdfast_trainerless_seconds": "for how long no trainer has been connected here; absent: none ever was, or all "
-    "have ended well",
+    "holdfast_trainerless_seconds": "how long no trainer has been connected; absent: none ever was, or all ended well",
     "holdfast_trainers": "trainers of this node that have announced themselves",
     "holdfast_trainers_late": "trainers of this node that have been quiet for over half of their phase's deadline",
     "holdfast_trainers_hung": "trainers of this node that have been quiet for longer than their phase's deadline",
     "holdfast_trainers_dead": "trainers of this node that have died and are not back",
-    "holdfast_heartbeat_age_seconds": "seconds since the quietest trainer of this node was last heard of",
-    "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
-    "holdfast_safe_step": "the newest of the steps that tolerate most node failures: a lost node takes the job there",
-    "holdfast_safe_age_seconds": "since that step was sealed",
-    "holdfast_tolerated_node_failures": "how many more nodes may fail before the safe step is lost; -1: it is lost",
+    "holdfast_heartbeat_age_seconds": "seconds since the last heartbeat of the slowest trainer of this node",
+    "holdfast_lease_age_seconds": "seconds since the last answer of the slowest peer in the group",
+    "holdfast_safe_step": "newest step that survives the most node losses; the job goes back to it after one",
+    "holdfast_safe_age_seconds": "seconds since that step was sealed",
+    "holdfast_tolerated_node_failures": "how many more nodes may be lost before the safe step is; -1: it is lost",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
-    "holdfast_persist_failing": "1 if the last snapshot that was to be persisted was not, 0 if it was, or none was",
+    "holdfast_persist_failing": "1 if the last attempt to persist a snapshot failed, else 0",
 }
 COUNTERS = {
     "bytes_sent": "bytes sent to other SMPs",
@@ -50,12 +49,12 @@ COUNTERS = {
     "units_repaired": "damaged units that were computed again",
     "bytes_scrubbed": "bytes read by the scrub",
     "reconnects": "connections to other SMPs that were made again",
-    "units_requested_again": "requests for units that had been requested of somebody else, who was late or failed",
-    "pauses": "times that encoding made way for a trainer that communicates",
+    "units_requested_again": "units requested again from another SMP, since the first was late or failed",
+    "pauses": "times that encoding paused while a trainer communicated",
     "regroups": "times that this node took part in regrouping",
     "snapshots_persisted": "snapshots persisted, with this node's part in them",
     "bytes_persisted": "bytes written for them",
-    "persist_failures": "snapshots that were to be persisted and were not",
+    "persist_failures": "failed attempts to persist a snapshot",
 }
 
 

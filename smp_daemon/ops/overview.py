@@ -191,7 +191,7 @@ class Overview:
         if safest.tolerates < 0:
             return f"{what} cannot be restored: too much of it is lost{when}"
         if safest.tolerates == 0:
-            return f"{what} is here, and not safe against the loss of any node{when}"
+            return f"{what} is held, but a node loss would lose it{when}"
         nodes = "1 node" if safest.tolerates == 1 else f"{safest.tolerates} nodes"
         line, newest = f"{what} is safe against the loss of any {nodes}{when}", self.newest
         if newest is None or newest.snapshot <= safest.snapshot:

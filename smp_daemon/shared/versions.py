@@ -1,4 +1,4 @@
-"""Which versions of holdfast can work together. docs/upgrades.md is for operators; this is the rule in the code.
+"""Which versions of holdfast can work together. docs/operating.md is for operators; this is the rule in the code.
 
 Each process speaks a range of protocols, and says which: a trainer in its `Hello`, peers and commands in every request
 to an SMP. Two processes can work together if their ranges overlap. Fields with defaults may be added within a protocol,
@@ -50,7 +50,7 @@ def check_range(who: str, said: Range, release: str = "") -> None:
     raise VersionMismatch(
         f"{who} runs {theirs}, which speaks {_text(said)}; the other side runs holdfast {RELEASE}, which speaks "
         f"{_text((oldest, newest))}. The first is {older} by more than one release: install the same version on both "
-        "(docs/upgrades.md)"
+        "(docs/operating.md)"
     )
 
 

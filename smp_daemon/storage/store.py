@@ -679,7 +679,7 @@ class Store:
             raise VersionMismatch(
                 f"the arena {self.arena.path} was written by holdfast {node.get('release')} in format {written}, and "
                 f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version, or delete the "
-                "arena with `holdfast gc` and let the other nodes rebuild it from their parity (docs/upgrades.md)"
+                "arena with `holdfast gc` and let the other nodes rebuild it from their parity (docs/operating.md)"
             )
 
     def _is_ours(self) -> bool:

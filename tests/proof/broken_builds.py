@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from holdfast.chaos.findings import PROMISES
 from tests.proof import loops_mutants, mutants, sim_mutants
-from tests.proof.sim.checks import CHECKS
 
 INTERLEAVINGS = Path(__file__).with_name("test_interleavings.py")
 
 
-def rows() -> Iterator[str]:
-    """Yield a table row for each broken build."""
-    for name, simulated in sim_mutants.MUTANTS.items():
-        yield _row("simulation", name, simulated.what, f"{simulated.sign}: {CHECKS[simulated.sign]}")
-    for name, mutant in mutants.MUTANTS.items():
-        yield _row("real processes", name, mutant.what, f"{mutant.sign}: {PROMISES[mutant.sign]}")
-    for name in loops_mutants.MUTANTS:
-        yield _row("training loops", "", name, "another outcome of the loop than in a whole build")
-    for name in _interleavings():
-        yield _row("interleavings", "", name, "what came back, or was protected")
+def builds() -> dict[str, list[str]]:
+    """A line for each broken build that names the check that notices it, by where it runs."""
+    return {
+        "Simulation": _by_check(sim_mutants.MUTANTS),
+        "Real processes": _by_check(mutants.MUTANTS),
+    }
+
+
+def builds_by_outcome() -> dict[str, list[str]]:
+    """What is wrong with each build that is noticed by another outcome than in a whole build."""
+    return {"Training loops": [*loops_mutants.MUTANTS], "Interleavings": _interleavings()}
+
+
+def _by_check(broken: Mapping[str, Any]) -> list[str]:
+    """The builds that each check notices."""
+    found: dict[str, list[str]] = {}
+    for build in broken.values():
+        found.setdefault(build.sign, []).append(build.what)
+    return [f"* `{sign}`: {'; '.join(builds)}" for sign, builds in found.items()]
 
 
 def _interleavings() -> list[str]:
@@ -35,7 +43,3 @@ def _interleavings() -> list[str]:
         ):
             return [ast.literal_eval(key) for key in node.value.keys if key is not None]
     raise LookupError(f"{INTERLEAVINGS.name} has no MUTANTS")
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

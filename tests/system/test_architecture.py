@@ -67,14 +67,6 @@ def test_no_class_is_called_as_another_is() -> None:
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
 
 
-def test_there_are_at_most_25_words_of_our_own() -> None:
-    """A reader can learn that many."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    table = text.partition("## Words")[2].partition("\n## ")[0]
-    words = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]
-    assert 0 < len(words) <= 25 and not [word for word in words if "," in word]
-
-
 def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):

@@ -172,7 +172,7 @@ def test_losses_are_told_as_they_come(ground: Ground, smps: list[SmpProcess], jo
 
     assert seen().sentence().startswith("step 12,340 is safe against the loss of any 2 nodes; sealed ")
     for losses, said in enumerate(
-        ["safe against the loss of any 1 node", "here, and not safe against", "cannot be restored"]
+        ["safe against the loss of any 1 node", "node loss would lose it", "cannot be restored"]
     ):
         smps[losses].lose()
         overview = seen()

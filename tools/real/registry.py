@@ -277,7 +277,7 @@ NO_TRAINER = Run(
     arguments="--model_type gpt2 --tokenizer_name ./tok --train_file text.txt --validation_file held.txt "
     "--block_size 32 --num_train_epochs 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --seed 5 "
     "--output_dir out --num_warmup_steps 3",
-    page="docs/accelerate.md",
+    page="docs/hugging-face.md",
     package="accelerate",
     checkout="transformers/examples/pytorch/language-modeling",
     files=("run_clm_no_trainer.py",),
@@ -331,7 +331,7 @@ TITAN = [
         name=f"torchtitan-{version}{variant and '-'}{variant}",
         framework="torchtitan",
         what=f"its debug model{variant and ', '}{said}",
-        page="docs/torchtitan.md",
+        page="docs/fsdp2.md",
         program="torchtitan_run.py",
         arguments=f"--variant={variant}" if variant else "",
         package="torchtitan",
@@ -345,7 +345,7 @@ BRIDGE = Run(
     name="megatron-bridge",
     framework="Megatron-Bridge",
     what="its pretrain() of a small GPT, distributed optimizer",
-    page="docs/megatron-bridge.md",
+    page="docs/megatron-lm.md",
     program="megatron_bridge_run.py",
     package="megatron-bridge",
     ranks=2,
