@@ -65,21 +65,30 @@ def _kinds() -> Iterator[str]:
     table = importlib.import_module(SUPPORT)
     exact = _exact_cells()
     yield "## Megatron, kind by kind"
-    yield (
-        f"*{table.SupportStatus.EXACT}*: killed and restored as above, with megatron-core's own code. "
-        f"*{table.SupportStatus.STRUCTURES}*: the same, or by tests, with stand-ins for what megatron-core needs of "
-        f"Transformer Engine or of a GPU. *{table.SupportStatus.DEVICE}*: not run so far. "
-        f"*{table.SupportStatus.REFUSED}*: a job that has it ends before its first step, and is told what to leave out."
-    )
-    yield "[The jobs and tests behind each line](proof.md#megatron-kind-by-kind)."
-    head = ["| kind | option | status | run with | |", "|---|---|---|---|---|"]
-    yield "\n".join([*head, *(_kind(kind, exact) for kind in table.KINDS)])
+    yield "The jobs and tests behind each line stand in `integrations/adapters/support.py`; a test looks for them."
+    meant = {
+        table.SupportStatus.EXACT: "killed and restored as above, with megatron-core's own code",
+        table.SupportStatus.STRUCTURES: "the same, or by tests, with stand-ins for what megatron-core needs of "
+        "Transformer Engine or of a GPU",
+        table.SupportStatus.DEVICE: "not run so far",
+        table.SupportStatus.REFUSED: "a job that has it ends before its first step, and is told what to leave out",
+    }
+    for status, meaning in meant.items():
+        kinds = [kind for kind in table.KINDS if kind.status == status]
+        for releases in dict.fromkeys(_releases(kind, exact) for kind in kinds):
+            tried = f", with megatron-core {releases}" if releases else ""
+            yield f"**{status}**{tried}: {meaning}."
+            yield "\n".join(_kind(kind) for kind in kinds if _releases(kind, exact) == releases)
 
 
-def _kind(kind: Any, exact: dict[str, set[str]]) -> str:
-    releases = [release for release, cells in sorted(exact.items()) if kind.cells and cells.issuperset(kind.cells)]
+def _releases(kind: Any, exact: dict[str, set[str]]) -> str:
+    """Those with which all jobs of a kind were exact."""
+    return ", ".join(name for name, cells in sorted(exact.items()) if kind.cells and cells.issuperset(kind.cells))
+
+
+def _kind(kind: Any) -> str:
     option = f"`{kind.option}`" if kind.option.startswith("--") else kind.option
-    return f"| {kind.name} | {option} | {kind.status} | {', '.join(releases)} | {kind.note} |"
+    return f"* {kind.name}{f' ({option})' if option else ''}{f': {kind.note}' if kind.note else ''}"
 
 
 def _exact_cells() -> dict[str, set[str]]:
@@ -169,28 +178,13 @@ def proof() -> Iterator[str]:
         yield "\n".join(
             ["| promise | proved by |", "|---|---|", *(_row(promise, found[name]) for name, promise in rows)]
         )
-    yield "## Megatron, kind by kind"
-    yield "The jobs of `make matrix`, and the tests, behind each line of [the table](support.md#megatron-kind-by-kind)."
-    yield "\n".join(_proved(kind) for kind in importlib.import_module(SUPPORT).KINDS if kind.cells or kind.tests)
     yield "## Builds that are broken on purpose"
     yield (
-        "An oracle that cannot fail proves nothing. Each of these builds is wrong in one place, and is noticed by the "
-        "check that it stands beside, in `make test` or `make slow`; broken loops and interleavings by their outcome. "
-        "What each check says is in `tests/proof/sim/checks.py` and `chaos/findings.py`."
+        "An oracle that cannot fail proves nothing. Each of these builds is wrong in one place, and must be noticed by "
+        "the check that it names, in `make test` or `make slow`; every check has one. Training loops and interleavings "
+        "are noticed by their outcome."
     )
-    for where, rows in broken.builds().items():
-        yield f"### {where}"
-        yield "\n".join(rows)
-    for where, names in broken.builds_by_outcome().items():
-        yield f"### {where}"
-        yield "; ".join(names) + "."
-
-
-def _proved(kind: Any) -> str:
-    """The jobs and tests behind one kind of Megatron state."""
-    jobs = ", ".join(f"*{cell}*" for cell in kind.cells)
-    tests = ", ".join(f"`{test.partition('::')[2]}`" for test in kind.tests)
-    return f"* {kind.name}: {'; '.join(part for part in (jobs, tests) if part)}"
+    yield "\n".join(["| where | builds | checks |", "|---|---:|---|", *broken.rows()])
 
 
 def _row(promise: Any, tests: list[Any]) -> str:
@@ -287,29 +281,36 @@ def integrations() -> Iterator[str]:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names:
                 shown = f"holdfast.integrations.{module.removesuffix('.nodes').removesuffix('.worker_group')}"
-                yield f"### `{shown}.{node.name}{_arguments(node)}`"
+                yield f"### `{shown}.{node.name}{_arguments(node, _constants(tree))}`"
                 yield from _outline(ast.get_docstring(node) or "", guide)
-                methods = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name in CALLED)
+                called = {each: ast.get_docstring(each) for each in node.body if isinstance(each, ast.FunctionDef)}
                 yield "\n".join(
-                    f"* `{each.name}{'' if each.decorator_list else _arguments(each)}`: "
-                    f"{cell((ast.get_docstring(each) or '').partition(SECTION)[0])}"
-                    for each in methods
+                    f"* `{each.name}{'' if each.decorator_list else _arguments(each, {})}`: "
+                    f"{cell(said.partition(SECTION)[0])}"
+                    for each, said in called.items()
+                    if each.name in CALLED and said
                 )
 
 
 SECTION = "\n\n"
 
 
-def _arguments(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """A call's arguments without types; for a class those of its constructor."""
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    found = (each for each in tree.body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant))
+    return {target.id: each.value for each in found for target in each.targets if isinstance(target, ast.Name)}
+
+
+def _arguments(node: ast.FunctionDef | ast.ClassDef, constants: dict[str, ast.expr]) -> str:
+    """A call's arguments without types, and defaults as values; for a class those of its constructor."""
     if isinstance(node, ast.ClassDef):
         made = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
-        return _arguments(found) if (found := next(made, None)) else "()"
+        return _arguments(found, constants) if (found := next(made, None)) else "()"
     bare = copy.deepcopy(node.args)
     for each in (*bare.posonlyargs, *bare.args, *bare.kwonlyargs, bare.vararg, bare.kwarg):
         if each is not None:
             each.annotation = None
     bare.args = [each for each in bare.args if each.arg not in ("self", "cls")]
+    bare.kw_defaults = [constants.get(ast.unparse(each), each) if each else None for each in bare.kw_defaults]
     return f"({ast.unparse(bare)})"
 
 

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tests.proof import loops_mutants, mutants, sim_mutants
 
 INTERLEAVINGS = Path(__file__).with_name("test_interleavings.py")
 
 
-def builds() -> dict[str, list[str]]:
-    """A line for each broken build that names the check that notices it, by where it runs."""
-    return {
-        "Simulation": _by_check(sim_mutants.MUTANTS),
-        "Real processes": _by_check(mutants.MUTANTS),
-    }
-
-
-def builds_by_outcome() -> dict[str, list[str]]:
-    """What is wrong with each build that is noticed by another outcome than in a whole build."""
-    return {"Training loops": [*loops_mutants.MUTANTS], "Interleavings": _interleavings()}
-
-
-def _by_check(broken: Mapping[str, Any]) -> list[str]:
-    """The builds that each check notices."""
-    found: dict[str, list[str]] = {}
-    for build in broken.values():
-        found.setdefault(build.sign, []).append(build.what)
-    return [f"* `{sign}`: {'; '.join(builds)}" for sign, builds in found.items()]
+def rows() -> Iterator[str]:
+    """Yield a table row for each kind of run: its broken builds, and the checks that notice them."""
+    for file, broken in (("sim_mutants.py", sim_mutants.MUTANTS), ("mutants/__init__.py", mutants.MUTANTS)):
+        signs = sorted({build.sign for build in broken.values()})
+        yield f"| `tests/proof/{file}` | {len(broken)} | {', '.join(f'`{sign}`' for sign in signs)} |"
+    yield f"| `tests/proof/loops_mutants.py` | {len(loops_mutants.MUTANTS)} | outcome |"
+    yield f"| `tests/proof/{INTERLEAVINGS.name}` | {len(_interleavings())} | outcome |"
 
 
 def _interleavings() -> list[str]:
