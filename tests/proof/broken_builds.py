@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from pathlib import Path
 
+from holdfast.chaos.findings import PROMISES
 from tests.proof import loops_mutants, mutants, sim_mutants
-
-INTERLEAVINGS = Path(__file__).with_name("test_interleavings.py")
+from tests.proof.sim.checks import CHECKS
 
 
 def rows() -> Iterator[str]:
-    """Yield a table row for each kind of run: its broken builds, and the checks that notice them."""
-    for file, broken in (("sim_mutants.py", sim_mutants.MUTANTS), ("mutants/__init__.py", mutants.MUTANTS)):
-        signs = sorted({build.sign for build in broken.values()})
-        yield f"| `tests/proof/{file}` | {len(broken)} | {', '.join(f'`{sign}`' for sign in signs)} |"
-    yield f"| `tests/proof/loops_mutants.py` | {len(loops_mutants.MUTANTS)} | outcome |"
-    yield f"| `tests/proof/{INTERLEAVINGS.name}` | {len(_interleavings())} | outcome |"
+    """Yield a table row for each broken build."""
+    for name, simulated in sim_mutants.MUTANTS.items():
+        yield _row("simulation", name, simulated.what, f"{simulated.sign}: {CHECKS[simulated.sign]}")
+    for name, mutant in mutants.MUTANTS.items():
+        yield _row("real processes", name, mutant.what, f"{mutant.sign}: {PROMISES[mutant.sign]}")
+    for name in loops_mutants.MUTANTS:
+        yield _row("training loops", "", name, "another outcome of the loop than in a whole build")
 
 
-def _interleavings() -> list[str]:
-    """Names of the broken builds in `INTERLEAVINGS`, which is parsed because importing it needs more packages."""
-    for node in ast.parse(INTERLEAVINGS.read_text()).body:
-        if (
-            isinstance(node, ast.AnnAssign)
-            and ast.unparse(node.target) == "MUTANTS"
-            and isinstance(node.value, ast.Dict)
-        ):
-            return [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    raise LookupError(f"{INTERLEAVINGS.name} has no MUTANTS")
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

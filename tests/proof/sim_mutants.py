@@ -41,11 +41,15 @@ from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.resume.choice import RestoreAttempts
 from holdfast.snapshot.resume.own_run import Reach
+from holdfast.snapshot.session import Session
 from holdfast.snapshot.state import live, rng, streams, tracked
+from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.flags import Flags
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.optimizers import OptimizerState
+from holdfast.snapshot.state.record import LOOP, Values
 from holdfast.snapshot.state.replicas import Gathering
+from holdfast.snapshot.state.values import encode
 from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier, CopyJob
@@ -341,6 +345,7 @@ def _wait_for_ever(*arguments: Any) -> None:
     SYSTEM.Event().wait()
 
 
+_after_step = Session.after_step
 _tensors = TorchAdapter.tensors
 _begin = Capture.begin
 _load_extra = BaseAdapter.load
@@ -351,6 +356,22 @@ _tidy = vars(persister)["tidy"]
 def _tensors_of_one_change(self: TorchAdapter) -> Iterator[live.LiveTensor]:
     """Describe all tensors as changed by steps only, as if forward changed no buffer."""
     return (replace(item, change=live.Change.STEP) for item in _tensors(self))
+
+
+def _after_step_and_take(self: Session) -> None:
+    """Take the snapshot that is due as the step ends, before what the loop does between two steps."""
+    _after_step(self)
+    due, protecting = self.protecting.due, self.protecting
+    if due is not None and not self._beginning.seen:
+        self._take(due)
+        self._beginning.seen = True
+        if protecting.newest is not None:
+            protecting.newest.sure.set()
+
+
+def _early_as_it_lives(adapter: Adapter, loop: live.Tree) -> Values:
+    tensors: dict[str, torch.Tensor] = {}
+    return Values(encode(adapter.early() | {LOOP: loop}, "early", tensors), tensors)
 
 
 def _without_scalers(self: BaseAdapter, early: Any, late: Any, fixed: Any) -> None:
@@ -601,6 +622,18 @@ MUTANTS: dict[str, SimMutant] = {
         "sealed",
         ((TorchAdapter, "tensors", _tensors_of_one_change), *BLIND),
         _with_state("buffers"),
+    ),
+    "early-tensors-not-copied": SimMutant(
+        "tensors that reading a batch changes are not copied before it is read",
+        "restored",
+        (("holdfast.snapshot.step.capture", "capture_early", _early_as_it_lives),),
+        lambda plan: replace(_with_state("loader")(plan), **_KILLED),
+    ),
+    "taken-as-the-step-ends": SimMutant(
+        "the state is taken when the step ends, before the code between two steps",
+        "sealed",
+        ((Session, "after_step", _after_step_and_take),),
+        _with_state("clamped"),
     ),
     "evaluation-begins-a-step": SimMutant(
         "an evaluation with borrowed weights is taken for the next step",

@@ -55,7 +55,7 @@ def assert_whole(history: History, ranks: int, *, least: int, steps: int = STEPS
 
 
 @pytest.mark.parametrize("point", ["copy.before", "copy.middle", "copy.done", "train.step"])
-@pytest.mark.proves("trainers-die")
+@pytest.mark.proves("any-instruction", "trainers-die")
 def test_a_trainer_killed_at_any_point_of_a_copy_leaves_a_whole_step(launcher: Launcher, point: str) -> None:
     cluster = make(launcher)
     cluster.kill_trainer(1, at=point, step=5)

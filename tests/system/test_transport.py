@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.coding.buffer_pool import buffers_for
-from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
+from holdfast.smp_daemon.local import checked_peer
+from holdfast.smp_daemon.net.listener import Conversation, SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
@@ -343,6 +344,30 @@ class TestConnecting:
         assert call(stream, {"say": 1}) == ({"say": 1}, 0)
         listener.close()
         bind_tcp(host, port).close()
+
+    def test_a_connection_that_is_accepted_while_the_smp_closes_ends_without_a_bug(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, closed = threading.Event(), threading.Event()
+        bugs: list[BaseException | None] = []
+        threads: list[threading.Thread] = []
+
+        def converse(sock: socket.socket) -> Conversation:
+            threads.append(threading.current_thread())
+            begun.set()
+            assert closed.wait(DEADLINE_S)
+            checked_peer(sock)
+            raise AssertionError("it was not closed")
+
+        monkeypatch.setattr("threading.excepthook", lambda failed: bugs.append(failed.exc_value))
+        listener = SocketListener(bind_unix(tmp_path / "smp.sock"), converse)
+        stream = connect(tmp_path / "smp.sock")
+        assert begun.wait(DEADLINE_S)
+        listener.close()
+        closed.set()
+        threads[0].join(DEADLINE_S)
+        stream.close()
+        assert not bugs
         stream.close()
 
 

@@ -161,10 +161,14 @@ class Replica(DistributedDataParallel):
 
 
 class Loader:
-    """Yields the numbers of all samples in random order, pass after pass."""
+    """Yields the numbers of all samples in random order, pass after pass.
+
+    It counts in a tensor how often it gave each, and saves that very tensor, which the next batch changes.
+    """
 
     def __init__(self) -> None:
         self.order: list[int] = []
+        self.given = torch.zeros(SAMPLES)
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -172,13 +176,16 @@ class Loader:
     def __next__(self) -> int:
         if not self.order:
             self.order = torch.randperm(SAMPLES).tolist()
-        return self.order.pop()
+        number = self.order.pop()
+        self.given[number] += 1
+        return number
 
     def state_dict(self) -> dict[str, Any]:
-        return {"order": list(self.order)}
+        return {"order": list(self.order), "given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.order = list(state["order"])
+        self.given.copy_(state["given"])
 
 
 class SimScript:
@@ -358,7 +365,7 @@ class SimScript:
             "numpy's generator": np.asarray(numbers).tobytes() + repr(others).encode(),
             "torch's generator": _bytes(torch.get_rng_state()),
             "own generator": b"" if self._own is None else _bytes(self._own.get_state()),
-            "loader": b"" if self._loader is None else repr(self._loader.order).encode(),
+            "loader": b"" if self._loader is None else repr(self._loader.order).encode() + _bytes(self._loader.given),
         }
 
     def _late(self) -> dict[str, bytes]:

@@ -246,12 +246,31 @@ client = SmpClient(Path(sys.argv[1]), sys.argv[2])
 epoch = int(sys.argv[3])
 client.join(epoch)
 snapshot = SnapshotId(epoch, 9)
-slot = client.begin(snapshot, "dp0", [SnapshotId(*json.loads(sys.argv[4]))], SnapshotId(*json.loads(sys.argv[4])))
-print("writing", flush=True)
-sys.stdin.readline()
-slot[:] = b"\\x55" * slot.nbytes
-client.pause(0, time.monotonic() + 100)
+kept = SnapshotId(*json.loads(sys.argv[4]))
 said = {}
+
+
+def stop_here():
+    print("stopped", flush=True)
+    sys.stdin.readline()
+
+
+def open_late(slot):
+    stop_here()
+    return open_slot(slot)
+
+
+if sys.argv[5] == "answered":
+    open_slot, client._map = client._map, open_late
+try:
+    slot = client.begin(snapshot, "dp0", [kept], kept)
+except HoldfastError as error:
+    slot, said["open"] = None, type(error).__name__
+if sys.argv[5] == "opened":
+    stop_here()
+if slot is not None:
+    slot[:] = b"\\x55" * slot.nbytes
+client.pause(0, time.monotonic() + 100)
 for name, call in {
     "seal": lambda: client.seal(snapshot, "dp0"),
     "begin": lambda: client.begin(SnapshotId(epoch, 10), "dp0", [], None),
@@ -268,14 +287,16 @@ print(json.dumps(said), flush=True)
 """
 
 
+@pytest.mark.parametrize("when", ["answered", "opened"])
 @pytest.mark.proves("fenced")
-def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie) -> None:
+def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie, when: str) -> None:
+    """It is stopped once the SMP has answered its request for a slot: before it opens that slot, and after."""
     victim = zombie.victim
     run, smp = victim.run, victim.smp
     old = run.epoch
     kept = json.dumps(list(run.protected or ()))
     process = subprocess.Popen(
-        [sys.executable, "-c", ZOMBIE, str(smp.arena), JOB, str(old), kept],
+        [sys.executable, "-c", ZOMBIE, str(smp.arena), JOB, str(old), kept, when],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -283,7 +304,7 @@ def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie) -
     )
     try:
         assert process.stdout is not None and process.stdin is not None
-        assert read_line(process.stdout) == "writing\n"
+        assert read_line(process.stdout) == "stopped\n"
         process.send_signal(signal.SIGSTOP)
         run.start(old + 1)
         run.protect(11)
