@@ -2,9 +2,10 @@
 # make demo    the main job, on a new machine with Python 3.11; sets everything up
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and replaced
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and replaced
-# make test    the test suite, two files at a time; TESTS=... selects tests; lists the slowest at the end
+# make test    unit tests, and a test with real processes of each promise (tests/canaries.txt): six minutes on two cores
+# make test-rest    what else is tested on each change: the rest of tests/ without what is marked slow; a quarter of an hour
+# make test-all     all of it, every grid and drawn case whole: two hours; for all three TESTS=... selects tests
 # make test-other   the fast tests on Python 3.13 or 3.12, without torch: three minutes
-# make slow    everything that make test samples: all interleavings, scenarios, mutants, seeds and crash points; an hour
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
@@ -35,7 +36,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
+.PHONY: help demo demo-torchrun demo-ray test test-rest test-all test-other proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
 .DEFAULT_GOAL := help
 
 help:  # the lines at the top of this file
@@ -53,14 +54,22 @@ demo-torchrun: setup
 demo-ray: setup
 	@$(BIN)/python -m tests.proof.ray.drill again
 
+CANARIES := tests/canaries.txt
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50
+
 test: setup
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50 $(TESTS)
+	@$(PYTEST) $(or $(TESTS),@$(CANARIES) tests/unit)
+
+test-rest: setup
+	@mkdir -p build
+	@sed 's/^/--deselect=/' $(CANARIES) >build/canaries.txt
+	@$(PYTEST) @build/canaries.txt $(or $(TESTS),tests/system tests/frameworks tests/proof)
+
+test-all: setup
+	@$(PYTEST) -m "" --hypothesis-profile=all $(TESTS)
 
 test-other: setup
 	@$(BIN)/python -m tools.other_python $(OTHER)
-
-slow: setup
-	@$(BIN)/pytest -m slow $(TESTS)
 
 check: setup
 	@$(BIN)/ruff check .

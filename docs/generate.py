@@ -181,8 +181,8 @@ def proof() -> Iterator[str]:
     yield "## Builds that are broken on purpose"
     yield (
         "An oracle that cannot fail proves nothing. Each of these builds is wrong in one place, and must be noticed by "
-        "the check that it names, in `make test` or `make slow`; every check has one. Training loops and interleavings "
-        "are noticed by their outcome."
+        "the check that it names, in `make test-rest` or `make test-all`; every check has one. Training loops are "
+        "noticed by their outcome."
     )
     yield "\n".join(["| where | builds | checks |", "|---|---:|---|", *broken.rows()])
 

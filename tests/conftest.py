@@ -17,7 +17,10 @@ import pytest
 
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from tests.sampling import register_profiles
 from tests.smp_kit import Ground, kill_smps, launch_by_fork, playground
+
+register_profiles()
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """Two workers share two cores, and OpenMP's spinning threads would take them from processes that have work."""

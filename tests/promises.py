@@ -27,7 +27,7 @@ class Promise(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """A test: its file, from the root on, and its name; `slow`: run by `make slow` and `make proof`."""
+    """A test: its file, from the root on, and its name; `slow`: run by `make test-all` and `make proof`."""
 
     file: str
     test: str

@@ -1,9 +1,9 @@
 """An SMP is killed at every named point. Trainers keep training, nothing that was protected is lost, and nothing is
 left behind.
 
-SMPs are killed one after another in the same arena; each is told at its start at which point it will die. The default
-suite has all points in a few such chains; `make slow` starts anew for each point, and kills both at the first pass and
-at later ones.
+SMPs are killed one after another in the same arena; each is told at its start at which point it will die. The sample
+has all points in a few such chains; `make test-all` starts anew for each point, and kills both at the first pass and at
+later ones.
 """
 
 from __future__ import annotations

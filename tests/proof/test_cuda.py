@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, StaleEpoch
@@ -31,8 +31,6 @@ from tests.deadlines import DEADLINE_S
 from tests.proof.device import standin
 from tests.proof.device.queues import EAGER, LAZY
 from tests.proof.device.standin import EmulatedCuda, EmulatedRuntime
-
-quick = settings(deadline=None, derandomize=True, max_examples=120)
 
 PAGE = mmap.PAGESIZE
 CHUNK = PAGE // 4
@@ -741,7 +739,6 @@ def test_without_a_cuda_device_there_is_no_runtime() -> None:
 # ---------------------------------------------------------------------- chunks
 
 
-@quick
 @given(
     shape=st.lists(st.integers(0, 9), max_size=4),
     swap=st.booleans(),

@@ -240,7 +240,7 @@ print(calls, [p.sum().item().hex() for p in model.parameters()])
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.proves("plain-loader")
+@pytest.mark.proves("one-name", "plain-loader")
 def test_the_example_of_the_readme_resumes_bit_for_bit(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code exactly as in the README, with a plain shuffled DataLoader; killed in its second epoch."""
     code = AROUND.format(blocks(ROOT / "README.md", "python")[0])

@@ -12,13 +12,10 @@ from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec import crowded, plan_groups
-
-quick = settings(deadline=None, derandomize=True, max_examples=300)
-fewer = settings(deadline=None, derandomize=True, max_examples=60)
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,24 +79,20 @@ def is_split(groups: Groups, nodes: int, size: int) -> bool:
 
 
 class TestTheSplit:
-    @quick
     @given(node_counts, group_sizes)
     def test_groups_are_even_and_at_least_as_large_as_asked(self, nodes: int, size: int) -> None:
         assert is_split(plan_groups(nodes, size), nodes, size)
 
-    @quick
     @given(node_counts, group_sizes)
     def test_without_domains_neighbours_stay_together(self, nodes: int, size: int) -> None:
         assert list(chain.from_iterable(plan_groups(nodes, size))) == list(range(nodes))
 
-    @quick
     @given(racks(), st.integers(2, 12), limits)
     def test_domains_change_who_is_in_a_group_and_not_how_many(self, domains: Domains, size: int, limit: int) -> None:
         groups = plan_groups(len(domains), size, limit, domains)
         assert is_split(groups, len(domains), size)
         assert sorted(map(len, groups)) == sorted(lengths(len(domains), size))
 
-    @quick
     @given(tangles(), st.integers(2, 12), limits)
     def test_so_do_domains_of_several_kinds(self, domains: Domains, size: int, limit: int) -> None:
         assert is_split(plan_groups(len(domains), size, limit, domains), len(domains), size)
@@ -134,14 +127,12 @@ class TestTheSplit:
 
 
 class TestOneKindOfDomain:
-    @quick
     @given(racks(), st.integers(2, 12), limits)
     def test_nothing_is_crowded_exactly_when_that_is_possible(self, domains: Domains, size: int, limit: int) -> None:
         groups = plan_groups(len(domains), size, limit, domains)
         possible = largest_domain(domains) <= limit * len(groups)
         assert (not crowded(groups, domains, [limit] * len(groups))) == possible
 
-    @quick
     @given(racks(), st.integers(2, 12), limits)
     def test_the_loss_of_a_domain_is_shared_evenly(self, domains: Domains, size: int, limit: int) -> None:
         groups = plan_groups(len(domains), size, limit, domains)
@@ -186,7 +177,6 @@ class TestSeveralKindsOfDomains:
         groups = plan_groups(120, 8, 2, domains)
         assert crowded(groups, domains, [2] * len(groups)) == []
 
-    @quick
     @given(tangles(), st.integers(2, 8), limits)
     def test_where_nothing_is_crowded_no_domain_takes_more_than_the_limit(
         self, domains: Domains, size: int, limit: int
@@ -195,7 +185,6 @@ class TestSeveralKindsOfDomains:
         most = max(chain.from_iterable(taken(groups, domains, label) for label in set(chain.from_iterable(domains))))
         assert (most <= limit) == (crowded(groups, domains, [limit] * len(groups)) == [])
 
-    @fewer
     @given(tangles(), st.integers(2, 8), limits)
     def test_no_exchange_of_two_nodes_would_help_any_more(self, domains: Domains, size: int, limit: int) -> None:
         groups = plan_groups(len(domains), size, limit, domains)
@@ -213,7 +202,6 @@ class TestSeveralKindsOfDomains:
         assert is_split(groups, 1000, 8)
         assert crowded(groups, domains, [1] * len(groups)) == []
 
-    @quick
     @given(tangles(), st.integers(2, 8), limits, st.randoms(use_true_random=False))
     def test_every_node_computes_the_same_groups(
         self, domains: Domains, size: int, limit: int, order: random.Random
@@ -246,7 +234,6 @@ def told_with_hash_seed(program: str, seed: str) -> str:
 
 
 class TestCrowded:
-    @quick
     @given(tangles(), st.data())
     def test_it_tells_exactly_the_domains_that_take_too_many(self, domains: Domains, data: st.DataObject) -> None:
         order = data.draw(st.permutations(range(len(domains))))

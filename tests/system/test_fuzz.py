@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.fuzz.campaign import CORPUS, Found, kept, limited, one, run
@@ -53,7 +53,6 @@ def test_the_corpus_is_small_and_of_targets_that_there_are() -> None:
 def test_hypothesis_finds_nothing(name: str) -> None:
     target, found = targets()[name], Found()
 
-    @settings(deadline=None, derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
     @given(st.binary(max_size=200), st.integers(0, 1 << 30), st.integers(0, 400))
     def throw(data: bytes, number: int, at: int) -> None:
         good = target.seeds[number % len(target.seeds)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import ConfigError, InMemorySnapshot, Repeated
@@ -33,7 +33,6 @@ def at(step: int, epoch: int = 1) -> SnapshotId:
 # ---------------------------------------------------------------------- which are kept
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.integers(3, 5), st.integers(1, 4), st.lists(st.lists(st.sampled_from(SnapshotState), min_size=8, max_size=8)))
 def test_the_newest_protected_snapshots_are_kept_as_many_as_asked_for(
     slots: int, generations: int, run: list[list[SnapshotState]]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
@@ -28,6 +28,7 @@ from holdfast.smp_daemon.shared.records import (
     ShardRecord,
 )
 from holdfast.smp_daemon.shared.sources import Sources
+from tests.sampling import costly
 from tests.strategies import (
     addresses,
     json_values,
@@ -43,8 +44,6 @@ from tests.strategies import (
     through_json,
 )
 
-quick = settings(deadline=None, derandomize=True, max_examples=60)
-many = settings(deadline=None, derandomize=True, max_examples=200)
 INFINITE = float("inf")
 positions = st.integers(0, 7)
 
@@ -150,7 +149,6 @@ def form(request: pytest.FixtureRequest) -> Form:
 
 
 def test_it_comes_back(form: Form) -> None:
-    @quick
     @given(form.drawn)
     def check(value: Any) -> None:
         assert form.read(through_json(form.tell(value))) == value
@@ -159,7 +157,6 @@ def test_it_comes_back(form: Form) -> None:
 
 
 def test_random_json_is_refused(form: Form) -> None:
-    @many
     @given(json_values)
     def check(data: Any) -> None:
         with pytest.raises(ProtocolError):
@@ -169,7 +166,6 @@ def test_random_json_is_refused(form: Form) -> None:
 
 
 def test_what_lacks_a_key_is_refused(form: Form) -> None:
-    @quick
     @given(lacking_a_key(form.drawn.map(lambda value: form.tell(form.needed(value))), OPTIONAL))
     def check(data: Any) -> None:
         with pytest.raises(ProtocolError, match=form.refusal):
@@ -179,7 +175,6 @@ def test_what_lacks_a_key_is_refused(form: Form) -> None:
 
 
 def test_what_is_spoilt_is_refused_or_is_something_else_that_is_good(form: Form) -> None:
-    @many
     @given(spoilt(form.told()))
     def check(data: Any) -> None:
         try:
@@ -192,7 +187,7 @@ def test_what_is_spoilt_is_refused_or_is_something_else_that_is_good(form: Form)
 
 
 def test_an_infinite_number_is_refused(form: Form) -> None:
-    @settings(quick, max_examples=10)
+    @costly()
     @given(form.told())
     def check(good: Any) -> None:
         for bad in form.infinite:
@@ -205,7 +200,6 @@ def test_an_infinite_number_is_refused(form: Form) -> None:
 # ---------------------------------------------------------------------- one by one
 
 
-@quick
 @given(shard_records, parity_records)
 def test_one_kind_of_record_is_not_taken_for_the_other(shard: ShardRecord, parity: ParityRecord) -> None:
     with pytest.raises(ProtocolError, match="kind"):
@@ -214,7 +208,6 @@ def test_one_kind_of_record_is_not_taken_for_the_other(shard: ShardRecord, parit
         from_plain(ParityRecord, {**to_plain(shard), **to_plain(parity), "kind": "shard"})
 
 
-@quick
 @given(layouts())
 def test_layouts_of_one_epoch_are_told_apart_by_their_revision(layout: Layout) -> None:
     newer = replace(layout, revision=layout.revision + 1)

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
@@ -32,8 +32,6 @@ from holdfast.snapshot.resume.loading import check_ranges, load_checked
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_state import SNAPSHOT, toy, whole_slot
 from tests.unit.test_tensors import bits, random_bits
-
-quick = settings(deadline=None, derandomize=True, max_examples=150)
 
 SEED = 7
 UNIT = 64
@@ -124,7 +122,6 @@ shapes = st.lists(st.integers(0, 9), max_size=2).map(tuple)
 tensors = st.tuples(dtypes, shapes, st.sampled_from([plain, transposed, strided]), st.integers(0, 40))
 
 
-@quick
 @given(st.lists(tensors, max_size=6), st.integers(1, 200), st.integers(0, 30), st.randoms(use_true_random=False))
 def test_every_tensor_arrives_bit_for_bit_however_it_lies_across_units(
     drawn: list[tuple[torch.dtype, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor], int]],
@@ -149,7 +146,6 @@ def test_every_tensor_arrives_bit_for_bit_however_it_lies_across_units(
     assert [bits(piece.tensor) for piece, _ in pairs] == [content for _, content in pairs]
 
 
-@quick
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), max_size=8), st.integers(1, 100))
 def test_runs_are_cut_at_the_borders_of_units_of_sources_or_targets(
     drawn: list[tuple[int, int]], unit_bytes: int

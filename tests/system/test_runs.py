@@ -19,15 +19,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec.codec import as_array
 from holdfast.snapshot.copy import runs
 from tests.deadlines import DEADLINE_S
 from tests.system.test_ec_guard import FILL, PAGE, ROOT, Enclosure, address
-
-quick = settings(deadline=None, derandomize=True, max_examples=80)
 
 BLOCK = 4 * PAGE
 """Runs of this length or more are copied with streaming stores from the next line of 64 bytes on."""
@@ -68,7 +66,6 @@ def steps(table: runs.Runs) -> list[tuple[int, int]]:
     return [(source + i, target + i) for source, target, length in table.tolist() for i in range(length)]
 
 
-@quick
 @given(tables())
 def test_split_runs_are_the_same_bytes_in_runs_within_the_limit(drawn: tuple[int, list[Row]]) -> None:
     limit, rows = drawn
@@ -82,7 +79,6 @@ def test_split_runs_are_the_same_bytes_in_runs_within_the_limit(drawn: tuple[int
     assert len(cut) == sum(-(-length // limit) for _, _, length in rows)
 
 
-@quick
 @given(tables())
 def test_batches_are_the_same_runs_and_about_as_long_as_the_limit(drawn: tuple[int, list[Row]]) -> None:
     limit, rows = drawn

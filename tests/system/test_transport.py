@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.coding.buffer_pool import buffers_for
@@ -49,8 +49,6 @@ from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketS
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.system.attacks.victim import ask_control, tell
-
-quick = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
 
 SOON_S = 0.05
 """A deadline that is meant to expire."""
@@ -572,7 +570,6 @@ class TestAnSmpIsToldNonsense:
 
     @every_socket
     def test_random_bytes_do_not_disturb_it(self, smp: SmpProcess, of: Address) -> None:
-        @quick
         @given(st.binary(max_size=300), st.booleans(), st.booleans())
         def throw(data: bytes, magic: bool, end: bool) -> None:
             if magic and end:
@@ -588,7 +585,6 @@ class TestAnSmpIsToldNonsense:
         client = smp.client()
         client.join(client.inventory().epoch + 2)
 
-        @quick
         @given(messages(smp.job))
         def throw(message: Message) -> None:
             if of is control_of:
@@ -604,7 +600,6 @@ class TestAnSmpIsToldNonsense:
         run = Run([trainer])
         client = trainer.client
 
-        @quick
         @given(st.data())
         def throw(data: st.DataObject) -> None:
             layout = to_plain(run.start(client.inventory().epoch + 1).layout)
@@ -826,7 +821,6 @@ class TestAnSmpIsToldWhatIsAlmostRight:
     ) -> None:
         """For ``accumulate``, values that the SMP would wait for are left as they are."""
 
-        @quick
         @given(st.data())
         def throw(data: st.DataObject) -> None:
             reply = protected.say({**spoil(data, protected.messages[op], keys), "op": op})

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec.stripes import DEFAULT_UNIT_BYTES
@@ -24,8 +24,6 @@ from holdfast.snapshot.resume.arrange import (
 )
 from tests.strategies import through_json
 
-quick = settings(deadline=None, derandomize=True, max_examples=100)
-
 AUTO = Protection(data=0, parity=1)
 RANK = RankInfo("dp0", "a", "10.0.0.1", control_port=1, bulk_port=2, slot_bytes=8192, domains=("rack=r7", "pod=1"))
 
@@ -42,7 +40,6 @@ def arranged(ranks: list[RankInfo], protection: Protection = AUTO) -> Layout:
     return arrange("run", 3, ranks, protection, slots=2)
 
 
-@quick
 @given(st.integers(1, 24), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_the_order_in_which_ranks_speak_does_not_matter(ranks: int, per_node: int, random: Any) -> None:
     everyone = job(ranks, per_node)
@@ -50,7 +47,6 @@ def test_the_order_in_which_ranks_speak_does_not_matter(ranks: int, per_node: in
     assert arranged(shuffled) == arranged(everyone)
 
 
-@quick
 @given(st.integers(2, 24), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_nodes_are_ordered_by_coordinates_whatever_they_are_called(ranks: int, per_node: int, random: Any) -> None:
     everyone = job(ranks, per_node)
@@ -77,7 +73,6 @@ def test_a_node_takes_the_place_of_its_first_coordinate() -> None:
 
 
 @given(st.lists(st.text("dp-1٣²½Ⅷ", max_size=5), max_size=6))
-@quick
 def test_any_texts_can_be_sorted_as_coordinates(coords: list[str]) -> None:
     assert len(sorted(coords, key=coordinate_key)) == len(coords)
 

@@ -7,13 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.errors import ProtocolError
-
-quick = settings(deadline=None, derandomize=True, max_examples=80)
 
 REMEMBERED = WORDS - 1
 
@@ -94,7 +92,6 @@ def test_a_new_epoch_forgets_all_outcomes(boards: Pair) -> None:
     assert {boards.trainer.outcome(2, step) for step in range(2 * WORDS)} == {SnapshotOutcome.PENDING}
 
 
-@quick
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(SnapshotOutcome)), max_size=4 * WORDS))
 def test_the_board_remembers_the_last_steps_and_never_says_anything_wrong(
     posts: list[tuple[int, SnapshotOutcome]],

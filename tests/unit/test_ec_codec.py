@@ -8,7 +8,7 @@ from itertools import chain, combinations, islice, permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec import Codec, TooManyErasures, choose_codec
@@ -17,12 +17,11 @@ from holdfast.ec.isal import load
 from holdfast.ec.matrix import multiplication_table, multiply
 from holdfast.ec.numpy_kernel import NumpyKernel
 from holdfast.ec.pyeclib_codec import MAX_UNIT_BYTES, PyECLibCodec
+from tests.sampling import chosen
 
 UNIT_SIZES = (0, 1, 63, 64, 65, 4095, 4097)
 BIG_UNIT = (1 << 20) + 7
 FENCE = b"\xa5" * 96
-
-quick = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 def speaks(backend: str, k: int, m: int) -> bool:
@@ -32,13 +31,14 @@ def speaks(backend: str, k: int, m: int) -> bool:
 
 BACKENDS = ("isal", "numpy", "pyeclib")
 PROVED = list(product(range(1, 13), range(1, 5)))
+WIDE = [(1, 9), (9, 9), (40, 3), (251, 4), (254, 1)]
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each_code = pytest.mark.parametrize(("backend", "m"), list(product(BACKENDS, (1, 2, 3))))
-each_small_code = pytest.mark.parametrize(
-    ("backend", "k", "m"), [code for code in product(BACKENDS, range(1, 7), (1, 2, 3)) if speaks(*code)]
-)
-each_pyeclib_code = pytest.mark.parametrize(("k", "m"), [(k, m) for k, m in PROVED if speaks("pyeclib", k, m)])
+SMALL = [code for code in product(BACKENDS, range(1, 7), (1, 2, 3)) if speaks(*code)]
+OF_PYECLIB = [(k, m) for k, m in PROVED if speaks("pyeclib", k, m)]
+sampled_small_code = pytest.mark.parametrize(("backend", "k", "m"), chosen(SMALL, SMALL[::4]))
+sampled_pyeclib_code = pytest.mark.parametrize(("k", "m"), chosen(OF_PYECLIB, OF_PYECLIB[::6]))
 
 
 def random_units(count: int, length: int, seed: int = 7) -> list[bytes]:
@@ -114,7 +114,7 @@ def fences_stand(arena: bytearray, count: int, length: int) -> bool:
 
 class TestTheBackendsAgree:
     @pytest.mark.parametrize("length", [*UNIT_SIZES, 100_003])
-    @each_pyeclib_code
+    @sampled_pyeclib_code
     def test_everyone_writes_the_parity_that_pyeclib_writes(self, k: int, m: int, length: int) -> None:
         data = random_units(k, length)
         expected = encode(choose_codec(k, m, "pyeclib"), data)
@@ -129,7 +129,7 @@ class TestTheBackendsAgree:
         assert encode(choose_codec(k, m, "numpy"), data) == expected
 
     @pytest.mark.parametrize("length", [65, 4097])
-    @each_pyeclib_code
+    @sampled_pyeclib_code
     def test_everyone_rebuilds_what_pyeclib_rebuilds(self, k: int, m: int, length: int) -> None:
         codecs = [choose_codec(k, m, backend) for backend in BACKENDS]
         source = random.Random(k * m)
@@ -139,12 +139,11 @@ class TestTheBackendsAgree:
             assert rebuilt == [{index: stripe[index] for index in lost}] * 3
 
     @pytest.mark.parametrize("length", [0, 1, 65, 4097])
-    @pytest.mark.parametrize(("k", "m"), [*PROVED, (1, 9), (9, 9), (40, 3), (251, 4), (254, 1)])
+    @pytest.mark.parametrize(("k", "m"), chosen([*PROVED, *WIDE], [*PROVED[::6], *WIDE]))
     def test_isal_and_numpy_write_the_same_parity(self, k: int, m: int, length: int) -> None:
         data = random_units(k, length)
         assert encode(choose_codec(k, m, "isal"), data) == encode(choose_codec(k, m, "numpy"), data)
 
-    @quick
     @given(st.integers(1, 9), st.integers(0, 300), st.integers(1, 20).flatmap(lambda k: st.permutations(range(k))))
     def test_isal_and_numpy_agree_on_any_units(self, m: int, length: int, order: list[int]) -> None:
         isal, numpy = (choose_codec(len(order), m, backend) for backend in ("isal", "numpy"))
@@ -168,7 +167,6 @@ class TestTheBackendsAgree:
 
 class TestTheKernels:
     @pytest.mark.parametrize("make", [load, NumpyKernel], ids=["isal", "numpy"])
-    @quick
     @given(st.data(), st.integers(1, 7), st.integers(1, 7), st.integers(1, 100))
     def test_they_sum_by_any_matrix(
         self, make: Callable[[], Kernel], data: st.DataObject, rows: int, columns: int, length: int
@@ -185,7 +183,7 @@ class TestTheKernels:
 
 
 class TestAccumulate:
-    @each_small_code
+    @sampled_small_code
     def test_every_order_gives_what_encode_gives(self, backend: str, k: int, m: int) -> None:
         codec = choose_codec(k, m, backend)
         data = random_units(k, 65)
@@ -211,7 +209,6 @@ class TestAccumulate:
         assert accumulate(codec, data, [2, 0, 1]) == encode(codec, data)
 
     @each_code
-    @quick
     @given(order=st.integers(2, 8).flatmap(lambda k: st.permutations(range(k))), length=st.integers(0, 130))
     def test_a_shuffled_order_gives_what_encode_gives(
         self, backend: str, m: int, order: list[int], length: int
@@ -222,7 +219,7 @@ class TestAccumulate:
 
 
 class TestReconstruct:
-    @each_small_code
+    @sampled_small_code
     @pytest.mark.parametrize("length", [0, 1, 65])
     def test_every_loss_of_up_to_m_units_comes_back(self, backend: str, k: int, m: int, length: int) -> None:
         codec = choose_codec(k, m, backend)
@@ -231,7 +228,7 @@ class TestReconstruct:
             rebuilt = reconstruct(codec, stripe, others(codec, lost), lost)
             assert rebuilt == {index: stripe[index] for index in lost}
 
-    @each_small_code
+    @sampled_small_code
     def test_each_unit_comes_back_from_any_k_others(self, backend: str, k: int, m: int) -> None:
         codec = choose_codec(k, m, backend)
         stripe = stripe_of(codec, 33)
@@ -264,7 +261,7 @@ class TestReconstruct:
         codec = choose_codec(3, m, backend)
         assert reconstruct(codec, stripe_of(codec, 64), range(3), []) == {}
 
-    @each_small_code
+    @sampled_small_code
     def test_more_than_m_lost_units_are_too_many(self, backend: str, k: int, m: int) -> None:
         codec = choose_codec(k, m, backend)
         stripe = stripe_of(codec, 16)

@@ -6,12 +6,10 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec.matrix import Matrix, decode_matrix, inverse_of, invert, multiplication_table, multiply, parity_matrix
-
-quick = settings(deadline=None, derandomize=True, max_examples=100)
 
 elements = st.integers(0, 255)
 CODES = list(product(range(1, 13), range(1, 5)))
@@ -82,7 +80,6 @@ class TestField:
 
 
 class TestMatrices:
-    @quick
     @given(st.data(), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
     def test_the_totalis_that_of_sums_of_products(
         self, data: st.DataObject, rows: int, inner: int, columns: int
@@ -90,7 +87,6 @@ class TestMatrices:
         left, right = data.draw(matrices(rows, inner)), data.draw(matrices(inner, columns))
         assert multiply(left, right).tolist() == long_multiply(left, right).tolist()
 
-    @quick
     @given(st.data(), st.integers(1, 8))
     def test_a_matrix_has_an_inverse_or_is_refused_as_singular(self, data: st.DataObject, size: int) -> None:
         matrix = data.draw(matrices(size, size))
@@ -150,7 +146,6 @@ class TestDecodeMatrix:
             matrix = decode_matrix(k, m, survivors, everything)
             assert (multiply(matrix, generator(k, m)[list(survivors)]) == generator(k, m)).all()
 
-    @quick
     @given(st.data(), st.integers(2, 251))
     def test_survivors_of_a_wide_code_are_regular(self, data: st.DataObject, k: int) -> None:
         m = data.draw(st.integers(2, min(4, 255 - k)))

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from itertools import chain, combinations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec import Codec, Piece, Stripes, TooManyErasures, choose_codec, choose_unit_bytes
 from holdfast.ec.stripes import DEFAULT_UNIT_BYTES, PAGE_BYTES
-
-quick = settings(deadline=None, derandomize=True, max_examples=80)
-thorough = settings(deadline=None, derandomize=True, max_examples=400)
+from tests.sampling import chosen, costly
 
 Segment = tuple[int, int]
 """(position, index)."""
@@ -78,7 +76,6 @@ def a_few_turns(stripes: Stripes) -> range:
 
 
 class TestEveryByteHasItsStripe:
-    @quick
     @given(geometries())
     def test_every_byte_is_in_exactly_one_piece(self, stripes: Stripes) -> None:
         held = Counter(
@@ -90,7 +87,6 @@ class TestEveryByteHasItsStripe:
         stored = [(p, i, byte) for p, i in all_segments(stripes) for byte in range(stripes.segments[p][i])]
         assert held == Counter(stored)
 
-    @quick
     @given(geometries())
     def test_a_stripe_numbers_its_pieces_by_data_position(self, stripes: Stripes) -> None:
         for stripe in range(stripes.count):
@@ -99,7 +95,6 @@ class TestEveryByteHasItsStripe:
                 assert data[index] == position
                 assert piece == stripes.piece(position, stripes.unit_of(position, stripe))
 
-    @quick
     @given(geometries())
     def test_a_unit_never_straddles_two_segments(self, stripes: Stripes) -> None:
         for position, lengths in enumerate(stripes.segments):
@@ -109,7 +104,6 @@ class TestEveryByteHasItsStripe:
                 assert 1 <= piece.length <= stripes.unit_bytes
                 assert piece.offset + piece.length <= lengths[piece.segment]
 
-    @quick
     @given(geometries())
     def test_a_piece_is_short_only_at_the_end_of_its_segment(self, stripes: Stripes) -> None:
         for position, unit, piece in pieces_of(stripes):
@@ -117,14 +111,12 @@ class TestEveryByteHasItsStripe:
             assert piece.length == stripes.unit_bytes or ends
             assert unit == stripes.first_unit(position, piece.segment) + piece.offset // stripes.unit_bytes
 
-    @quick
     @given(geometries())
     def test_after_its_units_a_position_has_only_padding(self, stripes: Stripes) -> None:
         for position in range(stripes.positions):
             units = stripes.units(position)
             assert [stripes.piece(position, units + i) for i in range(3)] == [None] * 3
 
-    @quick
     @given(geometries())
     def test_there_are_no_more_stripes_than_bytes_need(self, stripes: Stripes) -> None:
         if any(chain.from_iterable(stripes.segments)):
@@ -166,7 +158,7 @@ class TestParityIsDealtLikeCards:
             assert max(ranks) - min(ranks) <= 1
             assert sum(ranks) == stripe * m
 
-    @pytest.mark.parametrize(("n", "k", "m"), SHAPES)
+    @pytest.mark.parametrize(("n", "k", "m"), chosen(SHAPES, SHAPES[::8]))
     def test_parity_and_data_stand_where_cards_fall(self, n: int, k: int, m: int) -> None:
         stripes = full(n, k, m)
         for stripe, start in zip(range(2 * n), dealt_starts(n, m), strict=False):
@@ -175,7 +167,7 @@ class TestParityIsDealtLikeCards:
             assert [p for p in range(n) if stripes.is_parity(p, stripe)] == sorted(homes[:m])
             assert [p for p in range(n) if stripes.is_data(p, stripe)] == sorted(homes[m:])
 
-    @pytest.mark.parametrize(("n", "k", "m"), SHAPES)
+    @pytest.mark.parametrize(("n", "k", "m"), chosen(SHAPES, SHAPES[::8]))
     def test_in_a_turn_every_position_holds_m_parities_and_k_data_units(self, n: int, k: int, m: int) -> None:
         stripes = full(n, k, m)
         assert stripes.count == n
@@ -184,7 +176,6 @@ class TestParityIsDealtLikeCards:
             assert sum(stripes.is_data(position, stripe) for stripe in range(n)) == k
             assert stripes.units(position) == k
 
-    @quick
     @given(geometries())
     def test_a_stripe_has_k_data_and_m_parity_on_different_positions(self, stripes: Stripes) -> None:
         for stripe in a_few_turns(stripes):
@@ -192,27 +183,23 @@ class TestParityIsDealtLikeCards:
             assert (len(data), len(parity)) == (stripes.data, stripes.parity)
             assert len({*parity, *data}) == stripes.data + stripes.parity <= stripes.positions
 
-    @quick
     @given(geometries())
     def test_parity_stripes_are_ranked_from_zero_without_gaps(self, stripes: Stripes) -> None:
         for position in range(stripes.positions):
             held = [r for r in a_few_turns(stripes) if position in stripes.parity_positions(r)]
             assert [stripes.parity_rank(position, r) for r in held] == list(range(len(held)))
 
-    @quick
     @given(geometries())
     def test_a_parity_slot_holds_the_parities_of_all_stripes_and_no_more(self, stripes: Stripes) -> None:
         held = Counter(chain.from_iterable(stripes.parity_positions(r) for r in range(stripes.count)))
         for position in range(stripes.positions):
             assert stripes.parity_bytes(position) == held[position] * stripes.unit_bytes
 
-    @quick
     @given(geometries())
     def test_parity_slots_differ_by_at_most_one_unit(self, stripes: Stripes) -> None:
         slots = [stripes.parity_bytes(position) for position in range(stripes.positions)]
         assert max(slots) - min(slots) <= stripes.unit_bytes
 
-    @quick
     @given(geometries())
     def test_the_parity_stripes_of_a_position_are_those_it_holds_parity_of(self, stripes: Stripes) -> None:
         for position in range(stripes.positions):
@@ -221,7 +208,6 @@ class TestParityIsDealtLikeCards:
 
 
 class TestUnitsAndStripesAreInverse:
-    @quick
     @given(geometries(), st.integers(0, 10**9))
     def test_the_stripe_of_a_unit_holds_that_unit(self, stripes: Stripes, first: int) -> None:
         for position in range(stripes.positions):
@@ -231,14 +217,12 @@ class TestUnitsAndStripesAreInverse:
                 assert not stripes.is_parity(position, stripe)
                 assert stripes.unit_of(position, stripe) == unit
 
-    @quick
     @given(geometries(), st.integers(0, 10**9))
     def test_the_unit_of_a_stripe_lies_in_that_stripe(self, stripes: Stripes, first: int) -> None:
         for stripe in range(first, first + 12):
             for position in stripes.data_positions(stripe):
                 assert stripes.stripe_of(position, stripes.unit_of(position, stripe)) == stripe
 
-    @quick
     @given(geometries())
     def test_the_units_of_a_position_follow_its_data_stripes_in_order(self, stripes: Stripes) -> None:
         for position in range(stripes.positions):
@@ -248,7 +232,6 @@ class TestUnitsAndStripesAreInverse:
 
 
 class TestStripeBytes:
-    @quick
     @given(geometries())
     def test_a_stripe_is_as_long_as_its_longest_piece(self, stripes: Stripes) -> None:
         longest = dict.fromkeys(range(stripes.count + 2), 0)
@@ -257,7 +240,6 @@ class TestStripeBytes:
             longest[stripe] = max(longest[stripe], piece.length)
         assert {stripe: stripes.stripe_bytes(stripe) for stripe in longest} == longest
 
-    @quick
     @given(geometries(), st.integers(0, 1000))
     def test_parity_is_zero_beyond(self, stripes: Stripes, seed: int) -> None:
         group = fill(stripes, choose_codec(stripes.data, stripes.parity, "numpy"), seed)
@@ -390,22 +372,21 @@ def every_m_come_back(stripes: Stripes, codec: Codec, seed: int) -> bool:
 
 
 class TestLostBytesComeBack:
-    @quick
     @given(geometries(parity=1), st.integers(0, 1000))
     def test_any_one_position_comes_back_from_the_others(self, stripes: Stripes, seed: int) -> None:
         assert every_m_come_back(stripes, choose_codec(stripes.data, 1), seed)
 
-    @settings(quick, max_examples=30)
+    @costly()
     @given(geometries(longest=24), st.integers(0, 1000))
     def test_any_m_positions_come_back_whatever_the_shape(self, stripes: Stripes, seed: int) -> None:
         assert every_m_come_back(stripes, choose_codec(stripes.data, stripes.parity), seed)
 
-    @settings(quick, max_examples=30)
+    @costly()
     @given(geometries(data=1, longest=24), st.integers(0, 1000))
     def test_any_m_positions_come_back_from_plain_copies(self, stripes: Stripes, seed: int) -> None:
         assert every_m_come_back(stripes, choose_codec(1, stripes.parity), seed)
 
-    @settings(quick, max_examples=10)
+    @costly()
     @given(geometries(data=2, parity=2, longest=24), st.integers(0, 1000))
     def test_any_two_positions_come_back_through_pyeclib(self, stripes: Stripes, seed: int) -> None:
         assert every_m_come_back(stripes, choose_codec(2, 2, "pyeclib"), seed)
@@ -496,19 +477,16 @@ def oracle(loss: Loss) -> bool:
 
 
 class TestDecodable:
-    @thorough
     @given(losses(), st.integers(0, 1000))
     def test_what_it_promises_comes_back_and_nothing_else(self, loss: Loss, seed: int) -> None:
         codec = choose_codec(loss.stripes.data, loss.stripes.parity)
         group = fill(loss.stripes, codec, seed)
         assert loss.stripes.decodable(loss.segments, loss.parities) == comes_back(group, codec, loss)
 
-    @thorough
     @given(losses())
     def test_it_agrees_with_solving_the_equations(self, loss: Loss) -> None:
         assert loss.stripes.decodable(loss.segments, loss.parities) == oracle(loss)
 
-    @quick
     @given(geometries())
     def test_it_agrees_for_every_set_of_lost_positions(self, stripes: Stripes) -> None:
         for count in range(stripes.positions + 1):
@@ -516,13 +494,11 @@ class TestDecodable:
                 loss = loss_of(stripes, lost)
                 assert stripes.decodable(loss.segments, loss.parities) == oracle(loss)
 
-    @quick
     @given(geometries())
     def test_up_to_m_lost_positions_are_decodable(self, stripes: Stripes) -> None:
         for lost in combinations(range(stripes.positions), stripes.parity):
             assert stripes.decodable(segments_of(stripes, lost), lost)
 
-    @quick
     @given(geometries())
     def test_losing_every_parity_loses_no_byte(self, stripes: Stripes) -> None:
         assert stripes.decodable([], range(stripes.positions))
@@ -568,14 +544,12 @@ class TestWhatIsRefused:
 
 
 class TestChooseUnitBytes:
-    @quick
     @given(st.integers(0, 1 << 40), st.integers(0, 64))
     def test_a_unit_is_whole_pages_and_not_above_the_default(self, longest: int, data: int) -> None:
         unit_bytes = choose_unit_bytes(longest, data)
         assert unit_bytes % PAGE_BYTES == 0
         assert PAGE_BYTES <= unit_bytes <= DEFAULT_UNIT_BYTES
 
-    @quick
     @given(st.integers(1, DEFAULT_UNIT_BYTES), st.integers(1, 64))
     def test_a_small_state_is_one_unit_for_each_data_position(self, longest: int, data: int) -> None:
         unit_bytes = choose_unit_bytes(longest, data)

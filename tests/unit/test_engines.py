@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -20,8 +20,6 @@ from holdfast.snapshot.copy.devices import DeviceEngines, _Divided
 from holdfast.snapshot.copy.engines import SAMPLE_BYTES, TABLES, CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.tensors import DTYPES, leaf_of, read_leaf
 from tests.unit.test_tensors import bits, random_bits
-
-quick = settings(deadline=None, derandomize=True, max_examples=120)
 
 BEFORE = 32
 AFTER = 16
@@ -109,7 +107,6 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, view: 
     assert bits(target) == bits(tensor)
 
 
-@quick
 @given(st.lists(st.tuples(dtypes, shapes, views, views), min_size=1, max_size=6))
 def test_the_slot_holds_the_elements_in_order_and_nothing_else_is_touched(
     drawn: list[tuple[torch.dtype, Shape, View, View]],

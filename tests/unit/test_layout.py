@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, Located, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_MESSAGE_BYTES, MAX_UNIT_BYTES, MAX_UNPACKED_BYTES, is_identifier
 from holdfast.smp_daemon.shared.plain import encode_json, pack, to_plain, unpack
 from tests.strategies import layouts, through_json
-
-quick = settings(deadline=None, derandomize=True, max_examples=60)
-many = settings(deadline=None, derandomize=True, max_examples=200)
 
 
 def node(name: str, *shards: Shard) -> Node:
@@ -111,7 +108,6 @@ def test_a_shard_without_bytes_is_refused() -> None:
         replace(GOOD, nodes=(*GOOD.nodes[:2], node("c", Shard("dp3", 0))))
 
 
-@quick
 @given(layouts())
 def test_every_node_stands_where_its_place_says(layout: Layout) -> None:
     for member in layout.nodes:
@@ -120,7 +116,6 @@ def test_every_node_stands_where_its_place_says(layout: Layout) -> None:
         assert layout.node(member.name) == member
 
 
-@quick
 @given(layouts())
 def test_every_shard_is_located_at_its_node_and_segment(layout: Layout) -> None:
     assert sorted(layout.coords) == sorted(shard.coord for member in layout.nodes for shard in member.shards)
@@ -176,7 +171,6 @@ def test_a_group_that_is_too_small_takes_fewer_data_units_and_then_less_parity(
     assert layout.protects(0) == (code[1] > 0)
 
 
-@quick
 @given(layouts())
 def test_every_group_that_protects_has_stripes_of_its_code(layout: Layout) -> None:
     for group in range(len(layout.groups)):
@@ -188,7 +182,6 @@ def test_every_group_that_protects_has_stripes_of_its_code(layout: Layout) -> No
             assert stripes.segments == tuple(tuple(s.bytes for s in n.shards) for n in layout.members(group))
 
 
-@quick
 @given(layouts())
 def test_a_position_has_parity_if_a_stripe_puts_some_there(layout: Layout) -> None:
     for group, members in enumerate(layout.groups):
@@ -210,7 +203,6 @@ def test_stripes_follow_the_order_of_the_group() -> None:
     assert (stripes.data, stripes.parity, stripes.unit_bytes) == (1, 1, 8)
 
 
-@quick
 @given(layouts())
 def test_a_group_is_found_by_its_tag(layout: Layout) -> None:
     tags = [layout.tag(group) for group in range(len(layout.groups))]

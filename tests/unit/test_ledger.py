@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.board import RepairState
@@ -16,7 +16,6 @@ from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState
 
 FAILED, PENDING, SEALED, ENCODING, PROTECTED = SnapshotState
 
-thorough = settings(deadline=None, derandomize=True, max_examples=300)
 
 slot_counts = st.integers(2, 6)
 every = st.sampled_from([1, 1, 2, 3, "auto"])
@@ -50,7 +49,6 @@ def steps(ledger: Ledger, run: Run, first: int = 0) -> Iterator[tuple[Ledger, Le
         ledger = after
 
 
-@thorough
 @given(slot_counts, every, runs)
 def test_no_more_snapshots_are_kept_than_there_are_slots(slots: int, protect_every: ProtectEvery, run: Run) -> None:
     for _, ledger in steps(Ledger(slots, protect_every=protect_every), run):
@@ -58,7 +56,6 @@ def test_no_more_snapshots_are_kept_than_there_are_slots(slots: int, protect_eve
         assert ledger.may_begin == (len(ledger.keep) < slots)
 
 
-@thorough
 @given(slot_counts, every, runs)
 def test_the_protected_snapshot_never_goes_back_and_is_always_kept(
     slots: int, protect_every: ProtectEvery, run: Run
@@ -68,7 +65,6 @@ def test_the_protected_snapshot_never_goes_back_and_is_always_kept(
         assert ledger.protected is None or ledger.protected in ledger.keep
 
 
-@thorough
 @given(st.integers(3, 6), every, runs)
 def test_with_three_slots_the_newest_sealed_snapshot_is_kept_until_a_younger_is_sealed_or_protected(
     slots: int, protect_every: ProtectEvery, run: Run
@@ -79,7 +75,6 @@ def test_with_three_slots_the_newest_sealed_snapshot_is_kept_until_a_younger_is_
         assert newest is None or (kept is not None and kept >= newest and kept in ledger.keep)
 
 
-@thorough
 @given(every, runs)
 def test_with_two_slots_what_is_only_sealed_gives_its_slot_to_the_next(protect_every: ProtectEvery, run: Run) -> None:
     for before, ledger in steps(Ledger(2, protect_every=protect_every), run):
@@ -90,7 +85,6 @@ def test_with_two_slots_what_is_only_sealed_gives_its_slot_to_the_next(protect_e
             assert not before.may_begin or before.protected is None, "what is being encoded is never given up"
 
 
-@thorough
 @given(slot_counts, st.integers(1, 3), every, runs, st.booleans(), st.booleans())
 def test_there_is_a_parity_slot_for_each_snapshot_that_has_parity(
     slots: int, generations: int, protect_every: ProtectEvery, run: Run, restored: bool, known: bool
@@ -113,7 +107,6 @@ def test_there_is_a_parity_slot_for_each_snapshot_that_has_parity(
         assert set(ledger.encoded) <= set(ledger.with_parity)
 
 
-@thorough
 @given(slot_counts, every, runs)
 def test_what_is_kept_is_in_order_and_each_but_once(slots: int, protect_every: ProtectEvery, run: Run) -> None:
     for _, ledger in steps(Ledger(slots, protect_every=protect_every), run):
@@ -121,7 +114,6 @@ def test_what_is_kept_is_in_order_and_each_but_once(slots: int, protect_every: P
         assert set(ledger.pending) <= set(ledger.keep)
 
 
-@thorough
 @given(slot_counts, runs)
 def test_each_state_settles_its_own_snapshot(slots: int, run: Run) -> None:
     ledger = Ledger(slots)
@@ -137,7 +129,6 @@ def test_each_state_settles_its_own_snapshot(slots: int, run: Run) -> None:
         ledger = after
 
 
-@thorough
 @given(slot_counts, every, runs, st.sampled_from(RepairState))
 def test_after_any_run_failures_alone_make_room_again(
     slots: int, protect_every: ProtectEvery, run: Run, repair: RepairState
@@ -254,7 +245,6 @@ def test_if_one_fails_the_next_is_to_be_protected() -> None:
 # ---------------------------------------------------------------------- after a restart
 
 
-@thorough
 @given(slot_counts, every, runs)
 def test_what_was_protected_before_a_restart_is_kept_with_what_was_restored_until_something_younger_is(
     slots: int, protect_every: ProtectEvery, run: Run

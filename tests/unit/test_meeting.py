@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -16,8 +16,6 @@ from holdfast.snapshot.collective import meeting
 from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState
 from tests.deadlines import DEADLINE_S
-
-thorough = settings(deadline=None, derandomize=True, max_examples=200)
 
 
 class Board:
@@ -69,7 +67,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meeting]]:
     yield [Meeting(board, rank, 3) for rank in range(3)]
 
 
-@thorough
 @given(st.lists(st.integers(0, 1), min_size=2, max_size=5), st.randoms(use_true_random=False))
 def test_ranks_that_learn_of_it_a_step_apart_meet_at_one_step_and_wait_at_no_other(
     late: list[int], order: object
@@ -166,7 +163,6 @@ def at(step: int) -> SnapshotId:
     return SnapshotId(1, step)
 
 
-@thorough
 @given(st.lists(st.lists(st.sampled_from(SnapshotState), min_size=4, max_size=4), min_size=1, max_size=12), st.data())
 def test_a_rank_that_has_not_heard_of_the_last_states_goes_on_with_those_that_have(
     run: list[list[SnapshotState]], data: st.DataObject

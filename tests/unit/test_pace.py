@@ -7,14 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
 from holdfast.snapshot.copy.pace import EVIDENCE, REMEMBERED, SLACK, SPREAD, Pace, plan
 from tests.deadlines import DEADLINE_S
-
-quick = settings(deadline=None, derandomize=True, max_examples=100)
 
 BATCH = 64 << 20
 BATCHES = 10
@@ -101,7 +99,6 @@ def test_what_is_unknown_is_not_spread() -> None:
     assert plan(None, COPY_S) == plan(WINDOW_S, None) == plan(None, None) == 0
 
 
-@quick
 @given(st.floats(0, 1e4), st.floats(0, 1e4))
 def test_a_copy_is_spread_over_half_of_the_window_or_not_at_all(window_s: float, copy_s: float) -> None:
     assert plan(window_s, copy_s) == (window_s / 2 if window_s >= 4 * copy_s else 0)
@@ -211,7 +208,6 @@ def test_more_bytes_than_were_said_are_not_held_up_beyond_half_of_the_window(loo
     ]
 
 
-@quick
 @given(
     st.floats(0.1, 100),
     st.lists(st.floats(0.001, 3), min_size=2, max_size=12),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.pacer import BURST_S, MAX_TURNS, Pacer, Patience, parse_turns, turn_delay_s
-
-quick = settings(deadline=None, derandomize=True, max_examples=100)
 
 RATE = 1000.0
 
@@ -42,7 +40,6 @@ def test_over_a_long_run_the_rate_is_held() -> None:
     assert 10_000 * 37 / (sender.now - began) == pytest.approx(RATE, rel=0.001)
 
 
-@quick
 @given(
     st.lists(st.tuples(st.integers(1, 500), st.floats(0, 0.4)), min_size=1, max_size=60),
     st.floats(1, 5000),
@@ -92,7 +89,6 @@ def test_a_unit_longer_than_a_second_of_the_rate_goes_and_the_next_one_waits() -
     assert sender.send(1) == pytest.approx(10 - BURST_S)
 
 
-@quick
 @given(st.lists(st.integers(0, 1 << 40), max_size=20))
 def test_no_limit_means_no_wait(counts: list[int]) -> None:
     sender = Sender(0)
@@ -120,7 +116,6 @@ def test_patience_ends_and_comes_back_once_nobody_asks() -> None:
     assert patience.wait_s(0.75, 200.5) == 0.75
 
 
-@quick
 @given(st.lists(st.tuples(st.floats(0.001, 3), st.floats(0.001, 3)), min_size=1, max_size=30))
 def test_one_who_never_stops_asking_is_waited_for_once(asked: list[tuple[float, float]]) -> None:
     """Between waits, time passes."""
@@ -141,7 +136,6 @@ def test_a_single_turn_is_everybodys_and_at_once() -> None:
     assert {turn_delay_s(group, 1, 8.0) for group in range(10)} == {0}
 
 
-@quick
 @given(st.integers(0, 1000), st.integers(1, MAX_TURNS), st.floats(0, 1e6))
 def test_every_turn_comes_in_the_first_half_of_the_interval(group: int, turns: int, interval_s: float) -> None:
     delay_s = turn_delay_s(group, turns, interval_s)

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec import Stripes, choose_codec
@@ -17,8 +17,6 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
 from holdfast.smp_daemon.storage.parity import ParityGathering
-
-quick = settings(deadline=None, derandomize=True, max_examples=100)
 
 SNAPSHOT = SnapshotId(3, 40)
 TAG = "0123456789abcdef"
@@ -104,7 +102,6 @@ def small() -> Gathered:
     return start(Stripes(((8,), (8,), (5,)), 2, 1, 8), 0)
 
 
-@quick
 @given(gatherings(), st.data())
 def test_units_in_any_order_and_repeated_give_the_xor_of_padded_units(gathered: Gathered, data: st.DataObject) -> None:
     for unit in data.draw(st.permutations(gathered.units + gathered.units[:3])):
@@ -113,7 +110,6 @@ def test_units_in_any_order_and_repeated_give_the_xor_of_padded_units(gathered: 
     assert bytes(gathered.slot) == gathered.expected()
 
 
-@quick
 @given(gatherings())
 def test_a_gathering_is_complete_with_its_last_unit_and_no_earlier(gathered: Gathered) -> None:
     for unit in gathered.units:
@@ -122,7 +118,6 @@ def test_a_gathering_is_complete_with_its_last_unit_and_no_earlier(gathered: Gat
     assert gathered.gathering.complete
 
 
-@quick
 @given(gatherings())
 def test_the_record_holds_digests_of_the_slot_and_of_every_unit(gathered: Gathered) -> None:
     for unit in gathered.units:
@@ -141,7 +136,6 @@ def test_the_record_holds_digests_of_the_slot_and_of_every_unit(gathered: Gather
     )
 
 
-@quick
 @given(gatherings())
 def test_every_unit_of_the_record_has_its_place_in_the_slot(gathered: Gathered) -> None:
     for unit in gathered.units:

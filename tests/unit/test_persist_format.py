@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.persist import manifest, planes, shardfile
@@ -53,7 +53,6 @@ def unpacked(file: bytes) -> bytes:
     unit_bytes=st.integers(1, 100),
     width=st.sampled_from([1, 2, 4, 8]),
 )
-@settings(max_examples=60)
 def test_what_was_sealed_comes_back(content: bytes, unit_bytes: int, width: int) -> None:
     units = -(-len(content) // unit_bytes)
     assert unpacked(packed(content, unit_bytes, [width] * units)) == content
@@ -145,14 +144,12 @@ def manifest_of(layout: Layout) -> PersistManifest:
 
 
 @given(layouts())
-@settings(max_examples=40)
 def test_a_manifest_is_read_back(layout: Layout) -> None:
     whole = manifest_of(layout)
     assert PersistManifest.from_json(manifest.read(encode_digested(whole.to_json()))) == whole
 
 
 @given(spoilt(layouts().map(lambda layout: manifest_of(layout).to_json())))
-@settings(max_examples=100)
 def test_a_spoilt_manifest_is_refused_or_says_the_same(data: object) -> None:
     try:
         found = PersistManifest.from_json(data)
@@ -171,7 +168,6 @@ def test_a_flipped_bit_in_a_manifest_is_noticed() -> None:
 
 
 @given(layouts(), st.data())
-@settings(max_examples=40)
 def test_the_lists_of_all_nodes_make_the_manifest_whoever_puts_them_together(
     layout: Layout, data: st.DataObject
 ) -> None:
@@ -191,7 +187,6 @@ def test_the_lists_of_all_nodes_make_the_manifest_whoever_puts_them_together(
 
 
 @given(layouts())
-@settings(max_examples=20)
 def test_a_snapshot_is_whole_only_with_every_shard_in_its_length(layout: Layout) -> None:
     whole = manifest_of(layout)
     files = {manifest.shard_name(coord): length for coord, length in whole.stored.items()}

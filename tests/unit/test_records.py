@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared import records
@@ -25,12 +25,8 @@ from holdfast.smp_daemon.shared.records import (
 )
 from tests.strategies import parity_records, shard_records
 
-quick = settings(deadline=None, derandomize=True, max_examples=60)
-many = settings(deadline=None, derandomize=True, max_examples=200)
-
 
 @pytest.mark.parametrize("unit_bytes", [0, -1, float("inf")])
-@quick
 @given(shard=shard_records, parity=parity_records)
 def test_a_unit_that_cuts_nothing_is_refused(shard: ShardRecord, parity: ParityRecord, unit_bytes: float) -> None:
     with pytest.raises(ProtocolError):
@@ -39,7 +35,6 @@ def test_a_unit_that_cuts_nothing_is_refused(shard: ShardRecord, parity: ParityR
         from_plain(ParityRecord, {**to_plain(parity), "unit_bytes": unit_bytes})
 
 
-@quick
 @given(shard_records)
 def test_the_units_of_a_shard_are_next_to_each_other_and_the_last_may_be_short(record: ShardRecord) -> None:
     count = min(5, -(-record.bytes // record.unit_bytes))
@@ -51,7 +46,6 @@ def test_the_units_of_a_shard_are_next_to_each_other_and_the_last_may_be_short(r
         assert sum(record.unit(last)) == record.bytes
 
 
-@quick
 @given(parity_records)
 def test_the_units_of_a_parity_each_have_a_place_of_a_whole_unit_and_a_length_of_their_own(
     record: ParityRecord,
@@ -78,7 +72,6 @@ def test_a_parity_unit_that_leaves_its_place_is_refused(length: int) -> None:
         from_plain(ParityRecord, {**to_plain(PARITY), "lengths": [8, length]})
 
 
-@quick
 @given(st.binary(max_size=50), st.integers(1, 60))
 def test_every_unit_has_its_digest_and_the_last_may_be_short(data: bytes, unit_bytes: int) -> None:
     expected: list[int] = []

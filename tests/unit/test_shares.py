@@ -7,14 +7,12 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
 from holdfast.snapshot.state.shares import ALIGN_BYTES, Part, missing, parse_part, part_name, same_on_all, share, whole
-
-quick = settings(deadline=None, derandomize=True, max_examples=200)
 
 shapes = st.one_of(
     st.just(()),
@@ -42,7 +40,6 @@ def share_bytes(leaves: Sequence[Leaf], parts: Sequence[Part]) -> int:
 # ---------------------------------------------------------------- who keeps what
 
 
-@quick
 @given(runs, replica_counts)
 def test_every_element_is_kept_exactly_once(leaves: list[Leaf], replicas: int) -> None:
     shares = all_shares(leaves, replicas)
@@ -55,7 +52,6 @@ def test_every_element_is_kept_exactly_once(leaves: list[Leaf], replicas: int) -
     assert missing(leaves, shares) == []
 
 
-@quick
 @given(runs, replica_counts)
 def test_every_share_is_within_64_bytes_of_its_due(leaves: list[Leaf], replicas: int) -> None:
     total = sum(leaf.bytes for leaf in leaves)
@@ -65,7 +61,6 @@ def test_every_share_is_within_64_bytes_of_its_due(leaves: list[Leaf], replicas:
     assert max(held) - min(held) <= 2 * ALIGN_BYTES
 
 
-@quick
 @given(runs, replica_counts)
 def test_a_part_begins_aligned_in_its_leaf_and_is_never_empty_unless_the_leaf_is(
     leaves: list[Leaf], replicas: int
@@ -80,7 +75,6 @@ def test_a_part_begins_aligned_in_its_leaf_and_is_never_empty_unless_the_leaf_is
             assert part.start < part.stop or count == 0
 
 
-@quick
 @given(runs, replica_counts, st.randoms(use_true_random=False))
 def test_the_order_of_the_leaves_does_not_matter(leaves: list[Leaf], replicas: int, order: random.Random) -> None:
     shuffled = list(leaves)
@@ -88,13 +82,11 @@ def test_the_order_of_the_leaves_does_not_matter(leaves: list[Leaf], replicas: i
     assert all_shares(shuffled, replicas) == all_shares(leaves, replicas)
 
 
-@quick
 @given(runs)
 def test_a_single_replica_keeps_everything_whole(leaves: list[Leaf]) -> None:
     assert share(leaves, 1, 0) == tuple(whole(leaf) for leaf in sorted(leaves, key=lambda leaf: leaf.name))
 
 
-@quick
 @given(runs, replica_counts)
 def test_a_replica_keeps_one_contiguous_range_and_the_ranges_follow_each_other(
     leaves: list[Leaf], replicas: int
@@ -163,14 +155,12 @@ def test_a_leaf_that_is_called_like_a_part_is_told_apart() -> None:
     assert parse_part("w@0:16@0:64") == ("w@0:16", 0, 64)
 
 
-@quick
 @given(odd_names, st.integers(0, 10**9), st.integers(0, 10**9))
 def test_a_part_comes_back_from_its_name(name: str, start: int, length: int) -> None:
     leaf = Leaf(name, "U8", (10**10,))
     assert parse_part(part_name(Part(name, start, start + length), leaf)) == (name, start, start + length)
 
 
-@quick
 @given(odd_names, st.integers(0, 20))
 def test_a_whole_leaf_comes_back_from_its_name(name: str, count: int) -> None:
     leaf = Leaf(name, "U8", (count,))
@@ -220,7 +210,6 @@ def test_what_is_missing_or_kept_twice_is_named(shares: list[list[Part]], proble
     assert missing(LEAVES, shares) == problems
 
 
-@quick
 @given(runs.filter(bool), st.integers(2, 8), st.data())
 def test_no_lost_and_no_doubled_part_goes_unnoticed(leaves: list[Leaf], replicas: int, data: st.DataObject) -> None:
     shares = [list(parts) for parts in all_shares(leaves, replicas)]

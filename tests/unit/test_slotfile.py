@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -33,8 +33,6 @@ from holdfast.smp_daemon.shared.slotfile import (
     write_stamp,
 )
 from holdfast.snapshot.copy.tensors import DTYPES
-
-quick = settings(deadline=None, derandomize=True, max_examples=60)
 
 SNAPSHOT = SnapshotId(2, 1234)
 OWN_DTYPES = {"C128"}
@@ -128,7 +126,6 @@ def test_safe_open_reads_metadata_and_single_tensors(framework: str, tmp_path: P
         assert np.array_equal(np.asarray(file.get_tensor("matrix")), tensors["matrix"].numpy())
 
 
-@quick
 @given(leaves, st.integers(0, 100))
 def test_a_planned_header_is_read_back(leaves: list[Leaf], capacity: int) -> None:
     form = plan_slot("run", "dp0", leaves, capacity)
@@ -138,7 +135,6 @@ def test_a_planned_header_is_read_back(leaves: list[Leaf], capacity: int) -> Non
     assert form.record[1] == capacity
 
 
-@quick
 @given(leaves)
 def test_data_starts_on_a_page_and_every_leaf_is_aligned_to_its_own_size(leaves: list[Leaf]) -> None:
     form = plan_slot("run", "dp0", leaves, RECORD_BYTES)
@@ -147,7 +143,6 @@ def test_data_starts_on_a_page_and_every_leaf_is_aligned_to_its_own_size(leaves:
         assert offset % DTYPE_BYTES[leaf.dtype] == 0
 
 
-@quick
 @given(leaves)
 def test_leaves_follow_one_another_without_a_gap_and_the_record_is_last(leaves: list[Leaf]) -> None:
     form = plan_slot("run", "dp0", leaves, RECORD_BYTES)
@@ -160,14 +155,12 @@ def test_leaves_follow_one_another_without_a_gap_and_the_record_is_last(leaves: 
     assert form.offsets.keys() == {RECORD, *(leaf.name for leaf in leaves)}
 
 
-@quick
 @given(leaves, st.randoms(use_true_random=False))
 def test_the_order_of_leaves_does_not_matter(leaves: list[Leaf], random: Any) -> None:
     shuffled = random.sample(leaves, len(leaves))
     assert plan_slot("run", "dp0", shuffled, 8) == plan_slot("run", "dp0", leaves, 8)
 
 
-@quick
 @given(st.builds(SnapshotId, numbers, numbers), st.builds(SnapshotId, numbers, numbers))
 def test_a_stamp_changes_only_its_own_bytes(first: SnapshotId, second: SnapshotId) -> None:
     slot = fill(plan_slot("run", "dp0", [Leaf("w", "F32", (3,))], RECORD_BYTES), {"w": b"x" * 12}, first)

@@ -104,7 +104,7 @@ class Pools(RuleBasedStateMachine):
 
 
 TestPools = Pools.TestCase
-TestPools.settings = settings(deadline=None, derandomize=True, max_examples=60, stateful_step_count=40)
+TestPools.settings = settings(stateful_step_count=40)
 
 
 def pool_with(*held: SnapshotId) -> SlotPool:

@@ -6,14 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
 
-from hypothesis import settings
-
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.sources import sources_of
-
-quick = settings(deadline=None, derandomize=True, max_examples=60)
-many = settings(deadline=None, derandomize=True, max_examples=200)
 
 # ---------------------------------------------------------------------- from inventories
 

@@ -13,16 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.snapshot.state.values import decode, encode
 from tests.strategies import json_values, spoilt
-
-thorough = settings(deadline=None, derandomize=True, max_examples=250)
-many = settings(deadline=None, derandomize=True, max_examples=400)
 
 
 def no_tensor(name: str) -> torch.Tensor:
@@ -108,7 +105,6 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(leaves, containers, max_leaves=10)
 
 
-@thorough
 @given(trees)
 def test_any_nest_of_values_comes_back_exactly(tree: Any) -> None:
     assert same(there_and_back(tree), tree)
@@ -150,7 +146,6 @@ def test_the_global_states_come_back() -> None:
 
 
 @given(arrays)
-@thorough
 def test_an_array_that_comes_back_may_be_written_to(array: np.ndarray[Any, Any]) -> None:
     back = there_and_back(array)
     assert back.flags.writeable and back.flags.owndata
@@ -306,7 +301,6 @@ def encoded(tree: Any) -> Any:
     return encode(tree, "early", {})
 
 
-@many
 @given(json_values | spoilt(trees.map(lambda tree: [encoded(tree)])))
 def test_a_spoilt_value_is_refused_or_is_another_one(data: Any) -> None:
     try:

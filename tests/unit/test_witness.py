@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
@@ -18,8 +18,6 @@ from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_engines import BEFORE, Counting, slot_for, strided, transposed, unpaced
 from tests.unit.test_tensors import random_bits
-
-quick = settings(deadline=None, derandomize=True, max_examples=60)
 
 PERIODS = 3
 """Every part of a piece is sampled within this many times as many turns as it has parts."""
@@ -318,20 +316,17 @@ def test_equal_turns_look_at_the_same_places_and_others_at_others() -> None:
     assert len(set(looks(1000, range(100)))) == 100
 
 
-@quick
 @given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from([1, 2, 3, 4, 10, 16, 64, 100, 256]))
 def test_every_part_of_a_piece_has_its_turn_whatever_the_interval(count: int, first: int, interval: int) -> None:
     """Also with snapshots at every 16th step, and tensors whose size is a power of two."""
     assert set(looks(count, range(first, first + 8 * count * interval, interval))) == set(range(count))
 
 
-@quick
 @given(st.integers(1, 300), st.integers(0, 1 << 40))
 def test_successive_turns_look_at_every_part_soon(count: int, first: int) -> None:
     assert set(looks(count, range(first, first + PERIODS * count))) == set(range(count))
 
 
-@quick
 @given(st.integers(1, 5 * SAMPLE_BYTES), st.integers(0, 2**20), st.integers(0, 7))
 def test_a_byte_that_changes_unseen_is_found_within_a_few_turns(count: int, place: int, first: int) -> None:
     tensor = random_bits(torch.uint8, (count,))
