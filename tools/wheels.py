@@ -248,7 +248,7 @@ def check_foreign(wheel: Path, machine: str) -> bool:
 
 
 def copies_exactly(python: list[str], home: Path) -> bool:
-    """Whether the installed compiled copy passes `tests.system.test_runs`, which copies between protected guard pages.
+    """Whether the installed compiled copy passes `tests.unit.test_runs`, which copies between protected guard pages.
 
     The code that receives units must be compiled too.
     """
@@ -258,7 +258,7 @@ def copies_exactly(python: list[str], home: Path) -> bool:
         "print(streams() and is_compiled())"
     )
     is_there = run(Path(python[0]), *python[1:], "-c", compiled, cwd=home).strip() == "True"
-    walk = run(Path(python[0]), *python[1:], "-m", "tests.system.test_runs", "compiled", cwd=home)
+    walk = run(Path(python[0]), *python[1:], "-m", "tests.unit.test_runs", "compiled", cwd=home)
     shutil.rmtree(home / "tests")
     return is_there and walk.splitlines()[-1] == "done"
 

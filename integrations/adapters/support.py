@@ -1,6 +1,6 @@
 """Which kinds of megatron-core's state are restored, and what proves it. `docs/support.md` is written from this table.
 
-`tests/system/test_support.py` compares it with the matrix, the tests that it names, and the reports that are committed.
+`tests/unit/test_support.py` compares it with the matrix, the tests that it names, and the reports that are committed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SupportedKind:
     Attributes:
         option: Megatron-LM's option that enables it.
         cells: cells of the matrix in which it is killed and restored.
-        tests: tests that prove it, as ``file::function``.
+        tests: tests that prove it, as ``file::function``, from tests/ on.
         note: what the status leaves open.
     """
 
@@ -37,8 +37,8 @@ class SupportedKind:
     note: str = ""
 
 
-OPTIMIZERS = "test_megatron_optimizers.py"
-DEVICE_STATE = "test_device_state.py"
+OPTIMIZERS = "frameworks/test_megatron_optimizers.py"
+DEVICE_STATE = "proof/test_device_state.py"
 
 KINDS: tuple[SupportedKind, ...] = (
     SupportedKind(
@@ -159,8 +159,8 @@ KINDS: tuple[SupportedKind, ...] = (
         ("weights in 8 bits, delayed scaling, TP2 DP2",),
         (
             f"{OPTIMIZERS}::test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled",
-            "test_extras.py::test_it_may_be_anything_that_can_be_kept",
-            "test_extras.py::test_what_forward_changes_of_it_is_as_it_was_when_the_step_began",
+            "unit/test_extras.py::test_it_may_be_anything_that_can_be_kept",
+            "unit/test_extras.py::test_what_forward_changes_of_it_is_as_it_was_when_the_step_began",
         ),
         "stand-ins for its layers",
     ),

@@ -115,8 +115,8 @@ def test_what_cannot_be_protected_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     accelerator: Any = accelerate.Accelerator(cpu=True)
     accelerator.free_memory()
-    with pytest.raises(ConfigError, match="has prepared no model and optimizer yet"):
+    with pytest.raises(ConfigError, match="prepared no model"):
         protect(accelerator)
     monkeypatch.setattr(type(accelerator), "distributed_type", "FSDP")
-    with pytest.raises(ConfigError, match="an accelerator of type FSDP is not supported: use one process, or DDP"):
+    with pytest.raises(ConfigError, match="FSDP is not supported"):
         protect(accelerator)

@@ -63,7 +63,7 @@ def test_a_restarted_job_saves_on(launcher: Launcher, arena: Path) -> None:
 
 def test_a_checkpoint_of_another_id_is_not_loaded(launcher: Launcher, arena: Path) -> None:
     run(launcher, arena, "save", 2, saves=1)
-    with pytest.raises(JobFailed, match="the checkpoint in memory is 'mine', not 'other'"):
+    with pytest.raises(JobFailed, match="'mine', not 'other'"):
         run(launcher, arena, "load", 2, id="other")
 
 
@@ -73,12 +73,12 @@ def test_a_checkpoint_of_another_id_is_not_loaded(launcher: Launcher, arena: Pat
 def test_a_save_by_one_rank_is_refused_at_once(launcher: Launcher, arena: Path, rank: int, why: str) -> None:
     (end,) = run(launcher, arena, "save by one", 2, rank=rank)
     (failure,) = end["failures"]
-    assert f"{why}: a checkpoint in memory is saved and loaded by all ranks together" in failure
+    assert f"{why}: a checkpoint in memory" in failure
     assert "without no_dist=True" in failure
 
 
 def test_where_nothing_was_saved_there_is_nothing(launcher: Launcher, arena: Path) -> None:
-    with pytest.raises(JobFailed, match="ConfigError: job 'dcp' has no checkpoint in memory"):
+    with pytest.raises(JobFailed, match="'dcp' has no checkpoint"):
         run(launcher, arena, "load", 2)
 
 

@@ -74,7 +74,7 @@ def test_a_loader_that_begins_elsewhere_is_refused_at_the_first_step(
 ) -> None:
     monkeypatch.setattr(loop, "External", lambda: iter(loop.Savable()))
     run(("step", 8), dataloader_type="external")
-    with pytest.raises(StateMismatch, match="given another batch than when the snapshot was taken"):
+    with pytest.raises(StateMismatch, match="given another batch"):
         run(dataloader_type="external")
 
 
@@ -95,17 +95,17 @@ def test_a_loader_that_says_nothing_is_named_once(caplog: pytest.LogCaptureFixtu
     loader = Around(Silent())
     assert external().go_on(loader, None) == (loader, None)
     assert len(caplog.records) == 1
-    assert "'train0', a tests.frameworks.test_megatron_data.Around, does not say where it is" in caplog.text
+    assert "test_megatron_data.Around, does not say where" in caplog.text
 
 
 def test_a_loader_that_cannot_be_told_where_to_go_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tests\.test_megatron_data\.HalfHooked, has save_state, but no method"):
+    with pytest.raises(ConfigError, match=r"HalfHooked, has save_state"):
         external().go_on(HalfHooked(), None)
 
 
 def test_a_loader_for_validation_may_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
     external().go_on(None, [HalfHooked()])
-    assert "'valid0/0', a tests.frameworks.test_megatron_data.HalfHooked, does not say where it is" in caplog.text
+    assert "HalfHooked, does not say where" in caplog.text
 
 
 def test_a_loader_that_the_snapshot_does_not_know_is_refused() -> None:
@@ -121,7 +121,7 @@ def test_places_are_those_of_as_many_ranks() -> None:
     held = before.get()
     loaders = external()
     loaders.set(held | {"ranks": 4})
-    with pytest.raises(ConfigError, match="by 4 data-parallel ranks, there are 2 now"):
+    with pytest.raises(ConfigError, match=r"4 data-parallel ranks, .* 2 now"):
         loaders.go_on(loop.External(), None)
 
 

@@ -170,12 +170,12 @@ def test_an_option_that_cannot_be_is_refused_before_the_script_is_looked_for(
     "given", [["--non-persistent-ckpt-type", "in_memory"], ["--non-persistent-ckpt-type=in_memory"]]
 )
 def test_a_job_is_protected_once(script: Path, given: list[str]) -> None:
-    with pytest.raises(ConfigError, match="has Megatron-LM itself protect the job"):
+    with pytest.raises(ConfigError, match="Megatron-LM itself"):
         launch(script, ["--num-layers", "2", *given], job="twice")
 
 
 def test_a_script_that_is_not_there_or_not_in_a_checkout_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.py: there is no such script"):
+    with pytest.raises(ConfigError, match=r"nowhere\.py: .*no such script"):
         launch(tmp_path / "nowhere.py", [], job="nowhere")
     alone = tmp_path / "alone.py"
     alone.write_text("")
@@ -189,4 +189,4 @@ def test_a_script_that_is_not_there_or_not_in_a_checkout_is_named(tmp_path: Path
         check=False,
     )
     assert status.returncode == 2
-    assert "No module named 'megatron.training'; it is to lie in a checkout of Megatron-LM" in status.stderr
+    assert "No module named 'megatron.training'" in status.stderr

@@ -143,7 +143,7 @@ def test_another_fraction_than_the_snapshots_is_refused(hybrid: Any) -> None:
     state, other = hybrid_state(before, first), hybrid_state(hybrid(second, 0.5), second)
     listed = state.look()
     plain = listed.late()
-    with pytest.raises(StateMismatch, match=r"offloads other parameters .*p2 by .*AdamW, now .*FusedAdam.*fraction"):
+    with pytest.raises(StateMismatch, match=r"p2 by .*AdamW, now .*FusedAdam.*fraction"):
         other.check(plain, listed.fixed)
 
 
@@ -155,9 +155,9 @@ def test_a_state_that_is_loaded_while_it_trains_is_noticed(hybrid: Any) -> None:
     listed = state.look()
     listed.late()
     optimizer._init_sub_optimizers()  # as its `load_state_dict` does
-    with pytest.raises(StateMismatch, match=r"the inner optimizers of optim0 were replaced"):
+    with pytest.raises(StateMismatch, match=r"inner optimizers .*replaced"):
         listed.late()
-    with pytest.raises(StateMismatch, match=r"the inner optimizers of optim0 were replaced"):
+    with pytest.raises(StateMismatch, match=r"inner optimizers .*replaced"):
         state.look()
 
 
@@ -166,7 +166,7 @@ def test_scales_inside_an_offloaded_optimizer_are_refused(hybrid: Any) -> None:
     optimizer = hybrid(of, 0.0)
     state = hybrid_state(optimizer, of)
     optimizer.gpu_optimizer._scales[of[0]] = {"exp_avg": torch.ones(1)}
-    with pytest.raises(ConfigError, match=r"FusedAdam inside a HybridDeviceOptimizer keeps moments in 16"):
+    with pytest.raises(ConfigError, match=r"FusedAdam .*moments in 16"):
         list(state.tensors())
 
 
@@ -223,7 +223,7 @@ def test_what_was_made_for_a_snapshot_that_does_not_fit_is_taken_away() -> None:
 
 
 def test_moments_in_eight_bits_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"FusedAdam keeps exp_avg in 8 bits.*--exp-avg-dtype bf16"):
+    with pytest.raises(ConfigError, match=r"exp_avg in 8 bits.*--exp-avg-dtype bf16"):
         FusedAdamState(aware(parameters(), torch.uint8), "optim0", names={}, replicated=False)
 
 
@@ -243,7 +243,7 @@ def test_weights_that_are_quantized_anew_are_the_same_or_refused(recipe: str) ->
     check_weights({of: "model0.w"})
     main, held = of.get_high_precision_init_val(), of._data.clone()
     check_quantized_anew({of: "model0.w"}, lambda: of._quantizer.quantize(main, of))
-    with pytest.raises(StateMismatch, match=r"model0\.w \(_data\): quantizing the main parameter anew does not give"):
+    with pytest.raises(StateMismatch, match=r"model0\.w .*quantizing .*anew"):
         check_quantized_anew({of: "model0.w"}, lambda: of._quantizer.quantize(-main, of))
     assert torch.equal(of._data, held)
 
@@ -263,7 +263,7 @@ def test_weights_of_an_unknown_class_are_refused_by_name() -> None:
     of: Any = torch.nn.Parameter(
         GroupedTensor((2, 2), torch.bfloat16, torch.zeros(2, 2, dtype=torch.uint8), torch.ones(1), None)
     )
-    with pytest.raises(ConfigError, match=r"model0\.w is kept as GroupedTensor, which is not captured.*--fp8-param"):
+    with pytest.raises(ConfigError, match=r"model0\.w .*GroupedTensor.*--fp8-param"):
         check_weights({of: "model0.w"})
 
 
@@ -273,7 +273,7 @@ def test_weights_in_eight_bits_without_main_parameters_are_refused() -> None:
         check_quantizes(aware)
     layers = object.__new__(LayerWiseDistributedOptimizer)
     layers.chained_optimizers = []
-    with pytest.raises(ConfigError, match=r"stepped layer by layer .*without a layer-wise optimizer"):
+    with pytest.raises(ConfigError, match=r"layer-wise optimizer"):
         check_quantizes(layers)
     check_quantizes(SimpleNamespace(config=SimpleNamespace()))
 
@@ -313,7 +313,7 @@ def test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled() -> Non
 
 @pytest.mark.parametrize("other", [Scaled(unpickles=False), Scaled(length=5), torch.nn.Linear(1, 1)])
 def test_delayed_scaling_without_room_for_it_is_an_error(other: torch.nn.Module) -> None:
-    with pytest.raises(StateMismatch, match=r"model0\.0: delayed scaling has .*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"):
+    with pytest.raises(StateMismatch, match=r"model0\.0: .*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"):
         transformer_engine.put_back_scaling("model0.0", other, transformer_engine.scaling(Scaled()))
 
 

@@ -69,9 +69,9 @@ def test_the_front_door_does_not_need_what_only_ray_train_needs() -> None:
 def test_what_is_wrong_is_said_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="'PATH'"):
         ray_nodes.start("job", environment={"PATH": "/tmp"})
-    with pytest.raises(ConfigError, match="cannot be a job id"):
+    with pytest.raises(ConfigError, match="job id"):
         ray_nodes.start("a job")
-    with pytest.raises(ConfigError, match="at least one worker"):
+    with pytest.raises(ConfigError, match="one worker"):
         WorkerGroup(0, job="job")
 
 

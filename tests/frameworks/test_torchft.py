@@ -96,12 +96,12 @@ def test_only_the_step_that_was_asked_for_is_received(
     pair: tuple[MemoryTransport[Any], MemoryTransport[Any]],
 ) -> None:
     healthy, back = pair
-    with pytest.raises(DeadlineExceeded, match=r"no checkpoint of step 4 came from rank 0: .* holds no shard"):
+    with pytest.raises(DeadlineExceeded, match=r"step 4 .* rank 0: .*no shard"):
         back.recv_checkpoint(0, healthy.metadata(), 4, AT_ONCE)
     for step in (4, 5, 6):
         healthy.send_checkpoint([1], step, {"step": step, "grows": torch.zeros(step * 1000)}, SOON)
         assert back.recv_checkpoint(0, healthy.metadata(), step, SOON)["step"] == step
-    with pytest.raises(DeadlineExceeded, match="the newest there is of step 6"):
+    with pytest.raises(DeadlineExceeded, match=r"newest .* step 6"):
         back.recv_checkpoint(0, healthy.metadata(), 7, AT_ONCE)
 
 
@@ -119,14 +119,14 @@ def test_a_sender_whose_smp_died_sends_through_another(
 
 
 def test_what_cannot_be_kept_exactly_is_named(pair: tuple[MemoryTransport[Any], MemoryTransport[Any]]) -> None:
-    with pytest.raises(StateMismatch, match=r"state\.model\.loader is a _thread\.lock"):
+    with pytest.raises(StateMismatch, match=r"model\.loader is a _thread\.lock"):
         pair[0].send_checkpoint([1], 1, {"model": {"loader": threading.Lock()}}, SOON)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"job": "x", "address": 3}', '{"address": ["h", 1]}', '["a"]', "\x00"])
 def test_metadata_of_something_else_is_refused(arena: Path, text: str) -> None:
     transport = MemoryTransport[Any](job="back")
-    with pytest.raises(ProtocolError, match="is not the metadata of a `MemoryTransport`"):
+    with pytest.raises(ProtocolError, match="metadata of a `MemoryTransport`"):
         transport.recv_checkpoint(0, text, 1, AT_ONCE)
     transport.shutdown()
 
@@ -143,10 +143,10 @@ def test_sharded_tensors_are_sharded_as_before(arena: Path, tmp_path: Path) -> N
         received = back.recv_checkpoint(0, healthy.metadata(), 1, SOON)["weights"]
         assert isinstance(received, DTensor) and received.placements == (Shard(0),)
         assert torch.equal(received.full_tensor(), whole)
-        with pytest.raises(StateMismatch, match=r"state\.weights is sharded: give MemoryTransport\(like="):
+        with pytest.raises(StateMismatch, match=r"weights is sharded: .*MemoryTransport\(like="):
             healthy.recv_checkpoint(0, healthy.metadata(), 1, SOON)
         blank["weights"] = distribute_tensor(torch.zeros(4, 5), mesh, [Shard(0)])
-        with pytest.raises(StateMismatch, match=r"float32\[4, 6\] was sent, and this rank's is torch.float32\[4, 5\]"):
+        with pytest.raises(StateMismatch, match=r"float32\[4, 6\] .* torch.float32\[4, 5\]"):
             back.recv_checkpoint(0, healthy.metadata(), 1, SOON)
         healthy.shutdown()
         back.shutdown()

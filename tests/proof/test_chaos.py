@@ -260,22 +260,22 @@ def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[", "is not valid TOML"),
-        ("[a]\nsize = 3", r"\[a\] has the unknown keys \['size'\]"),
-        ("[a]\nwhat = ''\nfault = [{kind = 'burn'}]", "there is no fault 'burn': choose one of kill-trainer"),
-        ("[a]\nwhat = ''\nfault = [{kind = 'lose-node', targets = [3]}]", r"lose-node of .*: choose targets below 3"),
+        ("[", "not valid TOML"),
+        ("[a]\nsize = 3", r"unknown keys \['size'\]"),
+        ("[a]\nwhat = ''\nfault = [{kind = 'burn'}]", "'burn': .*kill-trainer"),
+        ("[a]\nwhat = ''\nfault = [{kind = 'lose-node', targets = [3]}]", r"lose-node of .* below 3"),
         (
             "[a]\nwhat = ''\nfault = [{kind = 'lose-packets', targets = [0]}]",
-            "lose-packets with amount = 0: choose 1 to 90",
+            "amount = 0: choose 1 to 90",
         ),
         (
             "[a]\nwhat = ''\nfault = [{kind = 'partition', targets = [0]}]",
-            "partition with for_s = 0.0: set for_s to the seconds",
+            "partition with for_s = 0.0",
         ),
-        ("[a]\nwhat = ''\nexpect = 'luck'", "expect = 'luck': choose identical, unrecoverable or persisted"),
+        ("[a]\nwhat = ''\nexpect = 'luck'", "'luck': .*persisted"),
         ("[a]\nwhat = ''\nprotect = 'x'", "protect='x'"),
         ("[a]\nfault = []", "missing"),
-        ("a = 3", "a is not a table"),
+        ("a = 3", "not a table"),
     ],
 )
 def test_a_bad_file_is_refused(text: str, message: str) -> None:
@@ -286,14 +286,14 @@ def test_a_bad_file_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "nonsense"], "there is no scenario 'nonsense'"),
-        (["run", "--double"], "are for drawn scenarios"),
-        (["run", "pause", "--seed", "1"], "leave out 'pause', or --seed"),
+        (["run", "nonsense"], "scenario 'nonsense'"),
+        (["run", "--double"], "drawn scenarios"),
+        (["run", "pause", "--seed", "1"], "'pause', or --seed"),
         (["run", "--seed", "1", "--faults", "0"], "0 faults: choose 1 to 20"),
         (["run", "--seed", "1", "--count", "0"], "--count 0"),
-        (["run", "--seed", "1", "--profile", "x"], "'x' is not a failure profile"),
+        (["run", "--seed", "1", "--profile", "x"], "'x' is not"),
         (["run", "/no/such.toml"], "cannot be read"),
-        (["replay", "/no/such.json"], "is not a file"),
+        (["replay", "/no/such.json"], "not a file"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,7 +448,7 @@ def test_shards_are_all_scenarios_together() -> None:
     )
     assert shard(every, "1/1") == every
     for bad in ("0/2", "3/2", "1", "a/b", ""):
-        with pytest.raises(ConfigError, match="--shard takes I/N"):
+        with pytest.raises(ConfigError, match=r"--shard .*I/N"):
             shard(every, bad)
 
 

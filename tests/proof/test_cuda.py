@@ -431,9 +431,9 @@ def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot(one: Emula
     live = state(one)
     sample = engine.sample(place(*live), 1)
     one.queues.fault = "an illegal memory access"
-    with pytest.raises(HoldfastError, match="a look at the state failed on cuda:0: an illegal memory access"):
+    with pytest.raises(HoldfastError, match="cuda:0: an illegal memory access"):
         sample.read()
-    with pytest.raises(HoldfastError, match="a look at the state failed"):
+    with pytest.raises(HoldfastError, match="look at the state failed"):
         engine.sample(place(*live), 1)
     one.queues.fault = ""
     one.queues.stuck = True
@@ -531,7 +531,7 @@ def test_several_devices_register_a_slot_once(monkeypatch: pytest.MonkeyPatch) -
         for transfer in transfers:
             transfer.finish()
         assert [content(slot, some) for some in pieces] == [[bits(some[0].tensor)] for some in pieces]
-        with pytest.raises(ConfigError, match="there is state on cuda:1, and here is cuda:0"):
+        with pytest.raises(ConfigError, match=r"on cuda:1, .* cuda:0"):
             engines[0].mark().copy(pieces[1], slot, no_pause)
 
 
@@ -642,7 +642,7 @@ def test_threads_of_ours_break_no_capture(one: EmulatedCuda) -> None:
         transfer.finish()
 
     def careless() -> None:
-        with pytest.raises(HoldfastError, match="a query during a capture"):
+        with pytest.raises(HoldfastError, match="during a capture"):
             transfer.settle()
 
     for work, ruined in ((copying, ""), (careless, "a query during a capture")):

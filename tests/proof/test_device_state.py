@@ -146,7 +146,7 @@ def test_a_new_slot_lies_on_the_numa_node_that_its_trainer_said(
     pool.near = 777
     slot = pool.create(8 * mmap.PAGESIZE)
     assert pool.view(slot).nbytes == 8 * mmap.PAGESIZE
-    assert "slots are not placed on NUMA node 777" in caplog.text
+    assert "NUMA node 777" in caplog.text
 
 
 def test_a_mapping_is_touched_while_other_threads_go_on() -> None:
@@ -196,10 +196,10 @@ def test_an_optimizer_that_nobody_has_tried_is_refused_by_name() -> None:
         """Stands for a class of a later release."""
 
     Unheard.__abstractmethods__ = frozenset()
-    with pytest.raises(ConfigError, match=r"Unheard is not a supported optimizer of megatron-core: use Dist"):
+    with pytest.raises(ConfigError, match=r"Unheard is not .*use Dist"):
         check_captured(made(Unheard), [])
     inside = made(ChainedOptimizer, chained_optimizers=[made(FP32Optimizer), made(Unheard)])
-    with pytest.raises(ConfigError, match=r"Unheard is not a supported optimizer"):
+    with pytest.raises(ConfigError, match=r"Unheard is not a supported"):
         check_captured(made(LayerWiseDistributedOptimizer, chained_optimizers=[inside]), [])
 
 
@@ -207,13 +207,13 @@ def test_a_chain_that_nobody_has_tried_is_refused_by_name() -> None:
     class Woven(ChainedOptimizer):  # type: ignore[misc]
         """Stands for a class of a later release."""
 
-    with pytest.raises(ConfigError, match=r"Woven is not a supported chain of optimizers: use ChainedOptimizer, Layer"):
+    with pytest.raises(ConfigError, match=r"Woven is not .*ChainedOptimizer, Layer"):
         check_captured(made(Woven, chained_optimizers=[]), [])
 
 
 def test_megatrons_own_fsdp_is_refused() -> None:
     chunk = SimpleNamespace(ddp_config=DistributedDataParallelConfig(use_megatron_fsdp=True))
-    with pytest.raises(ConfigError, match=r"Megatron-FSDP is not captured.*--use-megatron-fsdp"):
+    with pytest.raises(ConfigError, match=r"Megatron-FSDP.*--use-megatron-fsdp"):
         check_captured(made(ChainedOptimizer, chained_optimizers=[]), [chunk])
 
 

@@ -79,7 +79,7 @@ def test_what_is_left_behind_fails_a_cell() -> None:
 def test_cells_are_chosen_by_name() -> None:
     assert choose("all") == CELLS
     assert [cell.name for cell in choose("TP2;FSDP2")] == ["TP2", "FSDP2"]
-    with pytest.raises(ConfigError, match="no cell 'TP3': choose from TP2; PP2"):
+    with pytest.raises(ConfigError, match=r"no cell 'TP3': .*TP2; PP2"):
         choose("TP3")
 
 

@@ -82,7 +82,7 @@ class TestCredentials:
         environment = token_file(tmp_path / "token")
         os.chown(tmp_path / "token", 4711, 4711)
         # Root can read any file; the question is who could have written this one.
-        with pytest.raises(ConfigError, match="must be a file of this user"):
+        with pytest.raises(ConfigError, match="file of this user"):
             load(environment)
 
     @pytest.mark.parametrize("token", ["", "short", "x" * (MIN_TOKEN_BYTES - 1), "x" * 4097, "x" * 5000])
@@ -117,7 +117,7 @@ class TestCredentials:
     def test_what_is_no_certificate_is_refused(self, tmp_path: Path) -> None:
         environment = Authority(tmp_path / "ca").environment()
         Path(environment[TLS_ENVS[0]]).write_text("no certificate")
-        with pytest.raises(ConfigError, match="not a certificate, a key and a CA"):
+        with pytest.raises(ConfigError, match="a key and a CA"):
             load(environment)
 
     def test_off_loopback_they_or_the_users_word_are_needed(self) -> None:
@@ -176,7 +176,7 @@ class TestAHandshake:
 
         thread = threading.Thread(target=reflect)
         thread.start()
-        with pytest.raises(SmpUnavailable, match="does not know this job's token"):
+        with pytest.raises(SmpUnavailable, match="this job's token"):
             prove_to_server(mine, TOKEN, JOB)
         mine.close()
         thread.join(DEADLINE_S)
@@ -194,7 +194,7 @@ class TestSignedCalls:
     def test_are_good_once(self) -> None:
         sign = self.signer.sign("here", "Ping", b"request")
         self.verifier.verify("Ping", sign)
-        with pytest.raises(ProtocolError, match="a replay of an earlier call"):
+        with pytest.raises(ProtocolError, match="a replay"):
             self.verifier.verify("Ping", sign)
 
     def test_may_overtake_each_other(self) -> None:
@@ -202,7 +202,7 @@ class TestSignedCalls:
         for sign in reversed(signs):
             self.verifier.verify("Ping", sign)
         for sign in signs:
-            with pytest.raises(ProtocolError, match="a replay of an earlier call"):
+            with pytest.raises(ProtocolError, match="a replay"):
                 self.verifier.verify("Ping", sign)
 
     def test_are_for_one_method_and_one_request(self) -> None:
@@ -210,12 +210,12 @@ class TestSignedCalls:
         with pytest.raises(ProtocolError, match="not signed"):
             self.verifier.verify("ParityDone", sign)
         self.verifier.verify_request(b"request", sign)
-        with pytest.raises(ProtocolError, match="not the one that was signed"):
+        with pytest.raises(ProtocolError, match="that was signed"):
             self.verifier.verify_request(b"Request", sign)
 
     def test_are_for_one_server_as_it_is_now(self) -> None:
         sign = self.signer.sign("here", "Ping", b"")
-        with pytest.raises(ProtocolError, match="signed for another server"):
+        with pytest.raises(ProtocolError, match="another server"):
             Verifier(TOKEN, JOB).verify("Ping", sign)
 
     @pytest.mark.parametrize("bit", range(0, SIGN_BYTES * 8, 7))
@@ -418,7 +418,7 @@ def test_a_call_that_was_overheard_cannot_be_repeated(ground: Ground, tmp_path: 
         assert learn(signer, "it", refused.value)
         overheard = ((CALL_KEY, signer.sign("it", METHOD, body)),)
         assert b"node0" in say_control(smps[0].control, body, overheard)
-        with pytest.raises(grpc.RpcError, match="a replay of an earlier call"):
+        with pytest.raises(grpc.RpcError, match="a replay"):
             say_control(smps[0].control, body, overheard)
         smps[0].restart()
         for smp in smps:
@@ -434,5 +434,5 @@ def test_a_call_whose_request_was_exchanged_is_refused(ground: Ground, tmp_path:
             say_control(smp.control, b"")
         assert learn(signer, "it", refused.value)
         sign = signer.sign("it", METHOD, encode_json(Ping(job=JOB)))
-        with pytest.raises(grpc.RpcError, match="not the one that was signed"):
+        with pytest.raises(grpc.RpcError, match="that was signed"):
             say_control(smp.control, encode_json(PeerInventory(job=JOB)), ((CALL_KEY, sign),))

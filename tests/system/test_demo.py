@@ -182,7 +182,7 @@ def test_the_code_in_effect_is_said(nodes: int, protect: str, code: str) -> None
 
 
 def test_a_code_that_the_nodes_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--protect 6\+2: 6\+2 needs 8 nodes, and there are 4: use more --nodes, or"):
+    with pytest.raises(ConfigError, match=r"6\+2 needs 8 nodes, .* are 4"):
         DemoPlan(4, 2, 4, 1, "6+2", ())
 
 
@@ -194,7 +194,7 @@ def test_a_kill_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFi
 
 def test_a_gpu_that_is_not_there_is_said_before_anything_starts() -> None:
     """Tests see no GPU, even on a machine that has one."""
-    with pytest.raises(ConfigError, match=r"--device cuda: torch sees no GPU here"):
+    with pytest.raises(ConfigError, match=r"--device cuda: .*no GPU"):
         Launcher([], device="cuda")
 
 
@@ -203,5 +203,5 @@ def test_on_a_gpu_each_rank_trains_a_whole_model_so_that_ranks_may_share_one() -
     shared = DemoPlan(**(fields | {"nodes": 3, "device": "cuda", "kills": KILLS[:1], "protect": "auto"}))
     assert shared.options == {"tensor": 1, "distributed": False}
     assert PLAN.options == {}
-    with pytest.raises(ConfigError, match="1 ranks: data parallel training needs 2 or more"):
+    with pytest.raises(ConfigError, match=r"1 ranks: .*2 or more"):
         DemoPlan(**(fields | {"nodes": 1, "device": "cuda", "kills": (), "protect": "none"}))

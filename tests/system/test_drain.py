@@ -101,7 +101,7 @@ class TestThePlan:
 
     def test_a_node_that_is_needed_for_what_is_lost_may_not_go(self) -> None:
         held = with_leaving(everything(layout_of(4, 3, 1), but={"node0", "node1"}), {"node3"})
-        with pytest.raises(Unrecoverable, match="Bring the others back first"):
+        with pytest.raises(Unrecoverable, match="others back"):
             moved(held)
 
     def test_where_nothing_was_ever_held_it_may(self) -> None:
@@ -176,7 +176,7 @@ class TestANodeThatIsDrained:
     def test_without_anybody_else_stays(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
         (smp,), _ = started(ground, 1, "auto")
         assert drain(ground, "node0") == 2
-        assert "no other SMP of job" in capsys.readouterr().err
+        assert "no other SMP" in capsys.readouterr().err
         assert not smp.client().inventory().leaving
 
     def test_is_refused_while_the_job_trains(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ class TestANodeThatIsDrained:
         run.protect(1)
         run.protect(2)
         assert drain(ground, "node1") == 2
-        assert "Stop the job, then drain" in capsys.readouterr().err
+        assert "Stop the job" in capsys.readouterr().err
         run.protect(3)
         leave(run)
         assert drain(ground, "node1") == 0
@@ -208,7 +208,7 @@ class TestANodeThatIsDrained:
         assert drain(ground, "node1", "--at", "127.0.0.1:1") == 2
         assert "--at needs --job" in capsys.readouterr().err
         assert drain(ground, "node1", "--job", "job", "--at", "127.0.0.1:1,127.0.0.1:2") == 2
-        assert "names 2 SMPs: name one" in capsys.readouterr().err
+        assert "2 SMPs: name one" in capsys.readouterr().err
 
 
 def test_a_drain_takes_at_most_as_long_as_its_message_may_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +229,7 @@ def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
         monitor = Monitor(peers, 0.0, "chain", 1, lambda: 0)
         monitor.start(cast(Store, store))
         try:
-            with pytest.raises(SmpUnavailable, match="no node of the job's layout answers: node0, node1"):
+            with pytest.raises(SmpUnavailable, match="layout answers: node0, node1"):
                 monitor.move((), DEADLINE_S)
         finally:
             monitor.close()

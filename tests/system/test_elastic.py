@@ -154,13 +154,13 @@ def test_a_rank_that_never_was_gets_streams_of_its_own(fleet: Callable[..., Flee
 def test_what_cannot_be_is_said(fleet: Callable[..., Fleet]) -> None:
     job = fleet("ddp")
     job.run(4, 3)
-    with pytest.raises(JobFailed, match=r"StateMismatch: the snapshot is of 4 ranks and this job has 3.*elastic=True"):
+    with pytest.raises(JobFailed, match=r"StateMismatch: .*4 ranks .* has 3.*elastic=True"):
         job.run(3, 4, elastic=False)
-    with pytest.raises(JobFailed, match=r"StateMismatch: optim updates other parameters than in the snapshot"):
+    with pytest.raises(JobFailed, match=r"StateMismatch: optim .*other parameters"):
         job.run(3, 4, kind="fsdp")
     job.lose(1)
     job.lose(2)
-    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d .* was protected, and too much of it is lost"):
+    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d .*too much"):
         job.run(3, 4)
 
 

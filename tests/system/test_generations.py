@@ -166,9 +166,7 @@ def test_a_job_that_goes_in_a_circle_is_told_which_older_snapshot_to_take(
     optim = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(2):
         assert life(0, generations=2) == 3
-    with pytest.raises(
-        Repeated, match=r"HOLDFAST_RESTORE_STEP=2 takes the snapshot before the newest; held are steps 3, 2"
-    ):
+    with pytest.raises(Repeated, match=r"HOLDFAST_RESTORE_STEP=2 .*steps 3, 2"):
         InMemorySnapshot(model, optim, max_repeats=2, generations=2).__enter__()
     monkeypatch.setenv("HOLDFAST_RESTORE_STEP", "2")
     with InMemorySnapshot(model, optim, max_repeats=2, generations=2) as snap:
@@ -177,7 +175,7 @@ def test_a_job_that_goes_in_a_circle_is_told_which_older_snapshot_to_take(
 
 def test_memory_that_does_not_suffice_for_generations_is_told(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_MEMORY", f"{4 * 8192}B")
-    with pytest.raises(ConfigError, match=r"or use fewer slots or generations \(HOLDFAST_GENERATIONS\)"):
+    with pytest.raises(ConfigError, match=r"fewer slots .*HOLDFAST_GENERATIONS"):
         life(1, generations=2)
 
 

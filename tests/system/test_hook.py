@@ -249,7 +249,7 @@ def test_another_model_is_refused_before_anything_is_written(arena: Path) -> Non
         train(snap, model, optim, 2)
     other, its_optim = small(5)
     before = values(other, its_optim)
-    with pytest.raises(StateMismatch, match=r"model0\.weight is F32\[3, 4\] in the snapshot, F32\[3, 5\] in this job"):
+    with pytest.raises(StateMismatch, match=r"model0\.weight is F32\[3, 4\] .*F32\[3, 5\]"):
         InMemorySnapshot(other, its_optim).__enter__()
     assert all(torch.equal(a, b) for a, b in zip(list(other.parameters()), before, strict=False))
 
@@ -259,7 +259,7 @@ def test_a_renamed_parameter_is_named(arena: Path) -> None:
     with InMemorySnapshot(model, optim, keep=True) as snap:
         train(snap, model, optim, 2)
     wrapped = torch.nn.Sequential(torch.nn.Linear(4, 3))
-    with pytest.raises(StateMismatch, match=r"model0\.bias only in the snapshot.*model0\.0\.bias only in this job"):
+    with pytest.raises(StateMismatch, match=r"model0\.bias only .*model0\.0\.bias only"):
         InMemorySnapshot(wrapped, torch.optim.Adam(wrapped.parameters())).__enter__()
 
 
@@ -369,8 +369,8 @@ def test_bad_options_are_named(arena: Path, options: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("domains", "message"),
     [
-        ("rack", "HOLDFAST_DOMAINS: 'rack' is neither kind=name, such as rack=r7, nor @dimension"),
-        ("@tp", r"HOLDFAST_DOMAINS: dp0 has no dimension 'tp'; it has \['dp'\]"),
+        ("rack", "HOLDFAST_DOMAINS: 'rack' .*kind=name"),
+        ("@tp", r"dp0 has no dimension 'tp'"),
     ],
 )
 @pytest.mark.parametrize("said", ["option", "environment"])

@@ -58,14 +58,14 @@ def test_what_cannot_be_had_is_an_error(job: tuple[Run, list[SmpProcess]]) -> No
     run.protect(1)
     plan = run.plan(*(trainer.client.inventory() for trainer in run))
     client = run["dp0"].client
-    with pytest.raises(ProtocolError, match="say first what to `lend`"):
+    with pytest.raises(ProtocolError, match="first what to `lend`"):
         client.unit("dp0", 0, memoryview(bytearray(1)))
     client.lend(plan.sources)
-    with pytest.raises(ProtocolError, match="there is no unit 999"):
+    with pytest.raises(ProtocolError, match="no unit 999"):
         client.unit("dp0", 999, memoryview(bytearray(1)))
-    with pytest.raises(ProtocolError, match="'dp7' is not part of epoch 1"):
+    with pytest.raises(ProtocolError, match=r"'dp7' .*epoch 1"):
         client.unit("dp7", 0, memoryview(bytearray(1)))
-    with pytest.raises(ConfigError, match="lent from memory only"):
+    with pytest.raises(ConfigError, match="memory only"):
         client.lend(Sources(plan.snapshot, run.layout, {}, {}, persisted=True))
     smps[1].kill()
     smps[2].kill()

@@ -79,9 +79,7 @@ def test_deadlines_are_read() -> None:
     assert parse_deadlines("step=5s, factor=3,copy=0") == Deadlines(step=5, factor=3, copy=0)
     assert parse_deadlines("step=5s,start=7s").shortest == 5
     assert Deadlines(0, 0, 0, 0).shortest == 0
-    with pytest.raises(
-        ConfigError, match="'walk=3s': use NAME=TIME, where NAME is one of copy, factor, restore, start, step"
-    ):
+    with pytest.raises(ConfigError, match="'walk=3s': use NAME=TIME"):
         parse_deadlines("walk=3s")
     for bad in ("step", "step=-1s", "step=x", "step=nan", "factor=x", "factor=nan", "factor=2s"):
         with pytest.raises(ConfigError, match=r"--deadlines \(HOLDFAST_DEADLINES\): (step|factor): '.*' is no"):

@@ -168,5 +168,5 @@ def test_storage_that_cannot_be_seen_is_no_reason_to_begin_anew(launcher: Launch
 
     cluster = make(launcher, place, on_event=break_it)
     cluster.kill_node(0, 1, 2, at="train.step", step=LOST_AT)
-    with pytest.raises(JobFailed, match="PlaceError: memory holds nothing to go back to, and what is persisted cannot"):
+    with pytest.raises(JobFailed, match=r"PlaceError: .*nothing to go back to"):
         cluster.run()

@@ -79,7 +79,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
 @pytest.mark.needs("torch")
 @pytest.mark.cluster
 def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(HoldfastError, match=r"(?s)ended before 40 steps were recorded.*trained to the end"):
+    with pytest.raises(HoldfastError, match=r"(?s)before 40 steps .*trained to the end"):
         run(ProfilePlan((*command, "10"), tmp_path / "profile.json", deadline_s=120))
     assert not (tmp_path / "profile.json").exists()
     assert not list(arena_base().glob(f".profile-{os.getpid()}-*"))
@@ -87,7 +87,7 @@ def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Pat
 
 def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
     failing = (sys.executable, "-c", "import sys; print('no such corpus'); sys.exit(3)")
-    with pytest.raises(HoldfastError, match=r"(?s)ended with status 3.*no such corpus"):
+    with pytest.raises(HoldfastError, match=r"(?s)status 3.*no such corpus"):
         run(ProfilePlan(failing, tmp_path / "profile.json"))
 
 
@@ -160,7 +160,7 @@ def test_parts_are_merged_by_the_slowest_rank_and_the_largest_node() -> None:
 
 def test_too_little_is_no_profile() -> None:
     nothing = RankRecording(Location("a", 1, 3, 0, 0))
-    with pytest.raises(ConfigError, match="0 baseline steps, 0 overlapped ones and 0 protected snapshots"):
+    with pytest.raises(ConfigError, match="0 baseline steps"):
         merge([nothing])
 
 

@@ -88,7 +88,7 @@ def test_one_more_than_the_code_allows_cannot_be_had_and_says_so(ground: Ground)
     smps, run = protected(ground, "2+2", 4)
     run.protect(2)
     replace_nodes(run, smps, [0, 1, 2])
-    with pytest.raises(Unrecoverable, match="group 0 lost shards of node0, node1, node2"):
+    with pytest.raises(Unrecoverable, match="lost shards of node0, node1, node2"):
         restart(run)
 
 

@@ -184,7 +184,7 @@ def test_an_smp_that_was_missed_by_itself_before_it_listened_starts(ground: Grou
     held = ground.points.wait_any("node1", "start.adopted")
     peers = PeerClient(JOB)
     try:
-        with pytest.raises(HoldfastError, match="does not answer: unavailable, "):
+        with pytest.raises(HoldfastError, match="unavailable, "):
             peers.ping(smps[1].control, SHORT_S)  # from now on the channel knows that nobody answers
         answer = ground.meanwhile(lambda: peers.ping(smps[1].control, DEADLINE_S, starting=True))
         held.go()

@@ -141,14 +141,14 @@ def test_who_is_told_of_a_new_epoch_stops_on_every_way(ground: Ground) -> None:
 
 @pytest.mark.parametrize("links", [0, MAX_LINKS + 1])
 def test_a_number_of_links_that_cannot_be_is_refused(ground: Ground, links: int) -> None:
-    with pytest.raises(ConfigError, match=f"{links} links: use 1 to 16 connections to each peer"):
+    with pytest.raises(ConfigError, match=f"{links} links: use 1 to 16"):
         Smp(JOB, "node0", ground.base / "never", ground.host(), settings=Settings(links=links))
 
 
 def test_links_are_a_whole_number_or_left_to_the_machine() -> None:
     assert parse_links("3") == 3
     assert 1 <= parse_links("auto") <= 4
-    with pytest.raises(ConfigError, match="'many' is not a number of links"):
+    with pytest.raises(ConfigError, match="'many' is not"):
         parse_links("many")
 
 

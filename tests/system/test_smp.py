@@ -195,7 +195,7 @@ class TestATrainerThatIsGone:
         snapshot = run.write(1)
         run["dp0"].client.abandon(snapshot, "dp0")
         assert run["dp0"].outcome(snapshot) is SnapshotOutcome.FAILED
-        with pytest.raises(StaleEpoch, match="no slot that is being written"):
+        with pytest.raises(StaleEpoch, match="being written"):
             run["dp0"].seal(snapshot)
         run.protect(2)
 
@@ -317,7 +317,7 @@ class TestWhatIsNotASnapshotIsRefused:
 
     def test_a_shard_that_the_layout_does_not_have_is_refused(self, lone: SmpProcess) -> None:
         run = next_run_on(lone)
-        with pytest.raises(ProtocolError, match="'dp5' is not part of epoch"):
+        with pytest.raises(ProtocolError, match="'dp5' is not part"):
             run["dp0"].client.begin(run.snapshot(1), "dp5", [], None)
 
     def test_numbers_beyond_all_reason_are_refused(self, lone: SmpProcess) -> None:
@@ -417,7 +417,7 @@ class TestFencing:
             assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(new, "dp0", snapshot)
 
     def test_a_trainer_of_another_job_is_refused(self, lone: SmpProcess) -> None:
-        with pytest.raises(ConfigError, match=r"serves job 'testrun', not 'otherun': check HOLDFAST_JOB"):
+        with pytest.raises(ConfigError, match=r"job 'testrun', not 'otherun': .*HOLDFAST_JOB"):
             SmpClient(lone.arena, "otherun")
 
     def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,7 @@ class TestFencing:
             SmpClient(lone.arena, lone.job)
 
     def test_without_an_smp_a_trainer_is_told_how_to_start_one(self, ground: Ground) -> None:
-        with pytest.raises(SmpUnavailable, match=r"start one with `python -m holdfast\.smp_daemon`"):
+        with pytest.raises(SmpUnavailable, match=r"python -m holdfast\.smp_daemon"):
             SmpClient(ground.base / "nowhere", "testrun")
 
     def test_a_dead_smp_is_unavailable_and_not_waited_for(self, ground: Ground) -> None:
@@ -451,7 +451,7 @@ class TestPeersOfAnotherJob:
     def test_a_ping_is_answered_to_our_own_only(self, lone: SmpProcess, peers: PeerClient) -> None:
         reply = peers.ping(lone.control, DEADLINE_S)
         assert (reply.job, reply.node) == (lone.job, lone.name)
-        with PeerClient("otherun") as others, pytest.raises(ProtocolError, match="serves job 'testrun', not 'otherun'"):
+        with PeerClient("otherun") as others, pytest.raises(ProtocolError, match="'testrun', not 'otherun'"):
             others.ping(lone.control, DEADLINE_S)
 
     def test_news_of_parity_is_taken_from_our_own_only(self, ground: Ground, peers: PeerClient) -> None:
@@ -460,7 +460,7 @@ class TestPeersOfAnotherJob:
         run["dp0"].seal(snapshot)
         reasons: queue.Queue[str] = queue.Queue()
         peers.tell_parity_done(replace(run.layout, job="otherun"), "node1", 1, snapshot, reasons.put)
-        assert "serves job 'testrun', not 'otherun'" in reasons.get(timeout=DEADLINE_S)
+        assert "'testrun', not 'otherun'" in reasons.get(timeout=DEADLINE_S)
         assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
 
     def test_news_of_parity_is_taken_from_the_present_epoch_only(self, ground: Ground, peers: PeerClient) -> None:
@@ -492,7 +492,7 @@ class TestPeersOfAnotherJob:
         message = {"op": op, "snapshot": snapshot, "tag": run.layout.tag(0), "coord": "dp0", **numbers}
         stream = connect(lone.bulk)
         try:
-            with pytest.raises(ProtocolError, match="serves job 'testrun', not 'otherun'"):
+            with pytest.raises(ProtocolError, match="'testrun', not 'otherun'"):
                 call(stream, {**message, "job": "otherun"}, memoryview(b"unit") if op == "accumulate" else None)
             _, length = call(stream, {**message, "op": "shard_unit", "job": "testrun"})
             assert length == min(run.layout.unit_bytes, run["dp0"].form.total_bytes)
@@ -507,9 +507,9 @@ class TestPeersOfAnotherJob:
         image = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
         stream = connect(smp.bulk)
         try:
-            with pytest.raises(DamagedSnapshot, match="from position 1 was damaged on its way"):
+            with pytest.raises(DamagedSnapshot, match="position 1 was damaged"):
                 call(stream, accumulate_message(run, snapshot, digest=12345), image)
-            with pytest.raises(ProtocolError, match="there is no unit 1000"):
+            with pytest.raises(ProtocolError, match="no unit 1000"):
                 call(stream, {**accumulate_message(run, snapshot), "op": "shard_unit", "coord": "dp0", "unit": 1000})
         finally:
             stream.close()
@@ -643,7 +643,7 @@ class TestAnSmpKilledAndStartedAgain:
         inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0"), (bad, "dp0")}, "others might help to repair it"
         assert run["dp0"].client.counters()["units_damaged"] == 1
-        with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .* is damaged and cannot be repaired: .*no parity"):
+        with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .*repaired: .*no parity"):
             run["dp0"].recover(run.plan(inventory))
         inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0")}
@@ -884,7 +884,7 @@ class TestALostNode:
         spare = Trainer(ground.smp("spare"), "dp2")
         plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
         smps[1].lose()
-        with pytest.raises(Unrecoverable, match=r"stripe \d+ of group 0: .* are left, and 2 are needed"):
+        with pytest.raises(Unrecoverable, match=r"stripe \d+ of group 0: .* 2 are needed"):
             spare.recover(plan)
         assert spare.client.inventory().shards == frozenset()
 
@@ -997,13 +997,11 @@ class TestADamagedCopy:
         spare = Trainer(ground.smp("spare"), "dp2", 9000)
         plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
         assert (plan.snapshot, plan.decoded) == (snapshot, ("dp2",))
-        with pytest.raises(DamagedSnapshot, match=r"dp1 of step 1 .* is damaged and cannot be repaired: stripe"):
+        with pytest.raises(DamagedSnapshot, match=r"dp1 of step 1 .*repaired: stripe"):
             run["dp1"].recover(plan)
         inventories = [run["dp0"].client.inventory(), run["dp1"].client.inventory(), spare.client.inventory()]
         assert (snapshot, "dp1") not in inventories[1].shards
-        with pytest.raises(
-            Unrecoverable, match=r"step 1 .*: group 0 lost shards of node1, node2 and parity of 1 nodes"
-        ):
+        with pytest.raises(Unrecoverable, match=r"step 1 .* node1, node2 and parity of 1"):
             run.plan(*inventories)
 
     def test_of_parity_is_noticed_and_mended_by_the_scrub(self, ground: Ground) -> None:
@@ -1028,7 +1026,7 @@ class TestADamagedCopy:
         smps[1].lose()
         spare = Trainer(ground.smp("spare"), "dp1")
         inventories = [run["dp0"].client.inventory(), spare.client.inventory()]
-        with pytest.raises(Unrecoverable, match="stripe 0 of group 0: 0 units of a stripe are left, and 1 are needed"):
+        with pytest.raises(Unrecoverable, match=r"stripe 0 of group 0: 0 units .* 1 are needed"):
             spare.recover(run.plan(*inventories))
         assert damage_of(run["dp0"]) == (1, 0)
         assert spare.client.inventory().shards == frozenset()
@@ -1090,7 +1088,7 @@ class TestAShardThatIsNotCheckedBeforeItIsGiven:
         run.protect(1)
         client, count = run["dp0"].client, run["dp0"].form.total_bytes
         inventory = client.inventory()
-        with pytest.raises(ConfigError, match=rf"dp0 has {count} units of 1 bytes.*has room for {MAX_DIGESTS} digests"):
+        with pytest.raises(ConfigError, match=rf"dp0 has {count} units .*{MAX_DIGESTS} digests"):
             client.recover(run.plan(inventory).sources, "dp0", check=False)
         assert client.inventory() == inventory
 
@@ -1170,7 +1168,7 @@ class TestRelease:
     def test_the_protected_snapshot_cannot_be_given_up(self, lone: SmpProcess) -> None:
         run = next_run_on(lone)
         first = run.protect(1)
-        with pytest.raises(ProtocolError, match=r"step 1 .* is protected and must be kept"):
+        with pytest.raises(ProtocolError, match=r"step 1 .*must be kept"):
             run["dp0"].write(run.snapshot(2), [], first)
         assert (first, "dp0") in run["dp0"].client.inventory().shards
 
@@ -1179,7 +1177,7 @@ class TestRelease:
         first, second, third = (run.snapshot(step) for step in (1, 2, 3))
         for snapshot in (first, second, third):
             run["dp0"].take(snapshot, [first, second])
-        with pytest.raises(NoFreeSlot, match=r"the slots hold .*step 1 .*step 2 .*step 3 "):
+        with pytest.raises(NoFreeSlot, match=r"slots hold .*step 1 .*step 2 .*step 3 "):
             run["dp0"].write(run.snapshot(4), [first, second, third])
         run["dp0"].write(run.snapshot(4), [first, third])
         assert run["dp0"].client.inventory().shards == {(first, "dp0"), (third, "dp0")}
@@ -1220,7 +1218,7 @@ class TestTooLittleMemory:
         mount_a_small_tmpfs(ground, smp.arena.parent)
         smp.launch().wait_ready()
         big = Run([Trainer(smp, "dp0", 200_000)])
-        with pytest.raises(ArenaTooSmall, match=r"needs [\d,]+ bytes more .* has [\d,]+ left: enlarge it"):
+        with pytest.raises(ArenaTooSmall, match=r"[\d,]+ bytes more .* [\d,]+ left: enlarge"):
             big.start()
         assert not list(smp.arena.glob("*.safetensors"))
         fitting = Run([Trainer(smp, "dp0", 10_000)]).start()
@@ -1260,7 +1258,7 @@ class TestWhatCannotBeServedIsRefused:
         owner = ground.smp()
         error = self.start(ground, arena=owner.arena)
         assert type(error) is ConfigError
-        assert f"another SMP owns the arena {owner.arena}: use it, or stop it first" in str(error)
+        assert f"owns the arena {owner.arena}" in str(error)
         assert owner.client().pid == owner.owner.pid
 
     @pytest.mark.parametrize("what", ["job", "node"])
@@ -1271,7 +1269,7 @@ class TestWhatCannotBeServedIsRefused:
         option = ["--node", "node7"] if what == "node" else []
         error = self.start(ground, *option, arena=smp.arena, job="otherun" if what == "job" else smp.job)
         assert isinstance(error, ConfigError | ProtocolError)
-        assert "belongs to job 'testrun' on node 'node0'" in str(error)
+        assert "job 'testrun' on node 'node0'" in str(error)
         assert "holdfast gc" in str(error)
         assert smp.launch().wait_ready().client().inventory().shards == {(SnapshotId(1, 1), "dp0")}
 
@@ -1291,19 +1289,19 @@ class TestWhatCannotBeServedIsRefused:
             else:
                 error = self.start(ground, arena=arena)
                 assert type(error) is ConfigError
-                assert "choose a shorter HOLDFAST_ARENA or job id" in str(error)
+                assert "shorter HOLDFAST_ARENA" in str(error)
 
     @pytest.mark.parametrize("host", ["localhost", "256.0.0.1", "node-7", "127.1", ""])
     def test_a_host_that_is_no_address(self, ground: Ground, host: str) -> None:
         error = self.start(ground, "--host", host)
         assert type(error) is ConfigError
-        assert f"takes an IP address, or several with commas between them, not {host!r}" in str(error)
+        assert f"an IP address, or several with commas between them, not {host!r}" in str(error)
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
     def test_a_host_off_loopback_unless_it_is_asked_for(self, ground: Ground, host: str) -> None:
         error = self.start(ground, "--host", host)
         assert type(error) is ConfigError
-        assert "neither encrypted nor authenticated: say --insecure" in str(error)
+        assert "say --insecure" in str(error)
 
     def test_an_address_of_another_machine(self, ground: Ground) -> None:
         error = self.start(ground, "--host", "192.0.2.1", "--insecure")
@@ -1315,7 +1313,7 @@ class TestWhatCannotBeServedIsRefused:
         (ground.base / "file").write_text("")
         error = self.start(ground, arena=ground.base / "file" / "testrun")
         assert type(error) is ConfigError
-        assert "choose another with HOLDFAST_ARENA" in str(error)
+        assert "another with HOLDFAST_ARENA" in str(error)
 
     @pytest.mark.parametrize("trap", ["link", "open to all"])
     def test_an_arena_that_others_could_get_at(self, ground: Ground, trap: str) -> None:
@@ -1327,7 +1325,7 @@ class TestWhatCannotBeServedIsRefused:
             arena.mkdir(mode=0o755)
         error = self.start(ground, arena=arena)
         assert type(error) is ConfigError
-        assert "must be a directory of this user with mode 0700, not a link" in str(error)
+        assert "mode 0700, not a link" in str(error)
         assert not list((ground.base / "elsewhere").iterdir())
 
     def test_a_relative_arena_is_taken_from_where_it_was_said(self, ground: Ground) -> None:

@@ -65,7 +65,7 @@ def test_a_flipped_bit_leaves_a_checksum_that_fits(length: int) -> None:
 
 def test_a_bit_outside_the_data_is_not_flipped() -> None:
     for bit in (0, 40 * 8 - 1, 50 * 8):
-        with pytest.raises(ValueError, match=f"bit {bit} is in no TCP data"):
+        with pytest.raises(ValueError, match=f"bit {bit} is in no"):
             flipped(packet(b"0123456789"), bit)
 
 
@@ -279,7 +279,7 @@ def test_an_unplugged_node_says_nothing_and_another_takes_its_place(wire: Wire) 
         with pytest.raises(TimeoutError):
             one.recv(1)  # no end of file, no reset
     wire.unplug("10.77.0.2")  # again: harmless
-    with pytest.raises(ConfigError, match=r"there is no network namespace .*: its node is gone"), inside(there):
+    with pytest.raises(ConfigError, match=r"network namespace .*node is gone"), inside(there):
         pass
     with inside(wire.open("10.77.0.3")):
         listening = socket.create_server(("10.77.0.3", 0))
@@ -376,7 +376,7 @@ def test_nothing_is_left_of_a_run_that_is_killed() -> None:
 def test_without_root_it_is_refused_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr("holdfast.chaos.network.wire.unavailable", unavailable.__wrapped__)
-    with pytest.raises(ConfigError, match="faults of the network between nodes cannot be done here: needs root"):
+    with pytest.raises(ConfigError, match="needs root"):
         Wire()
 
 

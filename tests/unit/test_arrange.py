@@ -90,9 +90,9 @@ def test_every_rank_is_in_the_layout_with_its_node_and_its_length() -> None:
 
 
 def test_two_ranks_with_one_coordinate_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two ranks have the coordinate 'pp0-dp1'"):
+    with pytest.raises(ConfigError, match="the coordinate 'pp0-dp1'"):
         arranged([rank(0, "a"), rank(1, "b"), rank(1, "c")])
-    with pytest.raises(ConfigError, match="two ranks have the coordinate 'pp0-dp1'"):
+    with pytest.raises(ConfigError, match="the coordinate 'pp0-dp1'"):
         arranged([rank(1, "a"), rank(1, "a")])
 
 
@@ -100,7 +100,7 @@ def test_two_ranks_with_one_coordinate_are_refused() -> None:
     "other", [{"host": "elsewhere"}, {"control_port": 9}, {"bulk_port": 9}, {"more_bulk": (("10.0.1.1", 7001),)}]
 )
 def test_two_smps_with_one_node_name_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="'a': give each host its own HOLDFAST_NODE"):
+    with pytest.raises(ConfigError, match=r"'a': .*HOLDFAST_NODE"):
         arranged([rank(0, "a"), replace(rank(1, "a"), **other)])
 
 
@@ -231,13 +231,13 @@ def test_protection_is_said_in_four_ways(text: str, protection: Protection) -> N
     ],
 )
 def test_other_words_for_protection_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"say 'auto', 'none', k\+m such as '4\+2', or 'copies:2'"):
+    with pytest.raises(ConfigError, match=r"'auto', 'none', k\+m"):
         parse_protect(text)
 
 
 @pytest.mark.parametrize("text", ["0+1", "3+0", "0+0", "255+1", "1000+1", "254+2", "copies:0", "copies:255"])
 def test_a_code_that_does_not_exist_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="at least 1, and k \\+ m at most 255"):
+    with pytest.raises(ConfigError, match=r"at least 1, .*at most 255"):
         parse_protect(text)
 
 
@@ -325,7 +325,7 @@ COORD = "pp1-tp0-cp0-ep0-dp12"
 )
 def test_domains_are_said_as_kind_and_name(text: str, domains: tuple[str, ...] | None) -> None:
     if domains is None:
-        with pytest.raises(ConfigError, match=r"HOLDFAST_DOMAINS: .* is neither kind=name, such as rack=r7, nor @"):
+        with pytest.raises(ConfigError, match=r"HOLDFAST_DOMAINS: .*kind=name"):
             parse_domains(text, COORD)
     else:
         assert parse_domains(text, COORD) == domains
@@ -333,9 +333,7 @@ def test_domains_are_said_as_kind_and_name(text: str, domains: tuple[str, ...] |
 
 @pytest.mark.parametrize("text", ["@rack", "@", "@d", "rack=r7,@DP", "@dp12", "@@dp"])
 def test_a_dimension_that_a_rank_does_not_have_is_refused(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"pp1-.*-dp12 has no dimension '.*'; it has \['cp', 'dp', 'ep', 'pp', 'tp'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"pp1-.*-dp12 has no dimension"):
         parse_domains(text, COORD)
 
 

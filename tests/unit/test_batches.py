@@ -65,9 +65,9 @@ def test_averaged_over_ranks_the_gradient_is_that_of_the_whole_batch(ranks: int)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ConfigError, match="both are at least 1"):
+    with pytest.raises(ConfigError, match="at least 1"):
         GlobalBatches(0, 4)
     with pytest.raises(ConfigError, match="ranks count from 0"):
         portion([1, 2], 2, 2)
-    with pytest.raises(ConfigError, match="2 samples are too few for 3 ranks"):
+    with pytest.raises(ConfigError, match=r"2 samples .* 3 ranks"):
         portion([1, 2], 3, 0)

@@ -209,7 +209,7 @@ def test_an_open_board_costs_the_one_file_that_its_mapping_keeps(boards: Pair, t
 
 
 def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> None:
-    with pytest.raises(ProtocolError, match="is not a board"):
+    with pytest.raises(ProtocolError, match="not a board"):
         Board(tmp_path / "board")
 
 

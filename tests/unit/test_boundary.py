@@ -360,7 +360,7 @@ def test_a_scaler_that_steps_optimizers_in_another_order_is_refused_though_it_sk
     for which in range(2):
         scaler.scale(loop.models[which](torch.ones(4, 3)).sum() * INF).backward()
     scaler.step(loop.optims[1])
-    with pytest.raises(ConfigError, match="optimizer 1 of 2, a Adam, steps after the last one"):
+    with pytest.raises(ConfigError, match="optimizer 1 of 2, a Adam"):
         scaler.step(loop.optims[0])
 
 
@@ -399,7 +399,7 @@ def test_an_optimizer_that_first_steps_after_the_last_one_is_refused_by_name() -
     for which in (1, 0):
         loop.backward(which)
     loop.optims[1].step()
-    with pytest.raises(ConfigError, match=r"optimizer 1 of 2, a Adam, steps after the last one.*`snap\.begin\(\)`"):
+    with pytest.raises(ConfigError, match=r"optimizer 1 of 2, a Adam, .*`snap\.begin\(\)`"):
         loop.optims[0].step()
 
 

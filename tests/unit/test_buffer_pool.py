@@ -110,7 +110,7 @@ def test_it_is_not_waited_for_beyond_the_deadline(buffers: BufferPool, monkeypat
     with ExitStack() as taken:
         for _ in range(BUFFERS):
             taken.enter_context(buffers.borrow(10))
-        with pytest.raises(DeadlineExceeded, match="no buffer for a unit became free"):
+        with pytest.raises(DeadlineExceeded, match="no buffer"):
             borrow_once(buffers)
     assert borrow_once(buffers) == 10
 

@@ -194,7 +194,7 @@ def test_the_layout_has_a_place_for_every_tensor_and_the_record(rig: Rig) -> Non
 
 def test_there_is_no_snapshot_before_there_is_a_layout() -> None:
     rig = Rig(toy())
-    with pytest.raises(LayoutChanged, match="there is no layout yet"):
+    with pytest.raises(LayoutChanged, match="no layout yet"):
         rig.begin()
     rig.copier.close(DEADLINE_S)
 
@@ -212,7 +212,7 @@ def test_a_layout_is_refused_while_the_state_does_not_verify(rig: Rig) -> None:
 
 def test_a_layout_of_two_tensors_with_one_name_is_refused(rig: Rig) -> None:
     rig.adapter.live.append(LiveTensor("early.rng", torch.zeros(2), Change.ANY))
-    with pytest.raises(HoldfastError, match=r"two leaves are called 'early\.rng'"):
+    with pytest.raises(HoldfastError, match=r"two leaves .*'early\.rng'"):
         rig.plan()
 
 
@@ -425,7 +425,7 @@ def test_a_state_of_other_leaves_needs_a_new_layout(rig: Rig, change: Callable[[
 
 def test_a_tensor_without_room_is_named(rig: Rig) -> None:
     add_late(rig)
-    with pytest.raises(LayoutChanged, match=r"there is no room for late\.more"):
+    with pytest.raises(LayoutChanged, match=r"no room for late\.more"):
         rig.begin()
     rig.plan()
     assert rig.take()["late.more"] == [0, 0]
@@ -700,7 +700,7 @@ def test_buffers_that_were_marked_are_those_of_the_boundary(rig: Rig) -> None:
 
 def test_buffers_that_nobody_marked_cannot_be_had_once_forward_has_run(rig: Rig) -> None:
     rig.capture.mark()
-    with pytest.raises(LayoutChanged, match="forward ran unseen, and has changed buffers"):
+    with pytest.raises(LayoutChanged, match="forward ran unseen"):
         rig.begin_marked(marked=True)
 
 
@@ -738,7 +738,7 @@ def test_a_tracked_tensor_that_an_unseen_forward_may_have_changed_is_named(
 ) -> None:
     averaging.capture.mark(blind=True)
     change(averaging)
-    with pytest.raises(GivenUp, match=r"^tracked.average.w changed after optim.step\(\), and no forward was seen"):
+    with pytest.raises(GivenUp, match=r"^tracked.average.w changed after optim.step\(\)"):
         averaging.begin_marked(marked=True)
 
 

@@ -106,12 +106,12 @@ class TestTheChoice:
         assert (codec.name, codec.k, codec.m) == (backend, 5, m)
 
     def test_an_unknown_backend_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match="'jerasure': use one of auto, isal, numpy, pyeclib"):
+        with pytest.raises(ValueError, match=r"'jerasure': .*auto, isal, numpy, pyeclib"):
             choose_codec(2, 1, "jerasure")
 
     @pytest.mark.parametrize("m", [2, 3])
     def test_pyeclib_refuses_plain_copies_and_names_who_can(self, m: int) -> None:
-        with pytest.raises(ValueError, match=rf"'pyeclib' has no plain copies \(1\+{m}\): use 'auto'"):
+        with pytest.raises(ValueError, match=rf"'pyeclib' .*\(1\+{m}\): use 'auto'"):
             choose_codec(1, m, "pyeclib")
         assert choose_codec(1, 1, "pyeclib").name == "pyeclib"
 
@@ -127,7 +127,7 @@ class TestTheChoice:
 
     def test_without_pyeclib_its_backend_is_refused_with_the_fix(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pyeclib.ec_iface", None)
-        with pytest.raises(ValueError, match=r"'pyeclib' cannot be used: .*install pyeclib"):
+        with pytest.raises(ValueError, match=r"'pyeclib' .*: .*install pyeclib"):
             choose_codec(3, 2, "pyeclib")
 
 
@@ -159,7 +159,7 @@ class TestWithoutTheLibrary:
 
     def test_isal_by_name_is_refused_with_the_fix(self, candidates: Callable[..., None]) -> None:
         candidates()
-        with pytest.raises(ValueError, match=r"'isal' cannot be used: .*; install pyeclib or libisal2"):
+        with pytest.raises(ValueError, match=r"'isal' .*; install pyeclib or libisal2"):
             choose_codec(3, 2, "isal")
 
     def test_every_name_that_was_tried_is_told(self, candidates: Callable[..., None]) -> None:
@@ -186,9 +186,9 @@ class TestAForeignLibrary:
     def test_another_field_is_refused(self, candidates: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(isal, "_bind", lambda _: ForeignLibrary(0x11B))
         candidates("libc.so.6")
-        with pytest.raises(OSError, match=r"libc\.so\.6: it computes in another field"):
+        with pytest.raises(OSError, match=r"libc\.so\.6: .*another field"):
             isal.load()
-        with pytest.raises(ValueError, match=r"'isal' cannot be used: .* another field"):
+        with pytest.raises(ValueError, match=r"'isal' .*: .* another field"):
             choose_codec(3, 2, "isal")
         assert choose_codec(3, 2).name == "numpy"
 

@@ -534,7 +534,7 @@ class TestWhatIsRefused:
             if data >= 1 and parity >= 1 and data + parity <= positions:
                 assert Stripes(segments, data, parity, 4).count > 0
                 continue
-            with pytest.raises(ValueError, match=rf"stripes of {data}\+{parity} units do not fit on {positions}"):
+            with pytest.raises(ValueError, match=rf"{data}\+{parity} units .*{positions}"):
                 Stripes(segments, data, parity, 4)
 
     @pytest.mark.parametrize("unit_bytes", [0, -1])

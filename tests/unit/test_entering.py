@@ -141,14 +141,14 @@ def test_two_smps_with_one_name_are_refused_on_every_rank() -> None:
 
 def test_two_ranks_with_one_coordinate_are_refused_on_every_rank() -> None:
     for _, error in enter([held(node, []) for node in NODES], ["dp0", "dp1", "dp2", "dp1", "dp4"]):
-        assert isinstance(error, StateMismatch) and "two ranks have the coordinate 'dp1'" in str(error)
+        assert isinstance(error, StateMismatch) and "coordinate 'dp1'" in str(error)
 
 
 def test_another_layout_than_was_named_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     inventories = [held(node, [] if node == "spare" else [layout(3)]) for node in NODES]
     monkeypatch.setattr("holdfast.snapshot.resume.entering.to_plain", lambda each: {**_plain(each), "epoch": 9})
     for _, error in enter(inventories, COORDS):
-        assert isinstance(error, ProtocolError) and "sent another layout than it had named" in str(error)
+        assert isinstance(error, ProtocolError) and "sent another layout" in str(error)
 
 
 def _plain(each: object) -> Any:

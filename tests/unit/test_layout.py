@@ -104,7 +104,7 @@ def test_numbers_at_the_edge_of_their_range_are_allowed(numbers: dict[str, Any])
 
 
 def test_a_shard_without_bytes_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="at least one byte"):
+    with pytest.raises(ProtocolError, match="one byte"):
         replace(GOOD, nodes=(*GOOD.nodes[:2], node("c", Shard("dp3", 0))))
 
 
@@ -132,11 +132,11 @@ def test_groups_need_not_be_in_order() -> None:
 
 
 def test_who_is_not_part_of_the_job_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match="'z' is not part of job 'run' in epoch 3"):
+    with pytest.raises(ProtocolError, match=r"'z' .*'run' in epoch 3"):
         GOOD.node("z")
     with pytest.raises(ProtocolError, match="'z' is not part"):
         GOOD.place("z")
-    with pytest.raises(ProtocolError, match="'dp9' is not part of epoch 3"):
+    with pytest.raises(ProtocolError, match=r"'dp9' .*epoch 3"):
         GOOD.locate("dp9")
 
 

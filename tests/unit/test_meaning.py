@@ -236,7 +236,7 @@ def test_the_loader_of_a_data_set_with_a_place_is_read_again(kind: type[Batches]
 @pytest.mark.parametrize("kind", [Locked, Live])
 def test_what_cannot_be_brought_back_is_refused_before_its_first_batch(kind: type[Batches]) -> None:
     source = kind(5)
-    with pytest.raises(ConfigError, match=rf"data 'data', a {kind.__name__}.*snap\.data\(lambda: {kind.__name__}\("):
+    with pytest.raises(ConfigError, match=rf"a {kind.__name__}.*snap\.data\(lambda: {kind.__name__}\("):
         Hook().data(source)
     assert source.at == 0
 

@@ -39,9 +39,9 @@ def test_parts_that_replicas_kept_are_ranges_of_the_whole() -> None:
 
 
 def test_what_is_divided_in_no_known_way_is_refused() -> None:
-    with pytest.raises(StateMismatch, match=r"w is divided among ranks in a way that is not known"):
+    with pytest.raises(StateMismatch, match=r"w is divided .*not known"):
         region_of("w", (2,), Block((4,), ()))
-    with pytest.raises(StateMismatch, match=r"Start with the same parallel sizes"):
+    with pytest.raises(StateMismatch, match=r"same parallel sizes"):
         list(manifest(leaves=[["w", "F32", [2], 0]], blocks={"w": [[4], []]}).held())
 
 
@@ -61,7 +61,7 @@ def is_guessed(name: str, change: Change, *digests: str) -> bool:
     try:
         _check_private([live(name, change)], [manifest(f"dp{i}", digests={name: d}) for i, d in enumerate(digests)])
     except StateMismatch as error:
-        assert "the old ranks hold different values" in str(error)
+        assert "different values" in str(error)
         return False
     return True
 

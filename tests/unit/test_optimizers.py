@@ -118,7 +118,7 @@ def test_what_has_become_another_group_is_refused_by_name(arena: Path) -> None:
         first, second = decayed_first(model).param_groups
         return adam(first["params"] + second["params"][:1], second["params"][1:])
 
-    assert "optim: model0.0.weight is in another parameter group" in refusal(decayed_first, moved)
+    assert "model0.0.weight is in another" in refusal(decayed_first, moved)
 
 
 def without_the_last(model: nn.Module) -> Any:
@@ -139,7 +139,7 @@ def test_a_parameter_that_is_no_longer_updated_is_refused(arena: Path) -> None:
 
 def test_another_number_of_empty_groups_is_refused(arena: Path) -> None:
     text = refusal(lambda model: adam([], model.parameters()), lambda model: adam([], model.parameters(), []))
-    assert "optim has 2 parameter groups in the snapshot, 3 here" in text
+    assert "2 parameter groups in the snapshot, 3" in text
 
 
 def test_another_class_is_refused(arena: Path) -> None:
@@ -152,7 +152,7 @@ def test_state_that_may_hang_on_the_order_is_refused_in_another(arena: Path) -> 
         pass
 
     text = refusal(lambda m: Own(m.parameters(), lr=0.1), lambda m: Own(reversed(list(m.parameters())), lr=0.1))
-    assert "has its parameters in another order than in the snapshot, from model0.1.bias on" in text
+    assert "another order than in the snapshot, from model0.1.bias" in text
 
 
 def test_what_has_no_state_may_be_in_any_order(arena: Path) -> None:
@@ -178,7 +178,7 @@ def test_several_optimizers_in_another_order_are_refused(arena: Path) -> None:
                 optim.step()
                 optim.zero_grad()
     again = net()
-    with pytest.raises(StateMismatch, match=r"optim updates other parameters.*model0\.0\.weight only in the snapshot"):
+    with pytest.raises(StateMismatch, match=r"other parameters.*model0\.0\.weight only"):
         InMemorySnapshot(again, both(again)[::-1]).__enter__()
 
 
@@ -240,7 +240,7 @@ def test_those_that_only_their_place_tells_apart_are_warned_of(arena: Path, capl
     model, others = net(), net()
     with caplog.at_level(logging.WARNING):
         InMemorySnapshot(model, adam(model.parameters(), others.parameters()))
-    assert "4 parameters that Adam updates are in none of the given modules, and have the same shape" in caplog.text
+    assert "4 parameters that Adam updates are in none" in caplog.text
 
 
 # ------------------------------------------------------------------ forms of state
@@ -337,7 +337,7 @@ def test_state_under_what_has_no_name_is_refused(key: str) -> None:
         optim.state["named"] = {next(model.parameters()): torch.zeros(4, 4)}
     else:
         optim.state[object()] = {"x": torch.zeros(2)}
-    with pytest.raises(ConfigError, match=f"keeps state under a {'Parameter' if key == 'tensor' else 'object'}, which"):
+    with pytest.raises(ConfigError, match=f"under a {'Parameter' if key == 'tensor' else 'object'}, which"):
         list(OptimizerState(optim, "optim", replicated=False).tensors())
 
 
@@ -606,5 +606,5 @@ def test_an_optimizer_without_groups_and_without_others_is_refused() -> None:
         def __init__(self) -> None:
             pass
 
-    with pytest.raises(ConfigError, match=r"optim is a .*Empty without state and param_groups: call torch\.optim"):
+    with pytest.raises(ConfigError, match=r"Empty without state and param_groups"):
         unwrapped(Empty())

@@ -116,9 +116,9 @@ def test_data_that_begins_anew_is_refused_though_no_forward_was_seen(
             yield
             job.step()
 
-    with pytest.raises(StateMismatch, match="the random generator of torch: no longer what was restored"):
+    with pytest.raises(StateMismatch, match="of torch: no longer"):
         trial(loop, Unseen)
-    assert any("cannot check that its first step is given" in text for text in warnings_of(caplog))
+    assert any("cannot check" in text for text in warnings_of(caplog))
 
 
 def test_a_closure_that_runs_forward_is_seen(caplog: pytest.LogCaptureFixture) -> None:
@@ -275,5 +275,5 @@ def iter_of_batches() -> Any:
 
 def test_a_lazy_module_is_to_run_first() -> None:
     model = torch.nn.LazyLinear(3)
-    with pytest.raises(ConfigError, match=r"weight; bias: no shape is known yet.*run it once on a batch"):
+    with pytest.raises(ConfigError, match=r"weight; bias: .*run it once"):
         InMemorySnapshot(model, torch.optim.SGD(model.parameters(), lr=0.1))

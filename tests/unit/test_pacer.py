@@ -146,5 +146,5 @@ def test_every_turn_comes_in_the_first_half_of_the_interval(group: int, turns: i
 @pytest.mark.parametrize("text", ["", "many", "1.5", "2x"])
 def test_what_is_no_number_of_turns_is_refused(text: str) -> None:
     assert parse_turns("7") == 7
-    with pytest.raises(ConfigError, match=f"'{text}' is not a number of turns: use 1 to 64, 1 for all groups at once"):
+    with pytest.raises(ConfigError, match=f"'{text}' is not .*1 to 64"):
         parse_turns(text)

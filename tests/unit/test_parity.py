@@ -168,7 +168,7 @@ def test_a_unit_of_a_stripe_that_nobody_fills_is_empty() -> None:
 def test_an_incomplete_gathering_has_no_record() -> None:
     gathered = small()
     gathered.accumulate(gathered.units[0])
-    with pytest.raises(ValueError, match="lacks units of 1 stripes"):
+    with pytest.raises(ValueError, match="units of 1 stripes"):
         gathered.gathering.record()
 
 
@@ -193,14 +193,14 @@ def test_a_unit_of_another_length_is_refused(length: int) -> None:
 @pytest.mark.parametrize("stripe", [-1, 1, 2, 3, 99])
 def test_a_stripe_whose_parity_is_elsewhere_is_refused(stripe: int) -> None:
     gathered = small()
-    with pytest.raises(ProtocolError, match=f"position 0 holds no parity of stripe {stripe}"):
+    with pytest.raises(ProtocolError, match=f"position 0 .*stripe {stripe}"):
         gathered.accumulate(Unit(stripe, 1, bytes(8)))
 
 
 @pytest.mark.parametrize("position", [-1, 0, 3])
 def test_a_position_that_contributes_nothing_is_refused(position: int) -> None:
     gathered = small()
-    with pytest.raises(ProtocolError, match=f"position {position} contributes nothing to stripe 0"):
+    with pytest.raises(ProtocolError, match=f"position {position} .*stripe 0"):
         gathered.accumulate(Unit(0, position, bytes(8)))
 
 

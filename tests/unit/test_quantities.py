@@ -49,9 +49,9 @@ NONE = ("", " ", "much", "-1", "-2GB", "1.2.3GB", "G", "inf", "nanGB", "1e400GB"
 @pytest.mark.parametrize(
     ("read", "texts", "refusal"),
     [
-        (parse_size, (*NONE, "2GB/s", "5min", "2gb", "2Gbit", "0min"), "is not a size: give one such as 64GB or 60GiB"),
-        (parse_rate, (*NONE, "2GB", "2Gb/s", "2GB/min", "2GB\\s"), "is not a rate: give one such as 2GB/s or 500MB/s"),
-        (parse_time, (*NONE, "5GB", "1d 3h", "5 M"), "is not a time: give one such as 800ms, 90s, 5min, 36h or 1000d"),
+        (parse_size, (*NONE, "2GB/s", "5min", "2gb", "2Gbit", "0min"), "64GB or 60GiB"),
+        (parse_rate, (*NONE, "2GB", "2Gb/s", "2GB/min", "2GB\\s"), "2GB/s or 500MB/s"),
+        (parse_time, (*NONE, "5GB", "1d 3h", "5 M"), "800ms, 90s, 5min"),
     ],
 )
 def test_what_is_none_is_refused(read: Callable[[str], float], texts: tuple[str, ...], refusal: str) -> None:

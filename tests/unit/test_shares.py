@@ -131,9 +131,9 @@ def test_a_replica_that_is_not_there_has_no_share(replicas: int, index: int) -> 
 
 def test_two_leaves_of_one_name_are_refused() -> None:
     twins = [Leaf("w", "F32", (2,)), Leaf("w", "F32", (3,))]
-    with pytest.raises(ConfigError, match="two shared leaves are called 'w'"):
+    with pytest.raises(ConfigError, match=r"leaves .*'w'"):
         share(twins, 2, 0)
-    with pytest.raises(ConfigError, match="two shared leaves are called 'w'"):
+    with pytest.raises(ConfigError, match=r"leaves .*'w'"):
         missing(twins, [])
 
 

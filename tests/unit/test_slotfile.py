@@ -242,7 +242,7 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_parsed(monkeypatch: p
     monkeypatch.setattr(slotfile, "MAX_HEADER_BYTES", LENGTH - 1)
     with pytest.raises(ProtocolError, match=f"the limit is {LENGTH - 1}"):
         read_format(memoryview(SMALL))
-    with pytest.raises(ProtocolError, match=f"needs {LENGTH} bytes; the limit is {LENGTH - 1}"):
+    with pytest.raises(ProtocolError, match=f"{LENGTH} bytes; .*{LENGTH - 1}"):
         plan_slot("run", "dp0", [], 0)
     monkeypatch.setattr(slotfile, "MAX_HEADER_BYTES", LENGTH)
     assert len(read_format(memoryview(SMALL))[0].header) == len(plan_slot("run", "dp0", [], 0).header) == 8 + LENGTH
@@ -250,7 +250,7 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_parsed(monkeypatch: p
 
 @pytest.mark.parametrize("length", range(8))
 def test_a_file_without_a_whole_length_has_no_header(length: int) -> None:
-    with pytest.raises(ProtocolError, match=f"of {length} bytes has no header"):
+    with pytest.raises(ProtocolError, match=f"{length} bytes .*no header"):
         read_format(memoryview(bytes(length)))
 
 
@@ -308,9 +308,9 @@ def test_the_header_that_the_next_tests_change_is_good() -> None:
         ({"w": 5}, "damaged"),
         ({"__metadata__": None}, "damaged"),
         ({"__metadata__": [1]}, "damaged"),
-        ({"": entry("F32", [0], 0, 0)}, "cannot name a leaf"),
-        ({"x" * (MAX_NAME_BYTES + 1): entry("F32", [0], 0, 0)}, "cannot name a leaf"),
-        ({"\ud800": entry("F32", [0], 0, 0)}, "cannot name a leaf"),
+        ({"": entry("F32", [0], 0, 0)}, "name a leaf"),
+        ({"x" * (MAX_NAME_BYTES + 1): entry("F32", [0], 0, 0)}, "name a leaf"),
+        ({"\ud800": entry("F32", [0], 0, 0)}, "name a leaf"),
     ],
 )
 def test_a_header_that_does_not_describe_the_data_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -331,7 +331,7 @@ def test_a_header_that_is_no_json_object_is_refused(text: bytes) -> None:
     "name", ["", "x" * (MAX_NAME_BYTES + 1), "é" * (MAX_NAME_BYTES // 2 + 1), "__metadata__", "\ud800"]
 )
 def test_a_name_that_cannot_stand_in_a_header_is_refused(name: str) -> None:
-    with pytest.raises(ProtocolError, match="cannot name a leaf"):
+    with pytest.raises(ProtocolError, match="name a leaf"):
         plan_slot("run", "dp0", [Leaf(name, "F32", (1,))], RECORD_BYTES)
 
 
@@ -341,7 +341,7 @@ def test_the_longest_name_is_allowed() -> None:
 
 @pytest.mark.parametrize("name", ["w", RECORD])
 def test_a_name_used_twice_is_refused(name: str) -> None:
-    with pytest.raises(ProtocolError, match="two leaves are called"):
+    with pytest.raises(ProtocolError, match="two leaves"):
         plan_slot("run", "dp0", [Leaf("w", "F32", (1,)), Leaf(name, "I64", (2,))], RECORD_BYTES)
 
 
@@ -355,5 +355,5 @@ def test_too_many_leaves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slotfile, "MAX_LEAVES", 3)
     some = [Leaf(f"w{i}", "F32", (1,)) for i in range(3)]
     assert len(plan_slot("run", "dp0", some[:2], 8).offsets) == 3
-    with pytest.raises(ProtocolError, match="4 leaves in a shard; the limit is 3"):
+    with pytest.raises(ProtocolError, match=r"4 leaves .*limit is 3"):
         plan_slot("run", "dp0", some, 8)

@@ -246,7 +246,7 @@ def test_a_value_whose_tensor_is_not_in_the_slot_is_refused() -> None:
 @pytest.mark.parametrize("other", [SnapshotId(2, 18), SnapshotId(1, 17)])
 def test_a_record_of_another_snapshot_is_refused(other: SnapshotId) -> None:
     form, slot = whole_slot(toy())
-    with pytest.raises(ProtocolError, match="the record is of step 17"):
+    with pytest.raises(ProtocolError, match="step 17"):
         decode_record(slot, form, other)
 
 
@@ -269,7 +269,7 @@ def test_a_record_of_nothing_but_values_is_enough_to_decode_them() -> None:
 
 @pytest.mark.parametrize("fixed", [{}, None, [], {"state": {}}, {"shared": {}}, {"state": {}, "shared": {}, "more": 1}])
 def test_a_record_that_does_not_say_what_is_fixed_is_refused(fixed: Any) -> None:
-    with pytest.raises(ProtocolError, match="does not say what is fixed and what is shared"):
+    with pytest.raises(ProtocolError, match="what is fixed"):
         decode_values({"early": {}, "late": {}, "fixed": fixed}, no_tensor)
 
 
@@ -308,9 +308,9 @@ def test_parts_of_what_replicas_share_stand_for_the_whole() -> None:
     form = plan_format("run", "dp0", leaves, 10)
     job = live(w=torch.zeros(2, 3), b=torch.zeros(3))
     check_fit(form, job, {"w": WEIGHT, "b": BIAS})
-    with pytest.raises(StateMismatch, match="w is not in the snapshot; w@0:4 is not in this job"):
+    with pytest.raises(StateMismatch, match="w is not in the snapshot; w@0:4"):
         check_fit(form, job, {})
-    with pytest.raises(StateMismatch, match=r"w is F32\[6\] in the snapshot, F32\[2, 3\] in this job"):
+    with pytest.raises(StateMismatch, match=r"F32\[6\] .*F32\[2, 3\]"):
         check_fit(form, job, {"w": Leaf("w", "F32", (6,))})
 
 

@@ -51,7 +51,7 @@ def test_an_optimizer_that_was_not_given_is_named() -> None:
         given.step()
         steppers.check()
         other.step()
-        with pytest.raises(ConfigError, match=r"a torch\.optim\.adam\.Adam steps 2 parameters.*Give it, too"):
+        with pytest.raises(ConfigError, match=r"adam\.Adam steps 2 parameters.*Give it, too"):
             steppers.check()
 
 
@@ -62,7 +62,7 @@ def test_one_that_steps_views_of_the_parameters_is_named() -> None:
     model[0].weight.data = flat.data.view(4, 4)  # type: ignore[index]
     with watching(model, sgd(model)) as steppers:
         torch.optim.SGD([flat], lr=0.1).step()
-        with pytest.raises(ConfigError, match=r"SGD steps 1 parameters of this job"):
+        with pytest.raises(ConfigError, match=r"SGD steps 1 parameters"):
             steppers.check()
 
 
@@ -117,7 +117,7 @@ def test_a_wrapper_that_never_steps_is_refused_where_it_can_be_heard() -> None:
     with watching(model, sam):
         grads(model)
         sam.base.step()
-        with pytest.raises(ConfigError, match=r"Sharpness\.base steps, but the given optimizer that wraps it does not"):
+        with pytest.raises(ConfigError, match=r"Sharpness\.base steps, but"):
             sam.base.step()
     with watching(model, sam):
         sam.step()
@@ -161,7 +161,7 @@ def test_a_job_is_told_at_its_first_steps(arena: Path) -> None:
             model.zero_grad()
 
     with (
-        pytest.raises(ConfigError, match=r"a torch\.optim\.adam\.Adam steps 2 parameters of this job"),
+        pytest.raises(ConfigError, match=r"adam\.Adam steps 2 parameters"),
         InMemorySnapshot(model, given) as snap,
     ):
         train(snap, model, Both(), 3)

@@ -66,7 +66,7 @@ def test_nodes_that_persist_at_different_places_are_told() -> None:
 
 
 def test_what_cannot_be_seen_is_not_taken_for_nothing() -> None:
-    with pytest.raises(PlaceError, match="what is persisted cannot be seen: it hangs"):
+    with pytest.raises(PlaceError, match="cannot be seen: it hangs"):
         RestoreAttempts().choose_persisted([seen(OLD), seen(place="?", problem="it hangs"), seen(OLD)], RUN.id)
 
 
@@ -134,7 +134,7 @@ def test_each_plan_is_of_a_tier() -> None:
 
 
 def test_a_persisted_snapshot_of_other_ranks_is_refused() -> None:
-    with pytest.raises(StateMismatch, match="of 3 ranks and this job has 2"):
+    with pytest.raises(StateMismatch, match=r"3 ranks .* has 2"):
         plan_persisted(NEW, LAYOUT, ["dp0", "dp1"])
 
 

@@ -152,10 +152,10 @@ def test_what_never_changes_is_restored_too(arena: Path) -> None:
 @pytest.mark.parametrize(
     ("track", "message"),
     [
-        (lambda job, snap: None, "tracked is .'count'. in the snapshot, none in this job"),
+        (lambda job, snap: None, r"'count'. .*none in this job"),
         (
             lambda job, snap: snap.track("count", lambda: 1, print),
-            r"tracked\.vectors\.a is not in this job; tracked\.vectors\.b is not in this job",
+            r"tracked\.vectors\.a is not .*tracked\.vectors\.b is not",
         ),
     ],
 )
@@ -195,14 +195,14 @@ def test_a_name_is_taken_once(arena: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": ""}, "not empty and has no dot"),
-        ({"name": "a.b"}, "not empty and has no dot"),
-        ({"set": None}, "belong together; set is missing"),
-        ({"get": None}, "belong together; get is missing"),
+        ({"name": ""}, "no dot"),
+        ({"name": "a.b"}, "no dot"),
+        ({"set": None}, "set is missing"),
+        ({"get": None}, "get is missing"),
         ({"get": None, "set": None}, "give get and set, or tensors"),
-        ({"tensors": [torch.zeros(1)]}, "tensors is a list: give a module, or a dict"),
-        ({"changes": "often"}, "changes='often': choose one of 'any'"),
-        ({"when": "later"}, "when='later': choose 'forward' or 'step'"),
+        ({"tensors": [torch.zeros(1)]}, "tensors is a list"),
+        ({"changes": "often"}, "changes='often': .*'any'"),
+        ({"when": "later"}, "when='later': .*'step'"),
     ],
 )
 def test_what_cannot_be_tracked_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -220,5 +220,5 @@ def test_what_cannot_be_tracked_is_refused(arguments: dict[str, Any], message: s
 
 def test_what_is_no_tensor_is_named() -> None:
     piece = make("x", None, None, {"a": torch.zeros(1), "b": 3}, "any", "forward")  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match=r"tracked 'x': 'b' is a int, no tensor"):
+    with pytest.raises(ConfigError, match=r"'x': 'b' is a int"):
         list(piece.live())

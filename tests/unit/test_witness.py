@@ -190,9 +190,7 @@ def test_many_names_are_cut_and_counted() -> None:
     for piece in copying.pieces:
         piece.tensor.data.fill_(1)
     copying.look()
-    with pytest.raises(
-        StateChanged, match=r"^w0, w1, w2, w3, w4, w5, w6, w7, and 3 more changed after the step had begun"
-    ) as raised:
+    with pytest.raises(StateChanged, match=r"^w0, w1, w2, w3, w4, w5, w6, w7, and 3 more changed") as raised:
         copying.witness.check(copying.slot)
     assert raised.value.names == tuple(piece.name for piece in copying.pieces)
 

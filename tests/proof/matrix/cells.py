@@ -64,7 +64,7 @@ class Cell:
 
 
 def _torch(name: str, job: str, ranks: int, *, quick: bool = False, **options: Any) -> Cell:
-    return Cell(name, f"holdfast.examples.{job}", ranks, options, quick, drain=True)
+    return Cell(name, f"tests.proof.jobs.{job}", ranks, options, quick, drain=True)
 
 
 def _gpt(name: str, ranks: int, *, quick: bool = False, since: tuple[int, ...] = (), **options: Any) -> Cell:

@@ -66,7 +66,7 @@ def test_a_message_that_comes_byte_by_byte_is_not_waited_for_without_end(monkeyp
 
     thread = threading.Thread(target=drip)
     thread.start()
-    with pytest.raises(Exception, match="did not answer in time"):
+    with pytest.raises(Exception, match="answer in time"):
         stream.receive()  # without a deadline for the whole message this would never end
     stop.set()
     stream.close()

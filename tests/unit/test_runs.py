@@ -212,7 +212,7 @@ def main(copier: str) -> None:
 
 def walked(copier: str) -> tuple[int, str, str]:
     """Exit status, last step and errors of a walk."""
-    command = [sys.executable, "-m", "tests.system.test_runs", copier]
+    command = [sys.executable, "-m", "tests.unit.test_runs", copier]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return ended.returncode, (ended.stdout.splitlines() or [""])[-1], ended.stderr
 

@@ -182,7 +182,7 @@ def test_kills_come_from_the_seed_and_fit_into_the_run() -> None:
         made = plan(seed, 3, 4, 40, 8)
         assert sum(kill.times for kill in made[:-1]) < 40 and all(0 <= kill.rank < 4 for kill in made)
         assert made[-1].after == "eval"
-    with pytest.raises(ValueError, match="11 steps are too few for 3 kills: give it 12"):
+    with pytest.raises(ValueError, match=r"11 steps .* 3 kills: give it 12"):
         plan(1, 3, 1, 11, 0)
 
 
@@ -208,14 +208,14 @@ def test_lines_are_put_in_where_the_script_has_them_once() -> None:
     assert difference(LOOP, apply(LOOP, Edit("x.py", "done()", "done(1)")), "x.py") == (
         "@@ -5,3 +5,3 @@\n             print(step)\n-        done()\n+        done(1)\n     return step"
     )
-    with pytest.raises(ValueError, match=r"x\.py has 'missing\(\)' 0 times, not once: it is another version"):
+    with pytest.raises(ValueError, match=r"x\.py has 'missing\(\)' 0 times"):
         apply(LOOP, Edit("x.py", "missing()", ""))
-    with pytest.raises(ValueError, match=r"has 'done\(\)' 2 times, not once"):
+    with pytest.raises(ValueError, match=r"'done\(\)' 2 times"):
         apply(LOOP + LOOP, Edit("x.py", "done()", ""))
 
 
 def test_a_framework_that_is_absent_is_skipped_by_name(tmp_path: Path) -> None:
-    with pytest.raises(Absent, match="nanoGPT is taken from a checkout: give the folder that it lies in as REAL="):
+    with pytest.raises(Absent, match=r"nanoGPT .*REAL="):
         checkout(None, "nanoGPT")
     result = execute(next(run for run in RUNS if run.name == "nanogpt"), tmp_path, {}, 1)
     assert (result.outcome, result.said) == ("skipped", f"nanoGPT is not in {tmp_path}")

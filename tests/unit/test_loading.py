@@ -163,7 +163,7 @@ def test_a_piece_beyond_the_slot_is_refused_before_anything_is_written() -> None
     for offset, length in ((BYTES - 3, 4), (BYTES + UNIT, 1), (-1, 4)):
         slot = Slot()
         beyond = SlotTensor(torch.zeros(length, dtype=torch.uint8), offset, length)
-        with pytest.raises(ProtocolError, match=f"at {offset} is not within the {BYTES} of its slot"):
+        with pytest.raises(ProtocolError, match=f"at {offset} .*{BYTES}"):
             load_checked(CpuEngine(), [*slot.pieces, beyond], slot.shard, slot.repair)
         assert all(slot.untouched(unit) for unit in range(UNITS)) and not slot.repaired
 
@@ -212,7 +212,7 @@ def test_every_bit_of_every_unit_counts() -> None:
 def test_what_cannot_be_mended_is_not_copied_and_named(damaged: list[int]) -> None:
     slot = Slot()
     slot.damage(*damaged)
-    with pytest.raises(DamagedSnapshot, match=rf"^{len(damaged)} units? of the slot, .* unit {damaged[0]}, cannot"):
+    with pytest.raises(DamagedSnapshot, match=rf"^{len(damaged)} units? .* unit {damaged[0]}, cannot"):
         load_checked(CpuEngine(), slot.pieces, slot.shard, slot.do_not_mend)
     assert slot.repaired == [damaged], "it is asked for once"
     assert all(slot.untouched(unit) for unit in damaged)
@@ -258,7 +258,7 @@ def test_what_is_not_plain_is_loaded_once_all_units_are_whole(mended: bool) -> N
         load_checked(CpuEngine(), [odd], slot.shard, slot.repair)
         assert bytes(odd.tensor.flatten().tolist()) == slot.image[:24]
         return
-    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be repaired"):
+    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot"):
         load_checked(CpuEngine(), [odd], slot.shard, slot.do_not_mend)
     assert not odd.tensor.any()
 
@@ -278,7 +278,7 @@ def test_only_the_units_of_a_range_are_checked() -> None:
 def test_a_range_that_cannot_be_mended_or_is_not_there_is_refused() -> None:
     slot = Slot()
     slot.damage(UNITS - 1)
-    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be repaired"):
+    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot"):
         check_ranges(slot.shard, [(BYTES - 1, 1)], slot.do_not_mend)
     for offset, length in ((BYTES - 1, 2), (-1, 1), (3, -1), (BYTES + 1, 0)):
         with pytest.raises(ProtocolError, match="not within"):
@@ -421,7 +421,7 @@ def test_values_that_were_read_before_their_unit_changed_are_not_believed(where:
     attempt = peers.attempt()
     attempt.read()
     peers.slot[20 if where == "header" else peers.record + 1] ^= 1
-    with pytest.raises(DamagedSnapshot, match="changed after it was read"):
+    with pytest.raises(DamagedSnapshot, match="after it was read"):
         load_checked(CpuEngine(), [], attempt.shard, attempt.repair)
 
 

@@ -213,7 +213,7 @@ class TestSeveralKindsOfDomains:
     def test_the_groups_do_not_hang_on_how_strings_are_hashed(self) -> None:
         program = (
             "from holdfast.ec import plan_groups\n"
-            "from tests.system.test_ec_groups import grid\n"
+            "from tests.unit.test_ec_groups import grid\n"
             "print(plan_groups(120, 8, 1, grid(12, 10, 3)))"
         )
         printed = {told_with_hash_seed(program, seed) for seed in ("1", "2")}
@@ -267,20 +267,20 @@ class TestCrowded:
 class TestWhatIsRefused:
     @pytest.mark.parametrize("nodes", [0, -1])
     def test_a_job_without_nodes_is_refused(self, nodes: int) -> None:
-        with pytest.raises(ValueError, match=f"at least one node, not {nodes}"):
+        with pytest.raises(ValueError, match=f"one node, not {nodes}"):
             plan_groups(nodes, 4)
 
     @pytest.mark.parametrize("size", [1, 0, -1])
     def test_a_group_of_fewer_than_two_is_refused(self, size: int) -> None:
-        with pytest.raises(ValueError, match=f"at least two nodes, not {size}"):
+        with pytest.raises(ValueError, match=f"two nodes, not {size}"):
             plan_groups(4, size)
 
     @pytest.mark.parametrize("limit", [0, -1])
     def test_a_group_that_survives_nothing_is_refused(self, limit: int) -> None:
-        with pytest.raises(ValueError, match=f"at least one node, not {limit}"):
+        with pytest.raises(ValueError, match=f"one node, not {limit}"):
             plan_groups(4, 2, limit)
 
     @pytest.mark.parametrize("count", [0, 3, 5])
     def test_domains_are_told_for_every_node(self, count: int) -> None:
-        with pytest.raises(ValueError, match=f"4 nodes and the domains of {count}"):
+        with pytest.raises(ValueError, match=f"4 nodes .*{count}"):
             plan_groups(4, 2, 1, [["rack=a"]] * count)
