@@ -308,13 +308,13 @@ class Fleet:
 def smp_without_stealing() -> None:
     """Run an SMP that considers no source slow, and no request late before the network timeout."""
     from holdfast.smp_daemon.__main__ import main
-    from holdfast.smp_daemon.recovery import requests
+    from holdfast.smp_daemon.recovery import ways
 
     def never(self: object, address: object) -> bool:
         return False
 
-    requests.Speeds.is_slow = never  # type: ignore[method-assign]
-    requests.FIRST_TIMEOUT_S = requests.LEAST_TIMEOUT_S = 2 * CALL_DEADLINE_S
+    ways.Speeds.is_slow = never  # type: ignore[method-assign]
+    ways.FIRST_PATIENCE_S = ways.LEAST_PATIENCE_S = 2 * CALL_DEADLINE_S
     main()
 
 
