@@ -329,8 +329,12 @@ def _pass_on(read_end: int) -> NoReturn:
 
 
 def _say(out: int, message: dict[str, object]) -> None:
-    """Write the report to `out`, then replace `out` by the null device, so that the reader sees end of file."""
-    os.write(out, json.dumps(message).encode() + b"\n")
+    """Write the report to `out`, then replace `out` by the null device, so that the reader sees end of file. A reader
+    that was killed meanwhile misses the report, and nothing else: the next one finds the SMP."""
+    try:
+        os.write(out, json.dumps(message).encode() + b"\n")
+    except BrokenPipeError:
+        log.info("the process that started this SMP has ended meanwhile")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, out)
     os.close(null)

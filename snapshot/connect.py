@@ -10,7 +10,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import LOOPBACK, arena_path
-from holdfast.smp_daemon.shared.spawn import serves, start_smp
+from holdfast.smp_daemon.shared.spawn import start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.launchers import check_reachable, spanning
 
@@ -44,25 +44,25 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
     return client
 
 
-def start_here(arena: Path, job: str, spans: str = "", ports: tuple[int, int] = (0, 0)) -> None:
+def start_here(
+    arena: Path, job: str, spans: str = "", ports: tuple[int, int] = (0, 0), deadline_s: float | None = None
+) -> None:
     """Start an SMP for this node, unless another rank is faster. Blocks until one serves.
 
     Args:
         spans: how the caller knows that the job spans several hosts, if the environment does not say so; see
             `launchers.spanning`.
-        ports: see `start_smp`.
+        ports, deadline_s: see `start_smp`.
 
     Raises:
         ConfigError: it cannot be started, or the other hosts could not reach it.
+        DeadlineExceeded: none serves in time.
     """
     node = node_from_environment()
     host = os.environ.get("HOLDFAST_HOST", LOOPBACK)
     check_reachable(host, spans or spanning(os.environ))
-    try:
-        start_smp(job, node, arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1", ports=ports)
-    except ConfigError:
-        if not serves(arena):
-            raise  # else another rank of this node was faster, and its SMP serves
+    insecure = os.environ.get("HOLDFAST_INSECURE") == "1"
+    start_smp(job, node, arena, host=host, insecure=insecure, ports=ports, deadline_s=deadline_s)
 
 
 def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:

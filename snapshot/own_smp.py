@@ -68,8 +68,8 @@ class OwnSmp:
     def attach(self, epoch: int, idle: Callable[[], None]) -> None:
         """Make sure that the SMP answers, and is in this epoch.
 
-        Called by the training thread: it waits at most `ATTACH_DEADLINE_S` for an SMP that does not answer, and then
-        pauses before it asks again, longer each time.
+        Called by the training thread: it waits at most `ATTACH_DEADLINE_S` for an SMP that does not answer, or that is
+        being started, and then pauses before it asks again, longer each time.
 
         Args:
             idle: blocks until no other thread uses the connections. Called if the SMP went away.
@@ -98,27 +98,44 @@ class OwnSmp:
         self._not_before_s = self._now() + pause_s
         return SmpUnavailable(f"the SMP of this node does not answer, and is asked again in {pause_s:.0f} s: {error}")
 
-    def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float = CALL_DEADLINE_S) -> None:
+    def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float | None = None) -> None:
         """Go on with the successor of an SMP that went away, or start one. Snapshots that the old one had not sealed
         are lost.
 
-        No other thread may use the connections. Raises `SmpUnavailable`; and `DeadlineExceeded` if an SMP runs but does
-        not answer within `deadline_s`.
+        No other thread may use the connections.
+
+        Args:
+            deadline_s: for all of it; None: for each call of its own, and as long as an SMP may take to start.
+
+        Raises:
+            SmpUnavailable: none answers, or could be started.
+            DeadlineExceeded: an SMP runs, or was being started, and did not answer in time.
         """
-        self._find(deadline_s)
-        self.sealing.reconnect(deadline_s)
-        self.client.join(epoch, deadline_s=deadline_s)
+        until_s = None if deadline_s is None else self._system.monotonic() + deadline_s
+        self._find(until_s)
+        self.sealing.reconnect(self._left(until_s))
+        self.client.join(epoch, deadline_s=self._left(until_s))
         if layout is not None:
             self.client.configure(layout, wait=False)
 
-    def _find(self, deadline_s: float = CALL_DEADLINE_S) -> None:
+    def _find(self, until_s: float | None = None) -> None:
         try:
-            self.client.reconnect(deadline_s)
+            self.client.reconnect(self._left(until_s))
         except SmpUnavailable:
             if not self._start:
                 raise
-            start_here(self._arena, self._job, ports=self._ports)
-            self.client.reconnect(deadline_s)
+            start_s = None if until_s is None else self._left(until_s)
+            start_here(self._arena, self._job, ports=self._ports, deadline_s=start_s)
+            self.client.reconnect(self._left(until_s))
+
+    def _left(self, until_s: float | None) -> float:
+        """How long a call may take, in seconds. Raises `DeadlineExceeded` if the time is over."""
+        if until_s is None:
+            return CALL_DEADLINE_S
+        left_s = until_s - self._system.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the time is over")
+        return left_s
 
     def finish(self, epoch: int) -> None:
         """End the job on this node: the SMP exits and its memory is freed. Raises `HoldfastError`."""

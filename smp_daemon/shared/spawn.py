@@ -10,8 +10,8 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,9 @@ ZEROED_PER_S = 500e6
 RUBBISH_AGE_S = 60.0
 """How old an arena without usable data must be before another SMP removes it: its own SMP may be about to start."""
 
+LOOK_EVERY_S = 0.05
+"""Pause before a process that waits for another's start looks again whether an SMP serves."""
+
 LOOK_DEADLINE_S = 1.0
 """Timeout for a connection to a unix socket, which the kernel makes at once unless hundreds wait for it."""
 
@@ -69,22 +72,106 @@ def start_smp(
     host: str = "127.0.0.1",
     insecure: bool = False,
     ports: tuple[int, int] = (0, 0),
+    deadline_s: float | None = None,
 ) -> Owner:
-    """Start an SMP that outlives this process, and wait until it serves.
+    """Start an SMP that outlives this process, unless one serves `arena`. Blocks until one does, and returns it.
 
-    If several processes do this in the same arena, one succeeds, and the others fail once its SMP serves.
+    If several processes call this for one arena, one of them starts an SMP, and all return as soon as it serves. If
+    that process is killed meanwhile, its SMP serves all the same, and the others find it.
 
     Args:
         ports: for gRPC and for raw bytes; 0: the predecessor's in this arena, or any free one.
+        deadline_s: how long to wait; None: `start_deadline_s`.
 
     Raises:
         HoldfastError: the error that the SMP reported.
-        DeadlineExceeded: the SMP reported nothing for `start_deadline_s`.
+        DeadlineExceeded: none serves by then.
     """
     command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
     command += ["--port", str(ports[0]), "--bulk-port", str(ports[1])]
-    with _one_at_a_time(arena.parent):
-        return launch(command, start_deadline_s())
+    limit_s = start_deadline_s() if deadline_s is None else deadline_s
+    until_s = time.monotonic() + limit_s
+    refused: ConfigError | None = None
+    with _turn_to_start(arena) as is_my_turn:
+        while (left_s := until_s - time.monotonic()) > 0:
+            if serves(arena) and (owner := _owner_at(arena)) is not None:
+                return owner
+            if is_my_turn():
+                if refused is None:
+                    try:
+                        return launch(command, left_s)
+                    except ConfigError as error:
+                        refused = error
+                elif not _is_owned(arena):
+                    raise refused
+            time.sleep(LOOK_EVERY_S)
+    raise refused or DeadlineExceeded(f"no SMP serves {arena} after {limit_s:.0f} s")
+
+
+def _owner_at(arena: Path) -> Owner | None:
+    """What ``smp.json`` says; None while it is damaged or lost. The SMP that serves there writes it again."""
+    try:
+        return read_owner(arena)
+    except ProtocolError:
+        return None
+
+
+def _is_owned(arena: Path) -> bool:
+    """Whether an SMP owns `arena`. One that does not serve yet was started by a process that was killed meanwhile, or
+    by an operator."""
+    try:
+        with _locked(arena, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _turn_to_start(arena: Path) -> Iterator[Callable[[], bool]]:
+    """Several processes may want to start an SMP in `arena`: one at a time has the turn. Starts of other arenas do not
+    wait for it.
+
+    Gives a function that takes the turn if nobody has it, and says whether this process has it. It never blocks. The
+    turn is a lock on a file beside the arena, which may not exist yet. The process that has the turn removes the file,
+    so a lock on a file that has lost its name is not the turn.
+    """
+    path, fd, mine = _turn_path(arena), -1, False
+
+    def is_mine() -> bool:
+        nonlocal fd, mine
+        while not mine:
+            try:
+                if fd < 0:
+                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine = path.stat().st_ino == os.fstat(fd).st_ino
+            except BlockingIOError:
+                return False
+            except FileNotFoundError:
+                mine = False  # it was removed between the two looks
+            except OSError as error:
+                problem = f"cannot use {path.parent}: {error.strerror}; choose another with HOLDFAST_ARENA"
+                raise ConfigError(problem) from error
+            if not mine and fd >= 0:
+                os.close(fd)
+                fd = -1
+        return True
+
+    try:
+        yield is_mine
+    finally:
+        if mine:
+            path.unlink(missing_ok=True)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too, and keeps it
+        if fd >= 0:
+            os.close(fd)
+
+
+def _turn_path(arena: Path) -> Path:
+    return arena.with_name(f".{arena.name}.start")
 
 
 def launch(command: Sequence[str], deadline_s: float) -> Owner:
@@ -107,19 +194,6 @@ def launch(command: Sequence[str], deadline_s: float) -> Owner:
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
     return parse_report(done.stdout, done.stderr)
-
-
-@contextmanager
-def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Hold a lock on the directory with the arenas, for at most one start."""
-    with ExitStack() as stack:
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            stack.enter_context(_locked(directory, fcntl.LOCK_EX))
-        except OSError as error:
-            problem = f"cannot use {directory}: {error.strerror}; choose another with HOLDFAST_ARENA"
-            raise ConfigError(problem) from error
-        yield
 
 
 @contextmanager
@@ -247,6 +321,7 @@ def remove(leftover: Leftover, *, zero: bool = False) -> None:
                     if stat.S_ISREG(path.lstat().st_mode):
                         wipe_file(path)
         shutil.rmtree(leftover.path)
+        _turn_path(leftover.path).unlink(missing_ok=True)  # left by a starter that was killed
     except OSError as error:
         raise ConfigError(f"{leftover.path} cannot be removed: {error}: remove it") from error
 

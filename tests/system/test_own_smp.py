@@ -7,10 +7,13 @@ from unittest.mock import patch
 import psutil
 import pytest
 
+from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
+from holdfast.snapshot import own_smp
 from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, suspend
 
 
@@ -41,6 +44,7 @@ def test_an_smp_that_replaces_one_and_its_arena_is_where_the_others_look_for_it(
 ) -> None:
     smp = ground.smp()
     monkeypatch.setenv("HOLDFAST_HOST", smp.host)
+    monkeypatch.setattr(own_smp, "ATTACH_DEADLINE_S", DEADLINE_S)
     own = OwnSmp(smp.arena, smp.job, "dp0", start=True)
     smp.lose()
     own.attach(1, lambda: None)
@@ -49,4 +53,19 @@ def test_an_smp_that_replaces_one_and_its_arena_is_where_the_others_look_for_it(
     assert owner is not None
     assert (owner.control, owner.bulk_addresses) == (smp.control, smp.owner.bulk_addresses)
     own.finish(1)
+    own.close()
+
+
+def test_the_training_thread_does_not_wait_for_another_process_that_starts_an_smp(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp = ground.smp()
+    monkeypatch.setenv("HOLDFAST_HOST", smp.host)
+    monkeypatch.setattr(own_smp, "ATTACH_DEADLINE_S", 0.2)
+    own = OwnSmp(smp.arena, smp.job, "dp0", start=True)
+    smp.kill()
+    with spawn._turn_to_start(smp.arena) as is_my_turn:
+        assert is_my_turn()  # as long as it takes: `attach` returns although nobody gives the turn back
+        with pytest.raises(SmpUnavailable, match="asked again in"):
+            own.attach(1, lambda: None)
     own.close()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import psutil
 import pytest
 
 from holdfast.cli.main import main
+from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Hello
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, socket_path
@@ -32,6 +34,7 @@ from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
 from holdfast.smp_daemon.shared.transport import call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
+from holdfast.snapshot.connect import start_here
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
     JOB,
@@ -68,6 +71,40 @@ def ground() -> Iterator[Ground]:
 @pytest.fixture
 def arena(ground: Ground) -> Path:
     return ground.base / "detached" / JOB
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Receives every command that starts an SMP from this process."""
+    seen: list[object] = []
+
+    original = spawn.launch
+
+    def counted(command: Sequence[str], deadline_s: float) -> Owner:
+        seen.append(command)
+        return original(command, deadline_s)
+
+    monkeypatch.setattr(spawn, "launch", counted)
+    return seen
+
+
+@contextlib.contextmanager
+def the_turn(arena: Path) -> Iterator[None]:
+    """This process is about to start an SMP in `arena`."""
+    with spawn._turn_to_start(arena) as is_my_turn:
+        assert is_my_turn()
+        yield
+
+
+@contextlib.contextmanager
+def starting(arena: Path, host: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts an SMP in an arena, and waits."""
+    command = [sys.executable, "-c", STARTER, str(arena), host]
+    with subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def finish(ground: Ground, arena: Path) -> None:
@@ -140,46 +177,79 @@ class TestADetachedSmp:
         assert owner.host == "0.0.0.0"
         finish(ground, arena)
 
-    def test_started_twice_the_second_is_told_that_the_first_owns_the_arena(self, ground: Ground, arena: Path) -> None:
+    def test_that_serves_is_found_and_no_other_is_started(
+        self, ground: Ground, arena: Path, launches: list[object]
+    ) -> None:
         first = start_smp(JOB, "node0", arena, host=ground.host())
-        with pytest.raises(ConfigError, match=f"another SMP owns the arena {arena}: use it"):
-            start_smp(JOB, "node0", arena, host=ground.host())
-        assert ground.keep(SmpClient(arena, JOB)).pid == first.pid
+        assert start_smp(JOB, "node0", arena, host=ground.host()) == first
+        assert len(launches) == 1
         finish(ground, arena)
 
-    def test_started_by_several_at_once_it_serves_them_all(self, ground: Ground, arena: Path) -> None:
-        """As the ranks of one node do; none of them may find the SMP half ready."""
+    def test_fifty_ranks_that_start_it_at_once_start_one_and_wait_for_nothing_else(
+        self, ground: Ground, arena: Path, launches: list[object]
+    ) -> None:
+        """None of them may find the SMP half ready, or wait until others have looked."""
+        host = ground.host()
 
-        def start_and_connect() -> tuple[bool, int]:
-            try:
-                start_smp(JOB, "node0", arena, host=ground.host())
-                started = True
-            except ConfigError:
-                started = False
+        def start_and_connect(_: int) -> tuple[Owner, int]:
+            owner = start_smp(JOB, "node0", arena, host=host)
             client = SmpClient(arena, JOB)
             pid = client.pid
             client.close()
-            return started, pid
+            return owner, pid
 
-        starting = [ground.meanwhile(start_and_connect) for _ in range(4)]
-        answers = [future.result(DEADLINE_S) for future in starting]
-        assert sorted(started for started, _ in answers) == [False, False, False, True]
-        assert len({pid for _, pid in answers}) == 1
+        with ThreadPoolExecutor(50) as ranks:
+            answers = list(ranks.map(start_and_connect, range(50), timeout=DEADLINE_S))
+        assert len(launches) == 1
+        assert {owner.pid for owner, _ in answers} == {pid for _, pid in answers} == {answers[0][1]}
         finish(ground, arena)
+        assert list(arena.parent.iterdir()) == [], "no lock stays behind"
 
-    def test_is_not_started_while_another_process_starts_one(self, ground: Ground, arena: Path) -> None:
-        arena.parent.mkdir()
-        other = os.open(arena.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(other, fcntl.LOCK_EX)
+    def test_waits_for_a_process_that_starts_one_here_and_for_none_that_starts_another_jobs(
+        self, ground: Ground, arena: Path
+    ) -> None:
+        with the_turn(arena):
             starting = ground.meanwhile(start_smp, JOB, "node0", arena)
-            with pytest.raises(TimeoutError):
-                starting.result(1.5)
-            assert not arena.exists()
-        finally:
-            os.close(other)
+            others = start_smp("other", "node0", arena.with_name("other"))
+            assert not arena.exists() and not starting.done()
         assert starting.result(DEADLINE_S).node == "node0"
         finish(ground, arena)
+        end(psutil.Process(others.pid))
+
+    def test_gives_up_in_time_while_another_process_starts_one(self, arena: Path) -> None:
+        with the_turn(arena), pytest.raises(DeadlineExceeded, match="no SMP serves"):
+            start_smp(JOB, "node0", arena, deadline_s=0.2)
+        assert not arena.exists()
+
+    def test_of_a_starter_that_was_killed_while_it_waited_is_found_by_the_next(
+        self, ground: Ground, arena: Path
+    ) -> None:
+        rules = ground.points.environment("node0", [("start.bound", None)])
+        with starting(arena, ground.host(), rules) as process:
+            held = ground.points.wait_any("node0", "start.bound")
+            for front in psutil.Process(process.pid).children():
+                front.kill()
+            process.kill()
+            process.wait(DEADLINE_S)
+        again = ground.meanwhile(start_smp, JOB, "node0", arena)
+        with pytest.raises(HoldfastError):
+            SmpClient(arena, JOB)  # it does not serve yet
+        held.go()
+        owner = again.result(DEADLINE_S)
+        client = ground.keep(SmpClient(arena, JOB))
+        assert client.pid == owner.pid
+        assert client.inventory().node == "node0", "it serves although nobody read that it does"
+        assert list(arena.parent.iterdir()) == [arena]
+        finish(ground, arena)
+
+    def test_that_a_setting_keeps_from_starting_says_so_also_where_one_was_killed(
+        self, ground: Ground, arena: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        end(psutil.Process(start_smp(JOB, "node0", arena).pid))
+        assert socket_path(arena).exists()
+        monkeypatch.setenv("HOLDFAST_SCRUB", "64")
+        with pytest.raises(ConfigError, match=r"HOLDFAST_SCRUB.* has no unit"):
+            start_here(arena, JOB)
 
     def test_takes_over_what_a_killed_one_held(self, ground: Ground, arena: Path) -> None:
         first = start_smp(JOB, "node0", arena, host=ground.host())

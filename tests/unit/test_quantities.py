@@ -143,6 +143,22 @@ def test_variables_of_trainers_refuse_a_number_without_a_unit(monkeypatch: pytes
         start_deadline_s()
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (59.94, "59.9 s"),
+        (59.96, "60 s"),
+        (59.98, "1 min"),
+        (3599.9, "1 h"),
+        (0.0, "0 ms"),
+    ],
+)
+def test_a_time_that_is_rounded_up_gets_the_next_unit(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
 def test_what_is_written_can_be_read() -> None:
     for seconds in (0.25, 1.5, 90.0, 300.0, 7200.0, 864000.0):
         assert parse_time(duration(seconds)) == pytest.approx(seconds, rel=0.01)
