@@ -179,7 +179,7 @@ def _status(parsed: argparse.Namespace) -> int:
                     + (f" of {status.memory_bytes:,} reserved" if status.memory_bytes else "")
                     + f", {len(held.shards)} shards sealed, newest "
                     f"{newest or 'none'}, protected {held.protected or 'none'}",
-                    *([status.reserving] if status.reserving else []),
+                    *filter(None, (status.reserving, status.verifying)),
                     *status.troubles,
                 ],
                 0,

@@ -119,7 +119,8 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
         )
     parts += [Text(status.said) for status in overview.statuses if status.said]
     parts += [Text(trouble, style="yellow") for trouble in overview.troubles]
-    parts += [Text(f"{each.inventory.node}: {each.reserving}") for each in overview.statuses if each.reserving]
+    for each in overview.statuses:
+        parts += [Text(f"{each.inventory.node}: {line}") for line in (each.reserving, each.verifying) if line]
     parts += [Text(recovery_line(recovery)) for recovery in overview.recoveries[:2]]
     rows = []
     for status, own in zip(overview.statuses, overview.inventories, strict=True):

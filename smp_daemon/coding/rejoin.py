@@ -1,13 +1,14 @@
 """Brings a restarted SMP's node back to everything its group counts on.
 
-The predecessor may have died while it repaired a unit, received a shard or computed parity again. Units that do not
-match their digests were noted when the arena was adopted. Here they are repaired, missing shards are recovered, and
-missing parity is computed again, for the newest snapshot held here and the newest that the job knows to be protected.
+The predecessor may have died while it repaired a unit, received a shard or computed parity again. Here missing shards
+are recovered, missing parity is computed again, and what the predecessor left is verified and its damaged units are
+repaired, for the newest snapshot held here and the newest that the job knows to be protected.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
@@ -88,9 +89,18 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
     Raises:
         HoldfastError: something cannot be recovered now, or another epoch has begun.
     """
-    whole = True
     newest = max((key.snapshot for key in store.own_keys()), default=None)
-    for snapshot in sorted({snapshot for snapshot in (newest, store.protected) if snapshot is not None}):
+    snapshots = sorted({snapshot for snapshot in (newest, store.protected) if snapshot is not None})
+    whole = _bring_back_all(store, epoch, snapshots, method)  # first what is missing, which is known without reading
+    for key in store.holdings.unverified():
+        if key.snapshot in snapshots:
+            store.holdings.verify(key, lambda count: store.check_epoch(epoch))
+    return whole and _bring_back_all(store, epoch, snapshots, method)
+
+
+def _bring_back_all(store: Store, epoch: int, snapshots: Sequence[SnapshotId], method: str) -> bool:
+    whole = True
+    for snapshot in snapshots:
         store.check_epoch(epoch)
         with store.changed:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == snapshot.epoch]

@@ -1,4 +1,8 @@
-"""The scrub: reads everything that is sealed, slowly and over and over, and repairs damaged units."""
+"""The scrub: reads everything that is sealed, slowly and over and over, and repairs damaged units.
+
+Before its first pass it reads, as fast as it can, what a predecessor left in the arena. It notes damaged units there,
+and `coding.rejoin` repairs them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.rebuild import repair_units
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -29,7 +33,7 @@ class Pass:
 
 
 class Scrubber:
-    """The scrubbing thread. With a rate of 0 in `pacer` it does not start, and passes run only on request."""
+    """The scrubbing thread. With a rate of 0 in `pacer` passes run only on request."""
 
     def __init__(self, pacer: Pacer, priority: str = "normal", system: System = MACHINE) -> None:
         """`priority`: see `smp_daemon.shared.priority`."""
@@ -40,7 +44,7 @@ class Scrubber:
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
-        if self._pacer.rate:
+        if self._pacer.rate or store.holdings.unverified_bytes:
             self._system.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
 
     def close(self) -> None:
@@ -49,17 +53,38 @@ class Scrubber:
 
     def _run(self, store: Store) -> None:
         make_background(self._priority)
+        try:
+            verify_adopted(store, self._go_on)
+        except ProtocolError:
+            return  # the SMP ends
         episodes = Episodes(log)
-        while not self._closed.wait(PASS_EVERY_S):
+        while self._pacer.rate and not self._closed.wait(PASS_EVERY_S):
             try:
                 scrub(store, self._pace)
                 episodes.end("scrub", "the scrub completes its passes again")
             except HoldfastError as error:
                 episodes.begin("scrub", "a pass of the scrub was aborted: %s", error)
 
+    def _go_on(self, count: int) -> None:
+        if self._closed.is_set():
+            raise ProtocolError("the SMP ends")
+
     def _pace(self, count: int) -> None:
         if self._closed.wait(self._pacer.wait_s(count, self._system.monotonic())):
             raise ProtocolError("the SMP ends")
+
+
+def verify_adopted(store: Store, pace: Callable[[int], None]) -> None:
+    """Read what a predecessor left and nobody has read since, and note damaged units. Blocks for one read of it.
+
+    Args:
+        pace: called with the length of each unit in bytes before it is read.
+    """
+    count = store.holdings.unverified_bytes
+    for key in store.holdings.unverified():
+        store.holdings.verify(key, pace)
+    if count:
+        log.info("what the last SMP left is verified: %d bytes", count, extra=about(bytes=count))
 
 
 def scrub(store: Store, pace: Callable[[int], None]) -> Pass:

@@ -182,7 +182,11 @@ class Overview:
         }
 
     def sentence(self) -> str:
-        """Which step is safe against which losses, in words."""
+        """Which step is safe against which losses, in words, and on which nodes that is not verified yet."""
+        reading = [status.inventory.node for status in self.statuses if status.unverified_bytes]
+        return self._safe() + (f". {', '.join(reading)}: not all is verified yet" if reading else "")
+
+    def _safe(self) -> str:
         safest = self.safest
         if safest is None:
             return "nothing is held yet"

@@ -37,6 +37,7 @@ class Status:
         arena: the directory of its slots. `arena_bytes`: memory that is reserved for slots. `memory_bytes`: limit for
             slots, reserved at the start; 0: no limit. `planned_bytes`: memory of all slots while some are still to be
             reserved; 0: all are.
+        unverified_bytes: what a predecessor left and this SMP has not read yet.
         slots: how many slots are in each `SlotState`.
         rss_bytes: resident memory of the process, including what it has mapped of the arena.
         ages_s: for each snapshot, seconds since its first shard here was sealed. Shards recovered for a lost node came
@@ -78,6 +79,7 @@ class Status:
     version: str = ""
     protocol: int = 0
     planned_bytes: int = 0
+    unverified_bytes: int = 0
 
     @property
     def reserving(self) -> str:
@@ -86,14 +88,21 @@ class Status:
         return f"reserving: {done} of {of} GB" if self.planned_bytes else ""
 
     @property
+    def verifying(self) -> str:
+        """Progress of reading what a predecessor left, in words; empty if all is read."""
+        left = self.unverified_bytes
+        return f"verifying what the last SMP left: {left / 1e9:,.1f} GB to read" if left else ""
+
+    @property
     def troubles(self) -> list[str]:
         """Optional parts, trainers and peers that are not well, in words."""
         return troubles([self])
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
-        """What `read` reads back, plus `reserving` and `troubles`. `known`: see `Inventory.to_plain`."""
+        """What `read` reads back, plus `reserving`, `verifying` and `troubles`. `known`: see `Inventory.to_plain`."""
         blank = replace(self, inventory=_BLANK)
         told = {"inventory": self.inventory.to_plain(known), "reserving": self.reserving, "troubles": self.troubles}
+        told["verifying"] = self.verifying
         return {**to_plain(blank), **told}
 
     @classmethod
@@ -163,6 +172,7 @@ def take_status(smp: Core) -> Status:
         RELEASE,
         PROTOCOL_VERSION,
         everything if missing else 0,
+        store.holdings.unverified_bytes,
     )
 
 

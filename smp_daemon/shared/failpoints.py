@@ -26,7 +26,7 @@ PERSIST_FAILPOINTS = ("persist.middle", "persist.written", "persist.done")
 SMP_FAILPOINTS = (
     # an SMP starts, and takes over what a predecessor left
     *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done"),
-    *("start.adopted", "start.bound", "start.serving", "rejoin.before", "rejoin.done"),
+    *("start.adopted", "start.bound", "start.serving", "adopt.verify", "rejoin.before", "rejoin.done"),
     # a start of the job, or a change of its layout
     *("join.fenced", "join.noted", "join.done", "configure.reserved", "configure.done", "slot.opened", "slot.made"),
     "reserve.slice",

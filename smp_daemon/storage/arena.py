@@ -131,7 +131,8 @@ class Arena:
         for pool in list(self.pools()):
             length, _ = wanted.get(pool, (None, 0))
             for slot in [s for s in pool.slots if s.state in (SlotState.FREE, SlotState.MAKING) and s.bytes != length]:
-                pool.remove(slot)
+                if not slot.claimed:
+                    pool.remove(slot)
         missing = [
             (pool, length)
             for pool, (length, count) in wanted.items()
@@ -168,7 +169,7 @@ class Arena:
             (sum(other.state is not SlotState.MAKING for other in pool.slots), -slot.bytes, number, pool, slot)
             for number, pool in enumerate(self.pools())
             for slot in pool.slots
-            if slot.state is SlotState.MAKING
+            if slot.state is SlotState.MAKING and not slot.claimed
         ]
         return min(planned, key=lambda each: each[:3])[3:] if planned else None
 
@@ -185,14 +186,18 @@ class Arena:
         return sum(slot.bytes - slot.reserved for slot in slots)
 
     def give_up_planned(self) -> tuple[int, int]:
-        """Delete the planned slots, and the slots made from the same plan that are free. Returns the bytes of the plan,
-        and how many of them were reserved."""
+        """Delete the slots that `reserve` planned, and those made from the same plan that are free. Returns the bytes
+        of the plan, and how many of them were reserved."""
         need, missing = sum(slot.bytes for _, slot in self._planned), self.planned_bytes()
         for pool, slot in self._planned:
             if slot.state in (SlotState.FREE, SlotState.MAKING) and any(slot is other for other in pool.slots):
                 pool.remove(slot)
         self._planned = []
         return need, need - missing
+
+    def is_of_plan(self, slot: Slot) -> bool:
+        """Whether `reserve` has planned a slot."""
+        return any(slot is planned for _, planned in self._planned)
 
     def reserved(self, pool: SlotFilePool) -> list[Slot]:
         """The slots of a pool that `reserve` was asked for and that are made, whatever they hold."""
@@ -245,7 +250,7 @@ class Arena:
         for _, pool, slot in sorted(spare, key=lambda item: -item[0]):
             if freed >= length:
                 break
-            if slot.state is SlotState.FREE:
+            if slot.state is SlotState.FREE and not slot.claimed:
                 freed += slot.bytes
                 pool.remove(slot)
         return freed
@@ -260,6 +265,16 @@ class Arena:
                     pool.replace(slot)
                 elif slot.is_being_filled:
                     pool.remove(slot)  # too large to make again at once: `reserve` plans another
+
+    def take_away(self, pool: SlotFilePool, slot: Slot) -> None:
+        """Take a slot away from whoever fills it, who writes into a file from then on that no slot uses. If it is too
+        large to make again at once, another one is planned in its place, for a `Reserver`."""
+        if is_at_once(slot.bytes):
+            pool.replace(slot)
+            return
+        pool.remove(slot)
+        if slot.bytes == self._wanted.get(pool, (None, 0))[0]:
+            pool.plan(slot.bytes)
 
     def add_layout(self, layout: Layout) -> None:
         """Write a layout to the arena and remember it."""

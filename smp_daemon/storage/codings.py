@@ -19,6 +19,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import GatheringSlot, Holdings, ParityKey
+from holdfast.smp_daemon.storage.pool import Slot
 
 
 class Coding(NamedTuple):
@@ -89,11 +90,15 @@ class Codings:
             StaleEpoch, ProtocolError, DeadlineExceeded.
         """
         deadline = self._system.monotonic() + CALL_DEADLINE_S
-        with self.changed:
-            while True:
+        made: Slot | None = None
+        while True:
+            with self.changed:
+                if made is not None:
+                    made.claimed = False
                 if epoch < self._epoch():
                     self._check_epoch(epoch)
-                if epoch == self._epoch() and self.find_layout(coding) is not None:
+                layout = self.find_layout(coding) if epoch == self._epoch() else None
+                if layout is not None:
                     try:
                         gathering = self._gather(coding)
                         if gathering is not None and gathering.parity.complete:
@@ -101,9 +106,14 @@ class Codings:
                         return
                     except NoFreeSlot:
                         pass  # the next `begin` releases a slot
-                left = deadline - self._system.monotonic()
-                if left <= 0 or not self.changed.wait(left):
-                    raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
+                if layout is None or layout.revision == 0:
+                    left = deadline - self._system.monotonic()
+                    if left <= 0 or not self.changed.wait(left):
+                        raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
+                    continue
+                _, position, length = self._own_parity(coding, layout)
+                pool = self._arena.parity_pool(coding.tag, position)
+            made = self._holdings.make(pool, length)  # nobody has reserved slots for groups that were formed anew
 
     def repair_over(self, coding: Coding) -> None:
         """Note that an attempt to recompute this group's parity is over. It took the slot of the gathering, if any.
@@ -203,25 +213,30 @@ class Codings:
             if known is not None:
                 return known
             layout = self.find_layout(coding)
-            group = layout.group_of(coding.tag) if layout is not None else None
-            if layout is None or group is None or not layout.protects(group):
-                raise ProtocolError(f"node {self._node!r} knows no parity of group {coding.tag} of {coding.snapshot}")
-            members = [node.name for node in layout.members(group)]
-            if self._node not in members:
-                raise ProtocolError(f"node {self._node!r} is not in group {coding.tag}")
-            position = members.index(self._node)
-            key, stripes = ParityKey(*coding, position), layout.stripes(group)
-            length = stripes.parity_bytes(position)
+            group, position, length = self._own_parity(coding, layout)
+            assert layout is not None  # `_own_parity` has refused it otherwise
+            key = ParityKey(*coding, position)
             if not length or self._holdings.holds(key):
                 self._own_parity_done(coding, position, layout)
                 return None
             pool = self._arena.parity_pool(coding.tag, position)
-            pool, slot, view = self._holdings.take(pool, coding.snapshot, length, make_room=layout.revision > 0)
+            pool, slot, view = self._holdings.take(pool, coding.snapshot, length)
             failpoint("parity.taken", coding.snapshot.step)
             self._gatherings[coding] = GatheringSlot(
                 pool, slot, view, self._holdings.gathering(key, layout, group, view)
             )
             return self._gatherings[coding]
+
+    def _own_parity(self, coding: Coding, layout: Layout | None) -> tuple[int, int, int]:
+        """The group of `coding` in a layout, this node's position in it, and the length of its parity in bytes."""
+        group = layout.group_of(coding.tag) if layout is not None else None
+        if layout is None or group is None or not layout.protects(group):
+            raise ProtocolError(f"node {self._node!r} knows no parity of group {coding.tag} of {coding.snapshot}")
+        members = [node.name for node in layout.members(group)]
+        if self._node not in members:
+            raise ProtocolError(f"node {self._node!r} is not in group {coding.tag}")
+        position = members.index(self._node)
+        return group, position, layout.stripes(group).parity_bytes(position)
 
     def _commit_parity(self, coding: Coding, gathering: GatheringSlot) -> None:
         record = gathering.parity.record()

@@ -3,6 +3,11 @@
 A unit that does not match its digest is an erasure. It is noted as damaged, counted, and not handed out until it is
 repaired in place with bytes that match.
 
+What a predecessor left is held as soon as its records are read, and its bytes are *unverified* until somebody has
+compared them with their digests. Nothing is handed out unread: whoever wants a unit reads it first (`checked_unit`), or
+compares it with the digest that comes with it. So an unverified unit is as good as any other for a plan, which never
+declares lost what merely nobody has read yet. `verify` reads the rest.
+
 Every public method is thread-safe; `lock` is the store's own.
 """
 
@@ -22,6 +27,7 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MOVE_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
@@ -34,6 +40,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.reserver import Reserver, make
 
 log = get_log(__name__)
 
@@ -77,12 +84,19 @@ class Holdings:
     """The sealed shards and complete parities in an arena."""
 
     def __init__(
-        self, arena: Arena, lock: threading.Condition, counters: Counters, backend: str, system: System = MACHINE
+        self,
+        arena: Arena,
+        lock: threading.Condition,
+        counters: Counters,
+        backend: str,
+        reserver: Reserver,
+        system: System = MACHINE,
     ) -> None:
-        """`backend`: see `ec.choose_codec`."""
+        """`backend`: see `ec.choose_codec`. `reserver`: makes a slot in place of one that is taken away."""
         self.arena = arena
         self.counters = counters
         self.backend = backend
+        self._reserver = reserver
         self._system = system
         self.verify_lock = system.Lock()
         """Held while one background thread checks the newest shards. Nobody waits for it. A connection thread acquires
@@ -92,6 +106,9 @@ class Holdings:
         self._lock = lock
         self._records: dict[Key, Record] = {}
         self._damaged: set[tuple[Key, int]] = set()
+        self._repair_count = 0
+        self._unverified: dict[Key, set[int]] = {}  # units of a predecessor that nobody has read here yet
+        self._unverified_bytes = 0
         self._repairs: dict[ParityKey, GatheringSlot] = {}  # the newest attempt for each; see `receiving_parity`
         self._episodes = Episodes(log)
 
@@ -155,6 +172,7 @@ class Holdings:
             ProtocolError: there is no such unit here.
             DamagedSnapshot: the unit does not match its digest; from now on it counts as erased.
         """
+        repairs = self._repair_count
         view, record = self.open(key)
         if not 0 <= index < len(record.digests):
             raise ProtocolError(f"there is no unit {index}: {key} has {len(record.digests)}")
@@ -163,8 +181,11 @@ class Holdings:
         try:
             believe_unit(unit, record.digests[index], f"unit {index} of {key}")
         except DamagedSnapshot:
-            self._note_damage(key, index, record)
+            if not self._note_damage(key, index, record, repairs):
+                return self.checked_unit(key, index)
             raise
+        finally:
+            self._note_verified(key, index, record)
         return unit, record
 
     def damaged_units(self, key: Key) -> list[int]:
@@ -178,6 +199,40 @@ class Holdings:
             except DamagedSnapshot:
                 damaged.append(index)
         return damaged
+
+    def verify(self, key: Key, pace: Callable[[int], None]) -> None:
+        """Read the units of `key` that a predecessor left and that nobody has read since; note those that are damaged.
+        Blocks for about one read of them.
+
+        Args:
+            pace: called with the length of each unit in bytes before it is read. What it raises is raised.
+        """
+        failpoint("adopt.verify", key.snapshot.step)
+        with self._lock:
+            left = sorted(self._unverified.get(key, ()))
+        for index in left:
+            with self._lock:
+                if index not in self._unverified.get(key, ()):
+                    continue  # somebody has read it meanwhile
+                length = self._records[key].unit(index)[1]
+            pace(length)
+            try:
+                self.checked_unit(key, index)
+            except DamagedSnapshot:
+                pass  # it is noted
+            except ProtocolError:
+                return  # it was released meanwhile
+
+    def unverified(self) -> list[Key]:
+        """What a predecessor left and nobody has read completely since, in order of need: the newest first, and shards
+        before parity."""
+        with self._lock:
+            return sorted(self._unverified, key=lambda key: (key.snapshot, isinstance(key, ShardKey)), reverse=True)
+
+    @property
+    def unverified_bytes(self) -> int:
+        """How many bytes that is."""
+        return self._unverified_bytes
 
     def known_damage(self, key: Key) -> list[int]:
         """The units that are known not to match their digests and are not repaired. Reads no bytes."""
@@ -199,6 +254,7 @@ class Holdings:
             failpoint("repair.before", key.snapshot.step)
             np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
             self._damaged.discard((key, index))
+            self._repair_count += 1
             left = any(of == key for of, _ in self._damaged)
         failpoint("repair.done", key.snapshot.step)
         self.counters.add(units_repaired=1)
@@ -253,9 +309,7 @@ class Holdings:
             NoFreeSlot: its trainer is writing it.
         """
         length, unit_bytes = layout.shard_bytes(key.coord), layout.unit_bytes
-        with self._lock:
-            self.drop(key)
-            pool, slot, view = self.take(self.arena.shard_pool(key.coord), key.snapshot, length)
+        pool, slot, view = self._take_for(key, length)
         try:
             failpoint("receive.taken", key.snapshot.step)
             yield view
@@ -280,10 +334,8 @@ class Holdings:
                 was given up.
         """
         stripes = layout.stripes(group)
+        pool, slot, view = self._take_for(key, stripes.parity_bytes(key.position))
         with self._lock:
-            self.drop(key)
-            pool = self.arena.parity_pool(key.tag, key.position)
-            pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
             mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view))
         try:
             failpoint("repair_parity.taken", key.snapshot.step)
@@ -320,34 +372,68 @@ class Holdings:
         return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._system, run)
 
     def take(
-        self, pool: SlotFilePool, snapshot: SnapshotId, length: int, *, make_room: bool = True
+        self, pool: SlotFilePool, snapshot: SnapshotId, length: int, made: Slot | None = None
     ) -> tuple[SlotFilePool, Slot, memoryview]:
-        """A slot to receive into. An earlier attempt at the same snapshot loses its slot, and writes into a file that
-        no slot uses any more.
+        """A free slot to receive into. An earlier attempt at the same snapshot loses its slot, and writes into a file
+        that no slot uses any more.
 
         Args:
-            make_room: if no slot is free, delete free slots of other pools and make a new one.
+            made: what `make` has just returned, which nobody else could take.
 
         Raises:
-            NoFreeSlot: no slot is free and `make_room` is False, or the trainer is writing that snapshot.
-            ArenaTooSmall: there is no memory for a new slot.
+            NoFreeSlot: no slot is free (see `make`), or the trainer is writing that snapshot.
         """
         with self._lock:
+            if made is not None:
+                made.claimed = False
             if pool.find(snapshot, SlotState.WRITING) is not None:
                 raise NoFreeSlot(f"{pool.name} of {snapshot} is not received: its trainer is writing it")
             earlier = pool.find(snapshot, SlotState.RECEIVING)
             if earlier is not None:
-                pool.replace(earlier)
-            try:
-                slot = pool.begin(snapshot, length, SlotState.RECEIVING)
-            except NoFreeSlot:
-                if not make_room:
-                    raise
-                pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
-                self.arena.make_room(length, pool)
-                pool.create(length)
-                slot = pool.begin(snapshot, length, SlotState.RECEIVING)
+                self.arena.take_away(pool, earlier)
+                self._reserver.go_on()
+            slot = pool.begin(snapshot, length, SlotState.RECEIVING)
             return pool, slot, pool.view(slot)
+
+    def make(self, pool: SlotFilePool, length: int) -> Slot | None:
+        """Make one more slot, which takes the memory of free slots of other pools, for `take`. If another thread is
+        making one, wait for that, and return None. Blocks for about as long as zeroing the slot takes; the caller must
+        not hold the store's lock.
+
+        Raises:
+            ArenaTooSmall: there is no memory for it.
+        """
+        with self._lock:
+            if (other := pool.being_made(length)) is not None:
+                self._lock.wait_for(lambda: pool.being_made(length) is not other, MOVE_DEADLINE_S)
+                return None
+            pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
+            self.arena.make_room(length, pool)
+            pool.check_room(length)
+            slot = pool.plan(length)
+            slot.claimed = True
+        try:
+            make(pool, slot, self._lock)
+            return slot
+        except OSError as error:
+            with self._lock:
+                pool.remove(slot)
+                self._lock.notify_all()
+            raise pool.no_room(length, error) from error
+
+    def _take_for(self, key: Key, length: int) -> tuple[SlotFilePool, Slot, memoryview]:
+        """A slot to receive `key` into, made if none is free. What is held of it is dropped. Raises as `take` and
+        `make`."""
+        pool, made = self._pool(key), None
+        while True:
+            with self._lock:
+                self.drop(key)
+                try:
+                    return self.take(pool, key.snapshot, length, made)
+                except NoFreeSlot:
+                    if pool.find(key.snapshot, SlotState.WRITING) is not None:
+                        raise
+            made = self.make(pool, length)
 
     def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
         """Free a slot from `take`, unless it was taken away before."""
@@ -357,8 +443,7 @@ class Holdings:
                 self._lock.notify_all()  # a thread may wait for a free slot
 
     def adopt(self) -> None:
-        """Take over what a predecessor left in the arena, and note the units that do not match their digests. Blocks
-        for about one read of all bytes."""
+        """Take over what a predecessor left in the arena. Reads the records, and no bytes: these are `unverified`."""
         for pool, slot, data in self.arena.adopt():
             try:
                 self._adopt_slot(pool, slot, data)
@@ -383,8 +468,9 @@ class Holdings:
         slot.snapshot = record.snapshot
         slot.state = SlotState.SEALED
         self._records[key] = record
+        self._unverified[key] = set(range(len(record.digests)))
+        self._unverified_bytes += _bytes_of(record)
         failpoint("adopt.slot", key.snapshot.step)
-        self.damaged_units(key)  # notes them, so that they are repaired with the help of other nodes
 
     def _pool(self, key: Key) -> SlotFilePool:
         if isinstance(key, ShardKey):
@@ -396,21 +482,45 @@ class Holdings:
         self._lock.notify_all()
 
     def _forget(self, key: Key) -> None:
-        self._records.pop(key, None)
+        record = self._records.pop(key, None)
+        if record is not None:
+            self._unverified_bytes -= sum(record.unit(index)[1] for index in self._unverified.pop(key, ()))
         self._damaged = {(of, index) for of, index in self._damaged if of != key}
 
-    def _note_damage(self, key: Key, index: int, record: Record) -> None:
-        """Raise `ProtocolError` if the slot was given up while the unit was read: then the unit is not damaged, but
-        gone."""
+    def _note_verified(self, key: Key, index: int, record: Record) -> None:
+        if key not in self._unverified:
+            return  # sealed or received here; without the lock, as every unit that is read comes along
+        with self._lock:
+            left = self._unverified.get(key)
+            if left is None or index not in left or self._records.get(key) is not record:
+                return
+            left.remove(index)
+            self._unverified_bytes -= record.unit(index)[1]
+            if not left:
+                del self._unverified[key]
+
+    def _note_damage(self, key: Key, index: int, record: Record, repairs: int) -> bool:
+        """Note a damaged unit, unless something was repaired since there were that many `repairs`: then it may have
+        been this unit, and has to be read again. Returns whether it is damaged.
+
+        Raise `ProtocolError` if the slot was given up while the unit was read: then the unit is not damaged, but gone.
+        """
         with self._lock:
             if self._records.get(key) is not record:
                 raise ProtocolError(f"{key} is not held here any more")
             if (key, index) in self._damaged:
-                return
+                return True
+            if self._repair_count != repairs:
+                return False
             self._damaged.add((key, index))
         self.counters.add(units_damaged=1)
         text, extra = "unit %d of %s is damaged", about(key.snapshot, unit=index)
         self._episodes.begin(key, text, index, key, extra=extra)
+        return True
+
+
+def _bytes_of(record: Record) -> int:
+    return record.bytes if isinstance(record, ShardRecord) else sum(record.lengths)
 
 
 def _fits(record: Record, length: int) -> bool:

@@ -55,6 +55,8 @@ class Slot:
 
     Attributes:
         reserved: how many of the bytes are reserved so far, while the slot is being made.
+        claimed: whether a thread makes the slot for itself: the `Reserver` does not make it, and nobody else takes or
+            deletes it.
     """
 
     index: int
@@ -62,6 +64,7 @@ class Slot:
     state: SlotState = SlotState.FREE
     snapshot: SnapshotId | None = None
     reserved: int = 0
+    claimed: bool = False
 
     @property
     def is_being_filled(self) -> bool:
@@ -101,7 +104,7 @@ class SlotPool:
         if earlier is not None:
             earlier.free()
         for slot in self.slots:
-            if slot.state is SlotState.FREE and slot.bytes == length:
+            if slot.state is SlotState.FREE and slot.bytes == length and not slot.claimed:
                 slot.state = state
                 slot.snapshot = snapshot
                 return slot
@@ -172,7 +175,7 @@ class SlotFilePool(SlotPool):
         return self.arena / record_name(self.path(slot).name)
 
     def view(self, slot: Slot) -> memoryview:
-        """The slot's bytes, mapped."""
+        """The slot's bytes, mapped. Touches none of them, so it takes no longer for a large slot."""
         mapped = self._maps.get(slot.index)
         if mapped is None:
             mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes, self._system)
@@ -212,10 +215,15 @@ class SlotFilePool(SlotPool):
         path = self.path(slot)
         return path.with_name(path.name + PART)
 
+    def being_made(self, length: int) -> Slot | None:
+        """A slot of that length that a thread makes for itself; None if there is none."""
+        making = (slot for slot in self.slots if slot.state is SlotState.MAKING and slot.bytes == length)
+        return next((slot for slot in making if slot.claimed), None)
+
     def unplan(self, length: int) -> None:
         """Give up one slot of that length that is planned, or being made, if there is one."""
         for slot in self.slots:
-            if slot.state is SlotState.MAKING and slot.bytes == length:
+            if slot.state is SlotState.MAKING and slot.bytes == length and not slot.claimed:
                 self.remove(slot)
                 return
 
@@ -296,19 +304,26 @@ class SlotFilePool(SlotPool):
 
     def _reserve(self, slot: Slot) -> None:
         """Make the slot's file and allocate all of it now, so that later writes cannot fail with SIGBUS."""
-        left = room(self.arena, self._system)
-        if slot.bytes > left:  # without this check the file system would be filled before the error
-            raise too_small(self.arena, slot.bytes, left)
+        self.check_room(slot.bytes)
         try:
             with self.open_part(slot) as memory:
                 for start, count in slices(slot.bytes):
                     memory.reserve(start, count)
         except OSError as error:
             self.part_path(slot).unlink(missing_ok=True)
-            if error.errno == errno.ENOSPC:
-                raise too_small(self.arena, slot.bytes, room(self.arena, self._system)) from error
-            raise
+            raise self.no_room(slot.bytes, error) from error
         self.made(slot, memory)
+
+    def check_room(self, length: int) -> None:
+        """Raise `ArenaTooSmall` if a slot of that length does not fit: without this check the file system would be
+        filled before the error."""
+        left = room(self.arena, self._system)
+        if length > left:
+            raise too_small(self.arena, length, left)
+
+    def no_room(self, length: int, error: OSError) -> Exception:
+        """What to raise for an error that occurred while memory was reserved: `ArenaTooSmall` if there is none left."""
+        return too_small(self.arena, length, room(self.arena, self._system)) if error.errno == errno.ENOSPC else error
 
     def _drop(self, slot: Slot) -> None:
         self.slots.remove(slot)
@@ -415,8 +430,4 @@ def _map(path: Path, length: int, system: System) -> mmap.mmap:
     finally:
         system.os.close(fd)
     mapped.madvise(mmap.MADV_DONTDUMP)
-    try:
-        system.populate(mapped)
-    except OSError as error:
-        log.debug("a slot is not touched ahead of time, and the first use of it will be slower: %s", error)
     return mapped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import get_log
@@ -14,6 +15,35 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, ran_out, room
 
 log = get_log(__name__)
+
+
+def make(pool: SlotFilePool, slot: Slot, lock: threading.Condition, is_over: Callable[[], bool] = bool) -> None:
+    """Reserve all memory of a planned slot, and free the slot. Blocks for about as long as zeroing it takes; the caller
+    must not hold `lock`, the store's, which is held for moments only. Does nothing more once the slot is given up, or
+    `is_over` (called with the lock held); then the unfinished file is deleted. Raises `OSError`.
+    """
+
+    def given_up() -> bool:
+        if slot.state is SlotState.MAKING and is_over():
+            pool.part_path(slot).unlink(missing_ok=True)
+        return slot.state is not SlotState.MAKING or is_over()
+
+    with lock:
+        if given_up():
+            return
+        memory = pool.open_part(slot)
+    with memory:
+        for start, count in slices(slot.bytes):
+            with lock:
+                if given_up():
+                    return
+                pool.reserve(slot, count)
+            memory.reserve(start, count)
+            failpoint("reserve.slice")
+        with lock:
+            if not given_up():
+                pool.made(slot, memory)
+                lock.notify_all()
 
 
 class Reserver:
@@ -37,6 +67,10 @@ class Reserver:
     def start(self) -> None:
         """Forget the last error, and start the thread if slots are planned. The caller holds the lock."""
         self.error = ""
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Start the thread if slots are planned. The caller holds the lock."""
         if self._thread is None and self._arena.next_planned() is not None and not self._closed:
             self._thread = self._system.Thread(target=self._run, name="reserve", daemon=True)
             self._thread.start()
@@ -58,9 +92,9 @@ class Reserver:
         make_background(self._priority)
         while (planned := self._next()) is not None:
             try:
-                self._make(*planned)
+                make(*planned, self._lock, lambda: self._closed)
             except OSError as error:
-                self._give_up(planned[1], error)
+                self._give_up(*planned, error)
 
     def _next(self) -> tuple[SlotFilePool, Slot] | None:
         with self._lock:
@@ -69,39 +103,17 @@ class Reserver:
                 self._thread = None
             return planned
 
-    def _make(self, pool: SlotFilePool, slot: Slot) -> None:
-        """Reserve all memory of the slot, unless the slot is given up meanwhile. Raises `OSError`."""
-        with self._lock:
-            if slot.state is not SlotState.MAKING:
-                return
-            memory = pool.open_part(slot)
-        with memory:
-            for start, count in slices(slot.bytes):
-                with self._lock:
-                    if self._is_over(pool, slot):
-                        return
-                    pool.reserve(slot, count)
-                memory.reserve(start, count)
-                failpoint("reserve.slice")
-            with self._lock:
-                if not self._is_over(pool, slot):
-                    pool.made(slot, memory)
-                    self._lock.notify_all()
-
-    def _is_over(self, pool: SlotFilePool, slot: Slot) -> bool:
-        """Whether to stop: the slot and its file were given up, or this SMP ends. In that case delete the unfinished
-        file."""
-        if slot.state is not SlotState.MAKING:
-            return True
-        if self._closed:
-            pool.part_path(slot).unlink(missing_ok=True)
-        return self._closed
-
-    def _give_up(self, slot: Slot, error: OSError) -> None:
+    def _give_up(self, pool: SlotFilePool, slot: Slot, error: OSError) -> None:
         """Delete the planned slots that hold no snapshot, and wake those who wait for them. Does nothing if `slot` was
         given up before."""
         with self._lock:
             if slot.state is not SlotState.MAKING:
+                return
+            if not self._arena.is_of_plan(slot):  # it was to replace one whose memory somebody still uses
+                pool.remove(slot)
+                log.warning(
+                    "a slot of %s that was taken away is not made again before the next start: %s", pool.name, error
+                )
                 return
             need, got = self._arena.give_up_planned()
             path = self._arena.path

@@ -104,12 +104,13 @@ class Store:
         # regroup and reserve memory. It is reentrant because callbacks call back in. Order: `Monitor._regrouping_lock`,
         # `Holdings.verify_lock` and `_taking` of `coding.sending` are taken before it. The locks of the persister, of a
         # `ParityGathering`, of `Recoveries`, of the channels to peers, of counters and of logs are taken after it: a
-        # thread that holds one of them must not take this one. Bytes are copied, digested, sent and reserved without
-        # it, except to repair a unit, to wipe slots, and to make slots at once (`Arena.reserve`, `Arena.fence`,
-        # `Holdings.take`).
+        # thread that holds one of them must not take this one. Bytes are copied, digested, sent, reserved and mapped in
+        # without it, however many there are: trainers wait for it in every step. Exceptions are of bounded length: one
+        # unit is repaired, and slots are made, if `is_at_once` (`Arena.reserve`, `Arena.take_away`).
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
-        self.holdings = Holdings(arena, self.changed, self.counters, backend, system)
+        self.reserver = Reserver(arena, self.changed, priority, system)
+        self.holdings = Holdings(arena, self.changed, self.counters, backend, self.reserver, system)
         self.board = Board(arena.path / "board", create=True, system=system)
         self.epoch = 0
         self.protected: SnapshotId | None = None
@@ -126,7 +127,6 @@ class Store:
             on_done=self._settle,
             system=system,
         )
-        self.reserver = Reserver(arena, self.changed, priority, system)
         self._failures = Episodes(log)
         self._on_sealed = on_sealed
         self._on_protected = on_protected
@@ -330,7 +330,8 @@ class Store:
             pool = self.arena.shard_pool(coord)
             for slot in [s for s in pool.slots if s.snapshot not in keep]:
                 if slot.state is SlotState.RECEIVING:
-                    pool.replace(slot)
+                    self.arena.take_away(pool, slot)
+                    self.reserver.go_on()
                 elif slot.state is SlotState.WRITING:
                     pool.discard(slot)
             self.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it

@@ -493,6 +493,12 @@ MUTANTS: dict[str, SimMutant] = {
         ((Reserver, "start", _never),),
         _beside,
     ),
+    "made-under-the-lock": SimMutant(
+        "slots are made again at once, however large they are, while everybody waits for the store",
+        "lock",
+        ((Arena, "take_away", lambda self, pool, slot: pool.replace(slot) or True),),
+        _beside,
+    ),
     "no-repair": SimMutant(
         "lost parity is not repaired",
         "recoverable",

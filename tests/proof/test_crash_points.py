@@ -39,7 +39,8 @@ pytestmark = pytest.mark.cluster
 
 STARTING = (
     *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done", "start.adopted", "start.bound"),
-    *("record.smp.before", "record.smp.part", "record.smp.done", "start.serving", "rejoin.before", "rejoin.done"),
+    *("record.smp.before", "record.smp.part", "record.smp.done", "start.serving", "adopt.verify", "rejoin.before"),
+    "rejoin.done",
 )
 """Reached by an SMP that starts where another one died."""
 

@@ -19,6 +19,8 @@ from holdfast.smp_daemon.local import MAX_DIGESTS
 from holdfast.smp_daemon.net.listener import SocketListener, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.core import Settings
+from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.ops.status import take_statuses
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -642,7 +644,6 @@ class TestAnSmpKilledAndStartedAgain:
         run["dp0"].client.reconnect()
         inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0"), (bad, "dp0")}, "others might help to repair it"
-        assert run["dp0"].client.counters()["units_damaged"] == 1
         with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .*repaired: .*no parity"):
             run["dp0"].recover(run.plan(inventory))
         inventory = run["dp0"].client.inventory()
@@ -682,11 +683,41 @@ class TestAnSmpKilledAndStartedAgain:
         assert inventories[0].shards == {(snapshot, "dp0")}
         assert inventories[0].parities == {(snapshot, tag, 0)}
         assert run.plan(*inventories).repair == ()
-        assert damage_of(run["dp0"]) == (1, 0)
+        assert wait_until(lambda: damage_of(run["dp0"]) == (1, 0)), "what is adopted is verified"
         assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 1, "repaired": 1}
         assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
         assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 0, "repaired": 0}
         assert damage_of(run["dp0"]) == (1, 1)
+
+    def test_serves_before_it_has_read_what_it_adopted_and_hands_out_no_damage_meanwhile(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[3000], [3000], [3000]])
+        snapshot, tag = run.protect(1), run.layout.tag(0)
+        held_bytes = len(bytes_of(run, "dp1", snapshot)) + sum(map(len, parity_units(smps[1], snapshot, tag, 1)))
+        smps[1].kill()
+        flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
+        smps[1].rules = [("adopt.verify", None)]
+        smps[1].launch().wait_ready()
+        held = ground.points.wait_any("node1", "adopt.verify")
+        run["dp1"].client.reconnect()
+        [status] = take_statuses(run.job, [smps[1].control])
+        assert status.unverified_bytes == held_bytes
+        assert status.to_plain()["verifying"] == status.verifying != ""
+        overview = look(run.job, smps[1].control)
+        assert overview.newest is not None and overview.newest.snapshot == snapshot, "nothing is lost"
+        assert "node1: not all is verified yet" in overview.sentence()
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        assert (plan.snapshot, plan.decoded, plan.repair) == (snapshot, (), ())
+        elsewhere = Trainer(smps[0], "dp1", 3000).recover(plan)
+        assert bytes(elsewhere.view) == bytes_of(run, "dp1", snapshot), "a damaged unit was sent as an erasure"
+        lent = run["dp1"].client.recover(plan.sources, "dp1", check=False)
+        assert not all(lent.matches(unit) for unit in range(len(lent.digests))), "whoever asks for no check checks"
+        recovered = run["dp1"].recover(plan)
+        assert (recovered.how, bytes(recovered.view)) == ("repaired", bytes_of(run, "dp1", snapshot))
+        held.go()
+        ground.points.wait_any("node1", "adopt.verify").go()  # its parity
+        assert wait_until(lambda: not take_statuses(run.job, [smps[1].control])[0].verifying)
+        assert damage_of(run["dp1"]) == (1, 1)
 
     def test_does_not_take_a_broken_record_for_one(self, ground: Ground) -> None:
         smp = ground.smp()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.smp_daemon.coding.scrub import verify_adopted
 from holdfast.smp_daemon.shared.errors import ConfigError, VersionMismatch
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, encode_json, to_plain
@@ -181,6 +182,7 @@ def test_an_smp_starts_on_any_damage_and_holds_only_what_was_sealed(arena: Path,
     life = Life(arena)
     store, holdings = life.store, life.store.holdings
     held = set(holdings.held())
+    verify_adopted(store, lambda count: None)
     everything: set[Key] = {ShardKey(SNAPSHOTS[0], "dp0"), ShardKey(SNAPSHOTS[1], "dp0"), PARITY_KEY}
     at_stake: dict[str, set[Key]] = {"shard": {ShardKey(SNAPSHOTS[1], "dp0")}, "parity": {PARITY_KEY}}
     lost = at_stake.get(file.split()[-1], set())

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from holdfast.smp_daemon.shared.records import (
 )
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, Key, ParityKey, ShardKey
-from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
+from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
 
 UNIT = 8
@@ -63,7 +65,9 @@ class Place:
         self.counters = Counters()
         self.arena = Arena(self.path)
         self.arena.add_layout(LAYOUT)  # nothing is believed that no layout names
-        self.holdings = Holdings(self.arena, threading.Condition(threading.RLock()), self.counters, "numpy")
+        lock = threading.Condition(threading.RLock())
+        self.reserver = Reserver(self.arena, lock, "normal")
+        self.holdings = Holdings(self.arena, lock, self.counters, "numpy", self.reserver)
 
     def crash(self) -> None:
         """The owner dies, which releases its lock, and a successor takes over."""
@@ -480,9 +484,9 @@ def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place
         with place.holdings.receiving_parity(PARITY, LAYOUT, 0) as gathering:
             place.holdings.stop_repairs(lambda snapshot: snapshot == SECOND)
             with pytest.raises(NoFreeSlot):
-                place.holdings.take(pool, SECOND, length, make_room=False)
+                place.holdings.take(pool, SECOND, length)
             place.holdings.stop_repairs(lambda snapshot: snapshot == FIRST)
-            _, slot, view = place.holdings.take(pool, SECOND, length, make_room=False)
+            _, slot, view = place.holdings.take(pool, SECOND, length)
             before = bytes(view)
             _, position, piece = next(iter(stripes.contributors(stripe)))
             unit = memoryview(bytes(range(1, piece.length + 1)))
@@ -492,7 +496,9 @@ def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place
 
 def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None:
     lock, waits, heard = place.holdings._lock, threading.Event(), []
-    pool, slot, view = place.holdings.take(place.pool(SHARD), FIRST, 20)
+    pool = place.pool(SHARD)
+    pool.create(20)
+    _, slot, view = place.holdings.take(pool, FIRST, 20)
 
     def wait() -> None:
         with lock:
@@ -524,11 +530,13 @@ def test_memory_of_free_slots_of_others_is_used_before_more_is_taken(place: Plac
     place.arena.reserve({pool: (20, 1), other: (13, 3), parity: (16, 1)})
     held = other.begin(FIRST, 13)
     place.holdings.take(pool, FIRST, 20)
-    _, slot, _ = place.holdings.take(pool, SECOND, 20)
+    with pytest.raises(NoFreeSlot):
+        place.holdings.take(pool, SECOND, 20)
+    _, slot, _ = place.holdings.take(pool, SECOND, 20, place.holdings.make(pool, 20))
     assert (slot.index, slot.snapshot) == (1, SECOND)
     assert parity.slots == [] and len(other.slots) == 2
     assert held in other.slots and held.snapshot == FIRST
-    place.holdings.take(pool, THIRD, 20)
+    place.holdings.take(pool, THIRD, 20, place.holdings.make(pool, 20))
     assert other.slots == [held], "what somebody writes into is not taken"
     assert [slot.snapshot for slot in pool.slots] == [FIRST, SECOND, THIRD]
 
@@ -541,11 +549,76 @@ def test_where_there_is_no_memory_nothing_is_taken_from_those_who_hold_some(
     def refuse(length: int) -> None:
         raise ArenaTooSmall("full")
 
-    monkeypatch.setattr(place.arena.shard_pool("dp0"), "create", refuse)
+    monkeypatch.setattr(place.arena.shard_pool("dp0"), "check_room", refuse)
     with pytest.raises(ArenaTooSmall):
         receive(place, SHARD)
+    assert place.pool(SHARD).slots == []
     assert place.holdings.held() == [ShardKey(FIRST, "dp1")]
     assert place.holdings.damaged_units(ShardKey(FIRST, "dp1")) == []
+
+
+class Slow:
+    """Memory whose reservation takes as long as a test wants. `held`: whether the store's lock was held meanwhile."""
+
+    def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: list[bool] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        reserve = SlotMemory.reserve
+
+        def slowly(memory: SlotMemory, start: int, count: int) -> None:
+            self.held.append(place.holdings._lock._is_owned())  # type: ignore[attr-defined]
+            self.begun.set()
+            assert self.go_on.wait(DEADLINE_S)
+            reserve(memory, start, count)
+
+        monkeypatch.setattr(SlotMemory, "reserve", slowly)
+
+
+def test_nobody_waits_while_a_slot_to_receive_into_is_made(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.smp_daemon.storage.arena.is_at_once", lambda length: False)
+    slow = Slow(place, monkeypatch)
+    with ThreadPoolExecutor(2) as threads:
+        receiving = [threads.submit(receive, place, ShardKey(snapshot, "dp0")) for snapshot in (FIRST, SECOND)]
+        assert slow.begun.wait(DEADLINE_S)
+        assert place.holdings.held() == [], "this takes the store's lock"
+        [slot] = place.pool(SHARD).slots
+        assert slot.state is SlotState.MAKING, "two that want a slot of one pool make one after the other"
+        assert place.arena.next_planned() is None, "the background thread leaves it to them"
+        slow.go_on.set()
+        for each in receiving:
+            each.result(DEADLINE_S)
+    assert set(place.holdings.held()) == {SHARD, ShardKey(SECOND, "dp0")}
+    assert slow.held == [False, False]
+
+
+def test_a_slot_that_a_thread_makes_for_itself_is_left_to_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(place, monkeypatch)
+    pool, other = place.pool(SHARD), place.arena.shard_pool("dp1")
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(place.holdings.make, pool, 20)
+        assert slow.begun.wait(DEADLINE_S)
+        with place.holdings._lock:
+            place.arena.reserve({})  # a layout without this shard
+        slow.go_on.set()
+        made = making.result(DEADLINE_S)
+    assert made is not None and made.state is SlotState.FREE
+    place.arena.reserve({})
+    place.arena.make_room(20, other)
+    with pytest.raises(NoFreeSlot):
+        place.holdings.take(pool, SECOND, 20)
+    assert place.holdings.take(pool, FIRST, 20, made)[1] is made
+    assert not made.claimed
+
+
+def test_who_takes_a_large_slot_away_reserves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.pool(SHARD).create(20)
+    pool, _, earlier = place.holdings.take(place.pool(SHARD), FIRST, 20)
+    monkeypatch.setattr("holdfast.smp_daemon.storage.arena.is_at_once", lambda length: False)
+    monkeypatch.setattr(SlotMemory, "reserve", lambda *arguments: pytest.fail("memory is reserved"))
+    with pytest.raises(NoFreeSlot):
+        place.holdings.take(pool, FIRST, 20)
+    assert pool.slots == []
+    earlier[:] = bytes(20)  # whoever has it writes to nothing
 
 
 # ---------------------------------------------------------------------- adopting
@@ -562,13 +635,71 @@ def test_a_successor_holds_what_was_sealed(place: Place) -> None:
     assert place.counters.read() == Counters().read()
 
 
-def test_damage_is_noted_when_it_is_adopted_and_can_be_mended(place: Place) -> None:
+def verify(place: Place) -> None:
+    for key in place.holdings.unverified():
+        place.holdings.verify(key, lambda length: None)
+
+
+def test_a_successor_reads_nothing_before_it_holds_what_was_sealed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.put_shard(SHARD)
+    place.put_shard(ShardKey(SECOND, "dp0"))
+    place.put_parity()
+    with monkeypatch.context() as patched:
+        patched.setattr("holdfast.smp_daemon.shared.belief.digest", lambda unit: pytest.fail("it is read"))
+        place.crash()
+    assert place.holdings.unverified() == [ShardKey(SECOND, "dp0"), SHARD, PARITY], "the newest first, shards first"
+    assert place.holdings.unverified_bytes == 20 + 20 + 13
+    assert place.holdings.checked_unit(SHARD, 2)
+    assert place.holdings.unverified_bytes == 20 + 16 + 13
+    lengths: list[int] = []
+    place.holdings.verify(SHARD, lengths.append)
+    assert lengths == [8, 8], "what somebody has read is not read again"
+    assert place.holdings.unverified() == [ShardKey(SECOND, "dp0"), PARITY]
+    place.holdings.drop(PARITY)
+    assert place.holdings.unverified_bytes == 20
+    verify(place)
+    assert (place.holdings.unverified(), place.holdings.unverified_bytes) == ([], 0)
+    assert place.count("units_damaged") == 0
+
+
+def test_an_unverified_unit_that_is_damaged_is_not_handed_out(place: Place) -> None:
+    place.put_shard(SHARD)
+    place.flip(SHARD, 9)
+    place.crash()
+    with pytest.raises(DamagedSnapshot):
+        place.holdings.checked_unit(SHARD, 1)
+    assert (place.holdings.known_damage(SHARD), place.holdings.unverified_bytes) == ([1], 12)
+
+
+def test_a_unit_that_is_mended_while_another_thread_reads_it_is_not_damaged(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = place.put_shard(SHARD)
+    place.flip(SHARD, 0)
+    place.holdings.damaged_units(SHARD)
+
+    def slow_digest(unit: memoryview) -> int:
+        spoilt = digest(unit)
+        if place.holdings.known_damage(SHARD):
+            place.holdings.repair(SHARD, 0, memoryview(content)[:8])
+        return spoilt
+
+    monkeypatch.setattr("holdfast.smp_daemon.shared.belief.digest", slow_digest)
+    assert place.holdings.checked_unit(SHARD, 0)
+    assert place.holdings.known_damage(SHARD) == []
+    assert (place.count("units_damaged"), place.count("units_repaired")) == (1, 1)
+
+
+def test_damage_is_noted_when_what_was_adopted_is_verified_and_can_be_mended(place: Place) -> None:
     content, parity = place.put_shard(SHARD), place.put_parity()
     place.flip(SHARD, 3)
     place.flip(SHARD, 19)
     place.flip(PARITY, 8)
     place.crash()
     assert set(place.holdings.held()) == {SHARD, PARITY}
+    verify(place)
     assert place.count("units_damaged") == 3
     assert (place.holdings.damaged_units(SHARD), place.holdings.damaged_units(PARITY)) == ([0, 2], [1])
     assert place.count("units_damaged") == 3, "it was noted before"
@@ -576,6 +707,7 @@ def test_damage_is_noted_when_it_is_adopted_and_can_be_mended(place: Place) -> N
     place.holdings.repair(SHARD, 2, memoryview(content)[16:])
     place.holdings.repair(PARITY, 1, memoryview(parity)[8:13])
     place.crash()
+    verify(place)
     assert place.count("units_damaged") == 0
     assert (bytes(place.view(SHARD)), bytes(place.view(PARITY))) == (content, parity)
 

@@ -32,6 +32,7 @@ CHECKS = {
     "returns": "once the faults are over, the job comes back and goes on",
     "progress": "once the faults are over, snapshots become protected",
     "free": "a job that has ended leaves nothing behind",
+    "lock": "the store's lock is not held for as long as there are bytes to reserve, map, digest or overwrite",
     "rest": "no thread waits for ever",
     "bug": "no thread ends with an unexpected error",
 }

@@ -20,9 +20,11 @@ import torch
 import holdfast.smp_daemon.service  # noqa: F401  # so that every module to patch is there
 from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.shared import failpoints
+from holdfast.smp_daemon.shared.budget import wipe
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
+from holdfast.smp_daemon.shared.records import PART, digest, digest_units, kind_of
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
+from holdfast.smp_daemon.storage.pool import SlotMemory
 from holdfast.snapshot.protecting import Due, Protecting
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.step.boundary import Boundary
@@ -59,6 +61,7 @@ class Hooks:
     wanted: Callable[[Any, bool], None]
     unit_bytes: Callable[[int, int], int]
     at_once: Callable[[int], bool]
+    works: Callable[[str, bool], None]
     is_due: Callable[[str], bool]
     enters: Callable[[], None]
     stored: Callable[[Any], None]
@@ -123,8 +126,33 @@ release = Arena.release
 
 
 def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
+    Hooks.works("digested", False)
     failpoint("seal.digest")
     return digest_units(data, unit_bytes)
+
+
+def _received_digests(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
+    Hooks.works("digested", False)
+    return digest_units(data, unit_bytes)
+
+
+def _checked_digest(unit: memoryview) -> int:
+    Hooks.works("digested", False)
+    return digest(unit)
+
+
+def _wipe(view: memoryview) -> None:
+    Hooks.works("overwritten", False)
+    wipe(view)
+
+
+def _reserve(self: SlotMemory, start: int, count: int) -> None:
+    """`SlotMemory.reserve`. What is small is reserved while others wait."""
+    Hooks.works("reserved", Hooks.at_once(count))
+    reserve(self, start, count)
+
+
+reserve = SlotMemory.reserve
 
 
 def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> None:
@@ -228,6 +256,10 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
         "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
+        "holdfast.smp_daemon.storage.holdings.digest_units": _received_digests,
+        "holdfast.smp_daemon.shared.belief.digest": _checked_digest,
+        "holdfast.smp_daemon.storage.pool.wipe": _wipe,
+        "holdfast.smp_daemon.storage.pool.SlotMemory.reserve": _reserve,
         "holdfast.smp_daemon.shared.records._failpoint": _record_point,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),

@@ -100,6 +100,11 @@ class RLock:
             if self._waiting:
                 self._scheduler.wake(self._waiting)
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether the current thread holds the lock."""
+        return self._owner is not None and self._owner is self._scheduler.current
+
     def give_up(self) -> int:
         """Release the lock completely, for a wait. Returns how often it was held."""
         if self._owner is not self._scheduler.current:

@@ -152,7 +152,16 @@ class World:
         Hooks.enters = self._note_entering
         Hooks.stored = self.oracle.stored
         Hooks.at_once = lambda length: not self.plan.beside
+        Hooks.works = self._note_work
         SYSTEM.begin_run()
+
+    def _note_work(self, what: str, at_once: bool) -> None:
+        """Bytes of a slot are reserved, digested or overwritten. A real node has so many that it takes minutes."""
+        self.oracle.checks["lock"] += 1
+        locks: list[tuple[str, Any]] = [(each.name, each.smp.store.changed) for each in self.nodes if each.smp]
+        held = [name for name, lock in locks if lock.is_mine]
+        if held and not at_once:
+            self.scheduler.violate("lock", f"{held[0]}: bytes are {what} with the store's lock held")
 
     # ------------------------------------------------------------------ nodes
 
