@@ -40,7 +40,7 @@ from holdfast.smp_daemon.shared.paths import arena_base
 LOST, SLOW = 1, 2
 SLOWER = 10
 STOP_AFTER_S = 0.7
-INSIDE = "HOLDFAST_BENCH_LOAD"
+INSIDE = "BENCH_LOAD"
 
 
 def main() -> None:

@@ -458,19 +458,25 @@ def value(action: argparse.Action) -> str:
 
 
 def environment() -> Iterator[str]:
-    groups = importlib.import_module("holdfast.environment").GROUPS
+    table = importlib.import_module("holdfast.smp_daemon.shared.settings").TABLE
     yield "# Environment variables"
-    for group in groups:
-        yield f"## {group.title}"
-        yield group.text
+    for section in dict.fromkeys(setting.where for setting in table):
+        yield f"## {section.title}"
+        yield section.text
         yield "\n".join(
-            f"* `{each.name}`{f' (default {shown(each.default)})' if each.default else ''}: {each.meaning}"
-            for each in group.variables
+            f"* `{each.variable}`{f' (default {shown(each)})' if shown(each) else ''}: {each.meaning}{more(each)}"
+            for each in table
+            if each.where is section
         )
 
 
-def shown(default: str) -> str:
+def shown(setting: Any) -> str:
+    default = setting.shown or setting.default
     return f"`{default}`" if default and " " not in default else default
+
+
+def more(setting: Any) -> str:
+    return f" [More]({setting.page})." if setting.page else ""
 
 
 if __name__ == "__main__":

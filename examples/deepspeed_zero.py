@@ -14,7 +14,7 @@ import torch
 from holdfast.integrations.deepspeed import MemoryCheckpointEngine
 
 STEPS = 60
-FOLDER = os.environ.get("HOLDFAST_FOLDER", "/dev/shm/deepspeed-files")  # has only placeholders; the SMP has the data
+FOLDER = os.environ.get("FOLDER", "/dev/shm/deepspeed-files")  # has only placeholders; the SMP has the data
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FI
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.receive import is_compiled
+from holdfast.smp_daemon.shared.settings import HOST, HTTP, INSECURE
 from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams
@@ -51,7 +52,7 @@ def gather() -> Facts:
     status = os.statvfs(parent)
     limit, used = cgroup_memory(_text(Path("/proc/self/cgroup")))
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
+    host = HOST.text()
     mounts = [
         Mount(Path(each.mountpoint), each.fstype, frozenset(each.opts.split(",")))
         for each in psutil.disk_partitions(all=True)
@@ -83,8 +84,8 @@ def gather() -> Facts:
         streaming=streams(),
         receives=is_compiled(),
         host=host,
-        insecure=os.environ.get("HOLDFAST_INSECURE") == "1",
-        bindings=_bindings(host, os.environ.get("HOLDFAST_HTTP", "auto")),
+        insecure=INSECURE.value(),
+        bindings=_bindings(host, HTTP.text()),
         clock=_text(SYS / "devices/system/clocksource/clocksource0/current_clocksource"),
         synchronised=_is_synchronised(),
         secrets=secrets_of(os.environ),

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from holdfast.smp_daemon.local import TrainerConversation, checked_peer
 from holdfast.smp_daemon.net.authenticator import Authenticator
-from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
+from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix, check_own
 from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
-from holdfast.smp_daemon.shared.addresses import check_own, parse_hosts
+from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
-from holdfast.smp_daemon.shared.paths import LOOPBACK, Owner, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import RELEASE

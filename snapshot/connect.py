@@ -9,7 +9,8 @@ from pathlib import Path
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import LOOPBACK, arena_path
+from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.settings import HOST, JOB, NODE
 from holdfast.smp_daemon.shared.spawn import start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.launchers import check_reachable, spanning
@@ -59,10 +60,9 @@ def start_here(
         DeadlineExceeded: none serves in time.
     """
     node = node_from_environment()
-    host = os.environ.get("HOLDFAST_HOST", LOOPBACK)
+    host = HOST.text()
     check_reachable(host, spans or spanning(os.environ))
-    insecure = os.environ.get("HOLDFAST_INSECURE") == "1"
-    start_smp(job, node, arena, host=host, insecure=insecure, ports=ports, deadline_s=deadline_s)
+    start_smp(job, node, arena, host=host, ports=ports, deadline_s=deadline_s)
 
 
 def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:
@@ -105,7 +105,7 @@ def job_from_environment() -> str:
         ConfigError: none is set.
     """
     torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    job = os.environ.get("HOLDFAST_JOB") or (torchrun if torchrun != "none" else os.environ.get("SLURM_JOB_ID"))
+    job = JOB.value() or (torchrun if torchrun != "none" else os.environ.get("SLURM_JOB_ID"))
     if not job:
         raise ConfigError(
             "this training run has no id: set HOLDFAST_JOB, the same for every rank and every restart of the run, "
@@ -131,7 +131,7 @@ def warn_of_stale_store() -> None:
 
 def node_from_environment() -> str:
     """This node's name: ``HOLDFAST_NODE``, or the name of the host."""
-    return os.environ.get("HOLDFAST_NODE") or _host_name()
+    return NODE.value() or _host_name()
 
 
 def _host_name() -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.smp_daemon.shared.addresses import parse_hosts
+from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.paths import LOOPBACK
 
 NODE_COUNTS = ("PET_NNODES", "LWS_GROUP_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 """Variables of Kubeflow's trainers, LeaderWorkerSets and Slurm; the first that is set counts. ``2:4`` is a range."""

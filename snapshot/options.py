@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from holdfast.smp_daemon.shared.paths import arena_path
-from holdfast.smp_daemon.shared.runs import given_up_ids, run_from_environment
+from holdfast.smp_daemon.shared.settings import (
+    DOMAINS,
+    DRIFT,
+    ELASTIC,
+    GENERATIONS,
+    GIVE_UP,
+    MAX_REPEATS,
+    RESTORE_STEP,
+    RUN,
+)
 from holdfast.snapshot.connect import job_from_environment
 from holdfast.snapshot.interval.overlap import check_budget
 from holdfast.snapshot.interval.policy import budget_from_environment, mtbf_from_environment
 from holdfast.snapshot.resume.arrange import Protection, parse_protect
-from holdfast.snapshot.resume.choice import (
-    GENERATIONS_ENV,
-    MAX_REPEATS,
-    MAX_REPEATS_ENV,
-    RESTORE_STEP_ENV,
-    StartOptions,
-    whole_number,
-)
-from holdfast.snapshot.resume.comparison import check_environment
-from holdfast.snapshot.resume.elastic import elastic_from_environment
+from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 
@@ -43,7 +41,7 @@ class Options:
     every: int | Literal["auto"] = 1
     protect_every: ProtectEvery = 1
     protect: str = "auto"
-    domains: str = field(default_factory=lambda: os.environ.get("HOLDFAST_DOMAINS", ""))
+    domains: str = field(default_factory=DOMAINS.value)
     slots: int = 3
     start: bool = True
     keep: bool = False
@@ -51,12 +49,12 @@ class Options:
     arena: Path | None = None
     deadline_s: float = 60.0
     overhead_budget: float = field(default_factory=budget_from_environment)
-    max_repeats: int = field(default_factory=partial(whole_number, MAX_REPEATS_ENV, MAX_REPEATS))
-    generations: int = field(default_factory=partial(whole_number, GENERATIONS_ENV, 1))
-    restore_step: int | None = field(default_factory=partial(whole_number, RESTORE_STEP_ENV, None))
-    run: str = field(default_factory=run_from_environment)
-    give_up: tuple[str, ...] = field(default_factory=given_up_ids)
-    elastic: bool = field(default_factory=elastic_from_environment)
+    max_repeats: int = field(default_factory=MAX_REPEATS.value)
+    generations: int = field(default_factory=GENERATIONS.value)
+    restore_step: int | None = field(default_factory=RESTORE_STEP.value)
+    run: str = field(default_factory=RUN.value)
+    give_up: tuple[str, ...] = field(default_factory=GIVE_UP.value)
+    elastic: bool = field(default_factory=ELASTIC.value)
     block: int | None = None
 
     @classmethod
@@ -92,7 +90,7 @@ class Options:
             )
         parse_protect(self.protect)
         arena_path(self.job, self.arena)
-        check_environment()
+        DRIFT.value()
 
     @property
     def budget(self) -> float | None:

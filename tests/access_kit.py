@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.smp_daemon.shared.credentials import (
-    DEFAULT_NAME,
     TLS_ENVS,
-    TLS_NAME_ENV,
     TOKEN_ENV,
     TOKEN_FILE_ENV,
     current,
 )
+from holdfast.smp_daemon.shared.settings import TLS_NAME
 from tests.deadlines import DEADLINE_S
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command makes the certificates")
@@ -28,7 +27,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the 
 def credentials(environment: dict[str, str]) -> Iterator[None]:
     """Give this process and its children these credentials and no others for a ``with`` block."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in (TOKEN_FILE_ENV, TOKEN_ENV, TLS_NAME_ENV, *TLS_ENVS):
+        for name in (TOKEN_FILE_ENV, TOKEN_ENV, TLS_NAME.variable, *TLS_ENVS):
             patch.delenv(name, raising=False)
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -55,7 +54,7 @@ class Authority:
         self._made = 0
         _openssl(*_new_key(path / "ca.key"), "-x509", "-subj", "/CN=authority", "-out", str(path / "ca.pem"))
 
-    def environment(self, name: str = DEFAULT_NAME, days: int = 2) -> dict[str, str]:
+    def environment(self, name: str = TLS_NAME.default, days: int = 2) -> dict[str, str]:
         """Issue a certificate for a DNS name; return the environment that names it."""
         self._made += 1
         cert, key, request = (self.path / f"{self._made}.{kind}" for kind in ("pem", "key", "csr"))

@@ -23,9 +23,10 @@ from holdfast.bench.floor import DEADLINE_S, PIECE_BYTES, Floor, Wires, memory, 
 from holdfast.bench.smp import rounded
 from holdfast.ec import choose_codec
 from holdfast.ec.codec import Buffer, as_array
-from holdfast.smp_daemon.shared.credentials import DEFAULT_NAME, TLS_ENVS, TLS_NAME_ENV
+from holdfast.smp_daemon.shared.credentials import TLS_ENVS
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.records import digest_units
+from holdfast.smp_daemon.shared.settings import TLS_NAME
 from holdfast.snapshot.copy.runs import copy, make_runs
 
 PARTS = {
@@ -199,14 +200,14 @@ def certificates(environment: Mapping[str, str], folder: Path) -> dict[str, str]
     cert, key = folder / "cert.pem", folder / "key.pem"
     key.touch(mode=0o600)
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    command += ["-days", "2", "-subj", "/CN=smp", "-addext", f"subjectAltName=DNS:{DEFAULT_NAME}"]
+    command += ["-days", "2", "-subj", "/CN=smp", "-addext", f"subjectAltName=DNS:{TLS_NAME.default}"]
     try:
         subprocess.run(
             [*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, timeout=60.0
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{', '.join(TLS_ENVS)} are not set, and openssl makes no certificate: {error}") from error
-    return dict(zip(TLS_ENVS, (str(cert), str(key), str(cert)), strict=True)) | {TLS_NAME_ENV: DEFAULT_NAME}
+    return dict(zip(TLS_ENVS, (str(cert), str(key), str(cert)), strict=True)) | {TLS_NAME.variable: TLS_NAME.default}
 
 
 def last_cache_bytes() -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
+from holdfast.smp_daemon.shared.settings import ARENA
 
 if TYPE_CHECKING:
     from holdfast.snapshot.step.ledger import ProtectEvery
@@ -100,6 +101,11 @@ def arena_folder(text: str) -> Path:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{text} is not a directory: name one that holds arenas")
     return path
+
+
+def add_arena(parser: argparse.ArgumentParser) -> None:
+    """Add ``--arena`` to a command that looks for the SMPs of this machine."""
+    parser.add_argument("--arena", metavar=ARENA.kind.shown, type=arena_folder, help=ARENA.help)
 
 
 def parse_protect_every(text: str) -> ProtectEvery:

@@ -6,12 +6,13 @@ import argparse
 import sys
 from typing import Any
 
-from holdfast.cli.arguments import arena_folder, deadline_up_to
+from holdfast.cli.arguments import add_arena, deadline_up_to
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.status import gather
-from holdfast.smp_daemon.coding.drain import Drained, parse_spares
+from holdfast.smp_daemon.coding.drain import Drained
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.shared.addresses import parse_spares
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.messages import LONGEST_S, Drain
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
@@ -33,11 +34,7 @@ def add(commands: Any) -> None:
     )
     drain.add_argument("node", help="name of the node, as `holdfast status` tells it")
     drain.add_argument("--job", help="id of the training run (default: the one that has this node)")
-    drain.add_argument(
-        "--arena",
-        type=arena_folder,
-        help="where to look for SMPs of the job on this machine (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)",
-    )
+    add_arena(drain)
     drain.add_argument("--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job")
     drain.add_argument("--to", default="", metavar="HOST:PORT,...", help="spares: SMPs that the job does not use yet")
     drain.add_argument(
@@ -57,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     overview = _job_of(parsed)
     address = _address_of(overview, parsed.node)
     spares = parse_spares(parsed.to)
-    message = Drain(job=overview.job, deadline_s=parsed.deadline, spares=tuple(spares), wait=parsed.wait)
+    message = Drain(job=overview.job, deadline_s=parsed.deadline, spares=spares, wait=parsed.wait)
     out = sys.stderr if parsed.json == "-" else sys.stdout
     print(f"moving what {parsed.node} holds of job {overview.job}", file=out, flush=True)
     with PeerClient(overview.job) as peers:

@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.arguments import arena_folder
+from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.identity import epoch_text
+from holdfast.smp_daemon.shared.settings import JOB
 
 FORMATS = ("safetensors", "dcp")
 
@@ -40,9 +41,7 @@ def add(commands: Any) -> None:
         "torch.distributed.checkpoint loads (default safetensors)",
     )
     export.add_argument("--list", action="store_true", help="only say what there is")
-    export.add_argument(
-        "--arena", type=arena_folder, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)"
-    )
+    add_arena(export)
     add_json(export)
     export.set_defaults(run=run)
 
@@ -156,9 +155,7 @@ def _list(parsed: argparse.Namespace, console: Any) -> int:
 
 
 def _job(job: str | None) -> str:
-    import os
-
-    name = job or os.environ.get("HOLDFAST_JOB")
+    name = job or JOB.value()
     if not name:
         raise ConfigError("say of which job, with --job or HOLDFAST_JOB; `holdfast status` names those of this machine")
     return name

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.arguments import arena_folder, time
+from holdfast.cli.arguments import add_arena, time
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.smp import jobs_in
 from holdfast.smp_daemon.shared.errors import ProtocolError
@@ -39,9 +39,7 @@ def add(commands: Any) -> None:
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     gc.add_argument("--zero", action="store_true", help="overwrite what is removed with zeros first")
-    gc.add_argument(
-        "--arena", type=arena_folder, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)"
-    )
+    add_arena(gc)
     add_json(gc)
     gc.set_defaults(run=_run)
 

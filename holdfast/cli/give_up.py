@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from holdfast.cli.arguments import arena_folder
+from holdfast.cli.arguments import add_arena
 from holdfast.cli.drain import look_at
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.status import gather
@@ -34,11 +34,7 @@ def add(commands: Any) -> None:
         "runs", nargs="*", metavar="RUN", help="ids, as `holdfast status` tells them (default: the only run)"
     )
     give_up.add_argument("--job", help="id of the job (default: the only one on this machine)")
-    give_up.add_argument(
-        "--arena",
-        type=arena_folder,
-        help="where to look for SMPs of the job on this machine (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)",
-    )
+    add_arena(give_up)
     give_up.add_argument(
         "--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job"
     )

@@ -21,8 +21,9 @@ import psutil
 
 from holdfast.cli.output import EndedBySignal
 from holdfast.smp_daemon.shared import scratch
+from holdfast.smp_daemon.shared.settings import COMMAND
 
-COMMAND_ENV = "HOLDFAST_COMMAND"
+COMMAND_ENV = COMMAND.variable
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_DEADLINE_S = 20.0
 

@@ -9,14 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.arguments import arena_folder
+from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
-from holdfast.smp_daemon.__main__ import add_options, parse_grace, settings_of
+from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.interpreter import own_environment
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, find_owners, socket_path
+from holdfast.smp_daemon.shared.paths import arena_path, find_owners, socket_path
+from holdfast.smp_daemon.shared.settings import HOST, JOB, MEMORY, NODE, SMP_OPTIONS, SWITCH, given
 from holdfast.smp_daemon.shared.spawn import (
     find_leftovers,
     launch,
@@ -35,18 +36,14 @@ def add(commands: Any) -> None:
     kinds = smp.add_subparsers(title="what to do", metavar="WHAT", required=True)
     start = kinds.add_parser(
         "start",
-        parents=[_options()],
         help="run one here, in the foreground or, with --detach, in the background",
         description="Runs the SMP of a job on this node; trainers that start later find it by the job's id. In the "
         "foreground this process becomes the SMP. With --detach it is started in a session of its own, and if one runs "
-        "already that is fine. All other options are those of `python -m holdfast.smp_daemon`.",
+        "already that is fine.",
     )
-    start.add_argument("--node", help="name of this node, unique in the job (default HOLDFAST_NODE or the host's)")
-    start.set_defaults(
-        run=_start,
-        host=os.environ.get("HOLDFAST_HOST", "127.0.0.1"),
-        insecure=os.environ.get("HOLDFAST_INSECURE") == "1",
-    )
+    start.add_argument("--node", help=NODE.help)
+    add_options(start)
+    start.set_defaults(run=_start)
     stop = kinds.add_parser(
         "stop",
         help="end it; what it holds stays in memory for the next one",
@@ -64,51 +61,41 @@ def add(commands: Any) -> None:
     stop.set_defaults(run=_stop)
     status.set_defaults(run=_status)
     for parser in (start, stop, status):
-        parser.add_argument("--job", help="id of the training run (default HOLDFAST_JOB, or torchrun's or Slurm's)")
-        parser.add_argument(
-            "--arena", type=arena_folder, help=f"where arenas lie (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
-        )
+        parser.add_argument("--job", help=JOB.help)
+        add_arena(parser)
         add_json(parser)
 
 
-def _options() -> argparse.ArgumentParser:
-    """A parent parser with the SMP's own options."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_options(parser)
-    return parser
-
-
 def smp_arguments(parsed: argparse.Namespace) -> list[str]:
-    """The equivalent arguments for ``python -m holdfast.smp_daemon``. Pure."""
-    words = []
-    for name in vars(_options().parse_args([])):
-        value, option = getattr(parsed, name), "--" + name.replace("_", "-")
-        if value is True:
-            words.append(option)
-        elif value not in (None, False):
-            words += [option, str(value)]
+    """The arguments for ``python -m holdfast.smp_daemon`` that say what was said here. Pure."""
+    words = ["--port", str(parsed.port), "--bulk-port", str(parsed.bulk_port), *["--detach"] * parsed.detach]
+    for each in SMP_OPTIONS:
+        if (text := getattr(parsed, each.name)) is not None:
+            words += [each.option] if each.kind is SWITCH else [each.option, text]
     return words
 
 
 def _start(parsed: argparse.Namespace) -> int:
     job = parsed.job or job_from_environment()
     arena = arena_path(job, parsed.arena).absolute()
-    settings = settings_of(parsed)
-    parse_grace(parsed.grace)
-    check_reachable(parsed.host, spanning(os.environ))
-    own = smp_command(job, parsed.node or node_from_environment(), arena, parsed.host)
+    environment = os.environ | given(parsed, SMP_OPTIONS)
+    for each in SMP_OPTIONS:
+        each.value(environment)  # refused here, where the caller sees it, and before an SMP starts
+    memory = MEMORY.value(environment)
+    check_reachable(HOST.text(environment), spanning(os.environ))
+    own = smp_command(job, parsed.node or node_from_environment(), arena, HOST.text(environment))
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:
         sys.stdout.flush()
         os.execve(command[0], command, own_environment())
     try:
-        owner, verb = launch(command, start_deadline_s(parsed.memory)), "started"
+        owner, verb = launch(command, start_deadline_s(memory)), "started"
     except ConfigError:
         found = running_owner(arena)
         if found is None or not socket_path(arena).exists():
             raise
         owner, verb = found, "runs already"
-    reserved = settings.memory if verb == "started" else 0
+    reserved = memory if verb == "started" else 0
     where = f"{owner.host}:{owner.control_port}" + (f", {reserved:,} bytes reserved" if reserved else "")
     print(f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {where}", file=sys.stderr)
     write_json(parsed.json, {"started": verb == "started", **asdict(owner)})

@@ -13,13 +13,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.cli.arguments import arena_folder, some_time
+from holdfast.cli.arguments import add_arena, some_time
 from holdfast.cli.output import add_json, columns, console_of, say, write_json
 from holdfast.cli.smp import no_arena_message
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
 from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, arena_path, find_owners
+from holdfast.smp_daemon.shared.paths import Owner, arena_path, find_owners
 from holdfast.smp_daemon.shared.quantities import amount
 
 COLOURS = {-1: "bold red", 0: "yellow"}
@@ -38,9 +38,7 @@ def add(commands: Any) -> None:
     top.add_argument("--count", type=int, default=0, help="how many times; 0: until interrupted (default 0)")
     for parser, run in ((status, show_status), (top, show_top)):
         parser.add_argument("--job", help="only this job")
-        parser.add_argument(
-            "--arena", type=arena_folder, help=f"where to look (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
-        )
+        add_arena(parser)
         parser.set_defaults(run=run)
     add_json(status)
 

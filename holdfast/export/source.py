@@ -19,7 +19,8 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.paths import find_owners
 from holdfast.smp_daemon.shared.plan import candidates, choose_sources, plan_restore, undecodable
-from holdfast.smp_daemon.shared.runs import given_up, own_inventories, own_run, run_from_environment, runs_in_reach
+from holdfast.smp_daemon.shared.runs import given_up, own_inventories, own_run, runs_in_reach
+from holdfast.smp_daemon.shared.settings import RUN
 from holdfast.smp_daemon.shared.sources import Sources
 
 
@@ -101,7 +102,7 @@ def _inventories(job: str, arena: Path | None) -> list[Inventory]:
     known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
     everyone = list((known | {inventory.node: inventory for inventory in here}).values())
     seen = runs_in_reach(everyone)
-    own = own_run(seen, run_from_environment(), given_up(everyone, seen))
+    own = own_run(seen, RUN.value(), given_up(everyone, seen))
     return own_inventories(everyone, own.run if own is not None else None)
 
 

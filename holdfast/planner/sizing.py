@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from holdfast.planner.rates import LAST, SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
+from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS, MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from holdfast.snapshot.resume.arrange import Protection
-from holdfast.snapshot.resume.choice import MAX_GENERATIONS
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 

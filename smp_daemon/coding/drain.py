@@ -44,17 +44,6 @@ class Drained:
     tolerates: int
 
 
-def parse_spares(text: str) -> list[Address]:
-    """Addresses of SMPs from ``"10.0.0.7:4711,10.0.0.8:4711"``; an empty text gives none. Raises `ConfigError`."""
-    found = []
-    for part in filter(None, text.split(",")):
-        host, _, port = part.strip().rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(f"{part!r} is not an address of an SMP: say HOST:PORT, as `holdfast status` shows it")
-        found.append((host, int(port)))
-    return found
-
-
 def leave_on_signals(
     drain: Callable[[], Drained], stop: Callable[[], None], grace_s: float, told: Callable[[int], None]
 ) -> None:

@@ -4,13 +4,12 @@ Each SMP starts on its own as soon as its shards are sealed; there is no coordin
 to the socket (`smp_daemon.coding.sending`).
 
 Before each unit the SMP waits if it would exceed a bandwidth cap, or while trainers of this node communicate
-(`Board.pause`). Groups may take turns (`smp_daemon.shared.pacer.turn_delay_s`).
+(`Board.pause`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -22,7 +21,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError, Stal
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.pacer import Pacer, Patience, turn_delay_s
+from holdfast.smp_daemon.shared.pacer import Pacer, Patience
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.store import Store
@@ -41,7 +40,6 @@ class Protector:
 
     Args:
         pacer: caps the bytes sent per second.
-        turns: number of turns in which the groups encode; 1: all at once.
         links: connections to each peer, for each network card of this node.
         priority: see `smp_daemon.shared.priority`.
     """
@@ -50,7 +48,6 @@ class Protector:
         self,
         peers: PeerClient,
         pacer: Pacer,
-        turns: int = 1,
         links: int = 1,
         priority: str = "normal",
         system: System = MACHINE,
@@ -58,16 +55,12 @@ class Protector:
         self._system = system
         self._peers = peers
         self._pacer = pacer
-        self._turns = turns
         self._links = links
         self._priority = priority
-        # `_sealed` is guarded by the store's lock, since threads that seal append to it. `_sender` belongs to the
-        # encoding thread; other threads only call its `interrupt`.
-        self._sealed: deque[tuple[SnapshotId, float]] = deque(maxlen=2)
         self._queue: SimpleQueue[SnapshotId | None] = system.SimpleQueue()
         self._store: Store
         self._closed = system.Event()
-        self._sender: Sender | None = None
+        self._sender: Sender | None = None  # the encoding thread's; other threads only call its `interrupt`
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
@@ -76,9 +69,6 @@ class Protector:
 
     def protect(self, snapshot: SnapshotId) -> None:
         """All shards of this node are sealed: send them to the group's parity."""
-        with self._store.changed:
-            self._sealed.append((snapshot, self._system.monotonic()))
-            self._store.changed.notify_all()
         self._queue.put(snapshot)
 
     def announce(self, snapshot: SnapshotId, layout: Layout) -> None:
@@ -142,8 +132,6 @@ class Protector:
             self._make_way(patience, over)
 
         failpoint("encode.before", snapshot.step)
-        group, _ = layout.place(self._store.node)
-        self._wait(self._until_turn_s(group, snapshot), lambda: over() or self._is_overtaken(snapshot))
         sender.send(snapshot, layout, check, pace)
         failpoint("encode.done", snapshot.step)
 
@@ -164,16 +152,3 @@ class Protector:
             self._store.counters.add(pauses=1)
         while (wait_s := asked_s()) > 0 and not over():
             self._wait(min(wait_s, REREAD_S), over)
-
-    def _until_turn_s(self, group: int, snapshot: SnapshotId) -> float:
-        """Seconds until this group's turn; 0 or less: now. There are no turns before an epoch's second snapshot."""
-        with self._store.changed:
-            times = [at for sealed, at in self._sealed if sealed.epoch == snapshot.epoch]
-        if len(times) < 2:
-            return 0.0
-        return times[1] + turn_delay_s(group, self._turns, times[1] - times[0]) - self._system.monotonic()
-
-    def _is_overtaken(self, snapshot: SnapshotId) -> bool:
-        """Whether a newer snapshot has been sealed."""
-        with self._store.changed:
-            return any(sealed > snapshot for sealed, _ in self._sealed)

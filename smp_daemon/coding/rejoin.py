@@ -7,7 +7,6 @@ repaired, for the newest snapshot held here and the newest that the job knows to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plan import choose_sources, parity_repairer
+from holdfast.smp_daemon.shared.settings import REJOIN
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
@@ -28,7 +28,6 @@ AGAIN_S = 5.0
 the other SMPs may have been restarted too."""
 
 ATTEMPTS = 24
-ENV = "HOLDFAST_REJOIN"
 
 log = get_log(__name__)
 
@@ -56,7 +55,7 @@ class Rejoiner:
 
     def start(self, store: Store) -> None:
         """Start the thread, if `store` holds anything and ``HOLDFAST_REJOIN`` is not 0."""
-        if store.holdings.held() and os.environ.get(ENV) != "0":
+        if store.holdings.held() and REJOIN.value():
             self._system.Thread(target=self._run, args=(store, store.epoch), name="rejoin", daemon=True).start()
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ When a connection breaks, its unacknowledged units are sent again; a unit that a
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, DeadlineExceeded, SmpUnavailable
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
@@ -30,9 +29,6 @@ from holdfast.smp_daemon.storage.store import Store
 
 WINDOW = 4
 """Largest number of units that one thread has in flight."""
-
-MAX_LINKS = 16
-"""Largest number of connections to a peer for each network card of this node."""
 
 ATTEMPTS = 3
 """How many times a unit that arrives damaged is sent. After that, the damage is at the sender."""
@@ -372,20 +368,6 @@ class _Lane:
     def _address(self, owner: Node) -> Address:
         addresses = owner.bulk_addresses
         return addresses[self.number % len(addresses)]
-
-
-def parse_links(text: str) -> int:
-    """Parse a number of connections to each peer; `Settings` checks its range.
-
-    Raises:
-        ConfigError: it is neither a whole number nor ``auto``.
-    """
-    if text == "auto":
-        return max(1, min(4, len(os.sched_getaffinity(0)) // 16))
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a number of links: use 1 to {MAX_LINKS} connections, or auto") from error
 
 
 def _outbound_units(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[OutboundUnit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.settings import HOST
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, Outbound, SocketStream
 
@@ -177,3 +178,18 @@ def bind_tcp(host: str, port: int, system: System = MACHINE) -> socket.socket:
             f"the SMP cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --bulk-port"
         ) from error
     return sock
+
+
+def check_own(hosts: Sequence[str], system: System) -> None:
+    """Raises `ConfigError` if any of these addresses does not belong to this machine."""
+    for host in hosts:
+        sock = system.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}, from {HOST.called} ({error.strerror}): use addresses of this machine, which "
+                "`ip -brief addr` lists"
+            ) from error
+        finally:
+            sock.close()

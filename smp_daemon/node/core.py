@@ -12,29 +12,28 @@ from holdfast.smp_daemon.coding.drain import Drained, Draining
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.rejoin import Rejoiner
 from holdfast.smp_daemon.coding.scrub import Scrubber
-from holdfast.smp_daemon.coding.sending import MAX_LINKS
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.persister import Persister
-from holdfast.smp_daemon.recovery.rebuild import METHODS
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
 from holdfast.smp_daemon.recovery.repairs import ParityRepairs
+from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.pacer import MAX_TURNS, Pacer
+from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.records import write_json
+from holdfast.smp_daemon.shared.settings import BACKEND, BANDWIDTH, MEMORY, REBUILD, REGROUP_AFTER, SCRUB
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import WELL
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
-from holdfast.smp_daemon.watchdog.liveness import Deadlines
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 
@@ -49,7 +48,6 @@ class Settings:
         backend: erasure code backend, see `ec.choose_codec`.
         bandwidth: limit on the bytes per second that encoding sends; 0: no limit.
         links: parallel connections to each peer for each network card of this node.
-        turns: number of turns in which the groups encode, see `smp_daemon.shared.pacer.turn_delay_s`; 1: all at once.
         scrub: bytes per second that the scrub reads; 0: it runs only on request.
         regroup_after_s: how long a node may be missing before the survivors regroup; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.recovery.rebuild.recover`.
@@ -62,14 +60,13 @@ class Settings:
         persist: the persist tier; None: it is off.
     """
 
-    backend: str = "auto"
-    bandwidth: float = 0.0
-    turns: int = 1
+    backend: str = BACKEND.default
+    bandwidth: float = BANDWIDTH.value({})
     links: int = 1
-    scrub: float = 64e6
-    regroup_after_s: float = 30.0
-    rebuild: str = "chain"
-    memory: int = 0
+    scrub: float = SCRUB.value({})
+    regroup_after_s: float = REGROUP_AFTER.value({})
+    rebuild: str = REBUILD.default
+    memory: int = MEMORY.value({})
     zero: bool = False
     deadlines: Deadlines = field(default_factory=Deadlines)
     on_hang: str = ""
@@ -77,12 +74,6 @@ class Settings:
     persist: PersistOptions | None = None
 
     def __post_init__(self) -> None:
-        if self.rebuild not in METHODS:
-            raise ConfigError(f"{self.rebuild!r} is not a way to rebuild: use one of {', '.join(METHODS)}")
-        if not 1 <= self.turns <= MAX_TURNS:
-            raise ConfigError(f"{self.turns} turns: use 1 to {MAX_TURNS}, 1 for all groups at once")
-        if not 1 <= self.links <= MAX_LINKS:
-            raise ConfigError(f"{self.links} links: use 1 to {MAX_LINKS} connections to each peer")
         try:
             choose_codec(2, 1, self.backend)
         except ValueError as error:
@@ -129,7 +120,6 @@ class Core:
         self._protector = Protector(
             self.peers,
             Pacer(self.settings.bandwidth),
-            self.settings.turns,
             self.settings.links,
             self.settings.priority,
             system,

@@ -23,9 +23,8 @@ from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.metrics import exposition, sees_the_job
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import take_status
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.addresses import LOOPBACK
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import LOOPBACK
 from holdfast.smp_daemon.shared.sources import Address
 
 METRICS = "/metrics"
@@ -47,33 +46,13 @@ HEADERS = {
 log = get_log(__name__)
 
 
-def parse_http(text: str) -> Address | None:
-    """Parse ``--http``: a port of loopback, or an address and a port. ``auto`` gives port 0, ``off`` gives None.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    if text == "off":
-        return None
-    if text == "auto":
-        return LOOPBACK, 0
-    host, colon, port = text.rpartition(":")
-    try:
-        ipaddress.IPv4Address(host if colon else LOOPBACK)
-        if port.isdigit() and 0 < int(port) < 1 << 16:
-            return host or LOOPBACK, int(port)
-    except ValueError:
-        pass
-    raise ConfigError(f"--http takes a port from 1 to 65535, ADDRESS:PORT, auto or off, not {text!r}")
-
-
 def show(smp: Core, asked: Address | None) -> Web | None:
     """Serve the state of `smp` at `asked` or, if that is taken, where its predecessor did or on any port of loopback.
 
     Errors are not raised, since training does not depend on the page. They are logged and added to `Core.impaired`.
 
     Args:
-        asked: see `parse_http`; port 0: where the predecessor did, or on any port; None: nowhere.
+        asked: see `shared.addresses.parse_http`; port 0: where the predecessor did, or on any port; None: nowhere.
     """
     if asked is None:
         smp.record_http_address(LOOPBACK, 0)

@@ -1,19 +1,16 @@
-"""The options of the persist tier, and how they are parsed from text."""
+"""The options of the persist tier."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.quantities import parse_rate, parse_time
-
-LEAST_EVERY_S = 0.1
-"""Shortest interval that may be set, in seconds."""
+from holdfast.smp_daemon.shared.settings import PERSIST, PERSIST_BANDWIDTH, PERSIST_EVERY, PERSIST_KEEP
 
 
 @dataclass(frozen=True, slots=True)
 class PersistOptions:
-    """The options of the persist tier. Raises `ConfigError` if one is out of range.
+    """The options of the persist tier.
 
     Attributes:
         url: a directory that all nodes share, or a URL that fsspec knows.
@@ -23,24 +20,17 @@ class PersistOptions:
     """
 
     url: str
-    every_s: float = 1800.0
-    keep: int = 2
-    bandwidth: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.every_s >= LEAST_EVERY_S:
-            raise ConfigError(
-                f"--persist-every (HOLDFAST_PERSIST_EVERY) is {self.every_s} s: use {LEAST_EVERY_S} or more"
-            )
-        if self.keep < 1:
-            raise ConfigError(f"--persist-keep (HOLDFAST_PERSIST_KEEP) is {self.keep}: use 1 or more")
+    every_s: float = PERSIST_EVERY.value({})
+    keep: int = PERSIST_KEEP.value({})
+    bandwidth: float = PERSIST_BANDWIDTH.value({})
 
 
-def parse_options(url: str, every: str, keep: str, bandwidth: str) -> PersistOptions | None:
-    """The options of the tier from the texts of the command line or the environment; None if `url` is empty. Raises
-    `ConfigError`."""
-    if not keep.strip().isdigit():
-        raise ConfigError(f"--persist-keep (HOLDFAST_PERSIST_KEEP) is {keep!r}, not a whole number: use 1 or more")
-    every_s = parse_time(every, "--persist-every (HOLDFAST_PERSIST_EVERY)")
-    rate = parse_rate(bandwidth, "--persist-bandwidth (HOLDFAST_PERSIST_BANDWIDTH)")
-    return PersistOptions(url, every_s, int(keep), rate) if url else None
+def options_of(environment: Mapping[str, str]) -> PersistOptions | None:
+    """The options in an environment; None if it names no place. Raises `ConfigError`."""
+    options = PersistOptions(
+        PERSIST.value(environment),
+        PERSIST_EVERY.value(environment),
+        PERSIST_KEEP.value(environment),
+        PERSIST_BANDWIDTH.value(environment),
+    )
+    return options if options.url else None

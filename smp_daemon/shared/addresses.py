@@ -1,20 +1,18 @@
-"""The addresses of one node, one for each of its network cards, as listed in ``HOLDFAST_HOST``."""
+"""Addresses as people write them: those of one node, one for each of its network cards, and those of SMPs. Pure."""
 
 from __future__ import annotations
 
 import ipaddress
-import socket
-from collections.abc import Sequence
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.limits import MAX_HOSTS
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.limits import MAX_HOSTS, MAX_PORT
+from holdfast.smp_daemon.shared.plain import Address
 
-OPTION = "--host (HOLDFAST_HOST)"
+LOOPBACK = "127.0.0.1"
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Parse IP addresses such as ``"10.0.0.7"`` or ``"10.0.0.7,10.0.1.7"``. Pure.
+    """Parse IP addresses such as ``"10.0.0.7"`` or ``"10.0.0.7,10.0.1.7"``.
 
     Raises:
         ConfigError: an entry is not an IP address, or is listed twice; there are more than `MAX_HOSTS`; or a loopback
@@ -22,41 +20,53 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     """
     hosts = tuple(part.strip() for part in text.split(","))
     if len(hosts) > MAX_HOSTS:
-        raise ConfigError(f"{OPTION} lists {len(hosts)} addresses; the limit is {MAX_HOSTS}: one for each network card")
+        raise ConfigError(f"{text!r} lists {len(hosts)} addresses; the limit is {MAX_HOSTS}: one for each network card")
     found = []
     for host in hosts:
         try:
             address = ipaddress.ip_address(host)
         except ValueError as error:
-            raise ConfigError(
-                f"{OPTION} takes an IP address, or several with commas between them, not {host!r}"
-            ) from error
+            raise ConfigError(f"{host!r} is not an IP address: give one, or several with commas between") from error
         if address in found:
-            raise ConfigError(f"{OPTION}={text} has {host} twice: give each network card's address once")
+            raise ConfigError(f"{text!r} has {host} twice: give each network card's address once")
         found.append(address)
     if len({address.is_loopback for address in found}) > 1:
         loopback = next(host for host, address in zip(hosts, found, strict=True) if address.is_loopback)
         raise ConfigError(
-            f"{OPTION}={text}: other hosts cannot reach the loopback address {loopback}: leave it out, or "
+            f"{text!r}: other hosts cannot reach the loopback address {loopback}: leave it out, or "
             "list only loopback addresses if all nodes run on one host"
         )
     if len(found) > 1 and any(address.is_unspecified for address in found):
-        raise ConfigError(
-            f"{OPTION}={text}: 0.0.0.0 means every address of this machine: use it alone, or list addresses"
-        )
+        raise ConfigError(f"{text!r}: 0.0.0.0 means every address of this machine: use it alone, or list addresses")
     return hosts
 
 
-def check_own(hosts: Sequence[str], system: System = MACHINE) -> None:
-    """Raises `ConfigError` if any of these addresses does not belong to this machine."""
-    for host in hosts:
-        sock = system.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            sock.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}, from {OPTION} ({error.strerror}): use addresses of this machine, which "
-                "`ip -brief addr` lists"
-            ) from error
-        finally:
-            sock.close()
+def parse_spares(text: str) -> tuple[Address, ...]:
+    """Addresses of SMPs from ``"10.0.0.7:4711,10.0.0.8:4711"``; an empty text gives none. Raises `ConfigError`."""
+    found = []
+    for part in filter(None, text.split(",")):
+        host, _, port = part.strip().rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= MAX_PORT:
+            raise ConfigError(f"{part!r} is not an address of an SMP: say HOST:PORT, as `holdfast status` shows it")
+        found.append((host, int(port)))
+    return tuple(found)
+
+
+def parse_http(text: str) -> Address | None:
+    """Where to serve the page: a port of loopback, or an address and a port. ``auto`` gives port 0, ``off`` gives None.
+
+    Raises:
+        ConfigError: the text is none of these.
+    """
+    if text == "off":
+        return None
+    if text == "auto":
+        return LOOPBACK, 0
+    host, colon, port = text.rpartition(":")
+    try:
+        ipaddress.IPv4Address(host if colon else LOOPBACK)
+        if port.isdigit() and 0 < int(port) <= MAX_PORT:
+            return host or LOOPBACK, int(port)
+    except ValueError:
+        pass
+    raise ConfigError(f"{text!r}: give a port from 1 to {MAX_PORT}, ADDRESS:PORT, auto or off")

@@ -17,11 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.settings import TLS_CA, TLS_CERT, TLS_KEY, TLS_NAME, TOKEN, TOKEN_FILE
 
-TOKEN_FILE_ENV, TOKEN_ENV = "HOLDFAST_TOKEN_FILE", "HOLDFAST_TOKEN"
-TLS_ENVS = ("HOLDFAST_TLS_CERT", "HOLDFAST_TLS_KEY", "HOLDFAST_TLS_CA")
-TLS_NAME_ENV = "HOLDFAST_TLS_NAME"
-DEFAULT_NAME = "holdfast-smp"
+TOKEN_FILE_ENV, TOKEN_ENV = TOKEN_FILE.variable, TOKEN.variable
+TLS_ENVS = tuple(each.variable for each in (TLS_CERT, TLS_KEY, TLS_CA))
 MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 4096
 MAX_PEM_BYTES = 1 << 20
 
@@ -90,11 +89,11 @@ def access_of(hosts: Sequence[str], insecure: bool, credentials: Credentials) ->
 
 
 def _token(environment: Mapping[str, str]) -> bytes:
-    file = environment.get(TOKEN_FILE_ENV)
+    file = TOKEN_FILE.value(environment)
     if file:
         token, source = _read_secret(Path(file), TOKEN_FILE_ENV, MAX_TOKEN_BYTES).strip(), f"{TOKEN_FILE_ENV}={file}"
     else:
-        token, source = environment.get(TOKEN_ENV, "").strip().encode(), TOKEN_ENV
+        token, source = TOKEN.value(environment).encode(), TOKEN_ENV
         if not token:
             return b""
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
@@ -112,7 +111,7 @@ def _tls(environment: Mapping[str, str]) -> Tls | None:
     if not all(files):
         raise ConfigError(f"mTLS needs all of {', '.join(TLS_ENVS)}: set all of them, or none")
     cert, key, ca = (Path(str(file)) for file in files)
-    name = environment.get(TLS_NAME_ENV) or DEFAULT_NAME
+    name = TLS_NAME.value(environment)
     secret = _read_secret(key, TLS_ENVS[1], MAX_PEM_BYTES)
     try:
         return Tls(

@@ -12,7 +12,9 @@ import os
 import socket
 from collections.abc import Callable
 
-ENV = "HOLDFAST_POINTS"
+from holdfast.smp_daemon.shared.settings import POINTS
+
+ENV = POINTS.variable
 HOLD_DEADLINE_S = 120.0
 
 RECORDS = ("node", "layout", "shard", "parity", "smp")
@@ -70,7 +72,7 @@ _observer: Callable[[str, int], None] | None = None
 def arm() -> None:
     """Read the rules from the environment. Runs when this module is imported; a forked process must call it again."""
     global _rules
-    text = os.environ.get(ENV)
+    text = POINTS.text()
     _rules = _Rules(text) if text else None
 
 

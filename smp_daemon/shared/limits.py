@@ -31,6 +31,9 @@ MIN_SLOTS = 2
 MAX_SLOTS = 16
 """Most slots of a shard."""
 
+MAX_GENERATIONS = 8
+"""Most protected snapshots that are kept."""
+
 SLOTS_RULE = (
     f"a shard has {MIN_SLOTS} to {MAX_SLOTS} slots: one for the protected snapshot, one to write into, and, with 3 or "
     "more, one for the newest that is sealed"
@@ -43,6 +46,9 @@ MAX_NODES = 1 << 16
 MAX_PORT = (1 << 16) - 1
 MAX_HOSTS = 16
 """Addresses of one node, one for each network card."""
+
+MAX_LINKS = 16
+"""Connections of a node to a peer for each of its network cards."""
 
 MAX_TEXT_BYTES = 255
 """Length of a host, or of the label of a domain."""

@@ -15,7 +15,6 @@ import faulthandler
 import json
 import logging
 import logging.handlers
-import os
 import sys
 import threading
 import time
@@ -27,14 +26,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.identity import epoch_text
+from holdfast.smp_daemon.shared.settings import LOG
 
 if TYPE_CHECKING:
     from holdfast.smp_daemon.shared.layout import SnapshotId  # this imports NumPy, which starts threads
 
-ENV = "HOLDFAST_LOG"
-FORMATS = ("logfmt", "json")
 IDENTITY = ("job", "node", "epoch", "step", "rank", "coord")
 MAX_BYTES = 256 << 10
 MAX_EPISODES = 1024
@@ -222,10 +219,7 @@ def _quoted(value: Any) -> str:
 
 def chosen_format() -> str:
     """The format that ``HOLDFAST_LOG`` names, or logfmt. Raises `ConfigError`."""
-    kind = os.environ.get(ENV) or FORMATS[0]
-    if kind not in FORMATS:
-        raise ConfigError(f"{ENV}={kind!r}: use one of {', '.join(FORMATS)}")
-    return kind
+    return LOG.value() or "logfmt"
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
@@ -296,7 +290,7 @@ def log_file_problem() -> str:
 def log_here(**identity: Any) -> None:
     """Set up logging in a trainer: to standard error if ``HOLDFAST_LOG`` is set, else the job's own handlers apply."""
     identify(**identity)
-    if not os.environ.get(ENV):
+    if not LOG.text():
         return
     kind = chosen_format()
     logger = logging.getLogger("holdfast")

@@ -1,17 +1,12 @@
-"""When encoding may send: a cap on bytes per second, pauses for trainers that communicate, and turns among the groups.
+"""When encoding may send: a cap on bytes per second, and pauses for trainers that communicate.
 
 Pure: the caller passes the time and does the waiting.
 """
 
 from __future__ import annotations
 
-from holdfast.smp_daemon.shared.errors import ConfigError
-
 BURST_S = 0.1
 """How far sending may run ahead of the rate, in seconds: work comes in units, and timers are late by milliseconds."""
-
-MAX_TURNS = 64
-"""Limit on turns: with more, each would get too little of the interval."""
 
 
 class Pacer:
@@ -54,26 +49,3 @@ class Patience:
         if self._since is None:
             self._since = now
         return min(asked_s, max(0.0, self._since + self._most_s - now))
-
-
-def turn_delay_s(group: int, turns: int, interval_s: float) -> float:
-    """How long after its seal a snapshot of `group` is encoded, so that not all groups load the network at once.
-
-    The first half of the interval between two snapshots is divided into `turns` turns. The second half is spare time
-    for the groups with the last turn. Groups whose numbers differ by a multiple of `turns` send at the same time.
-    """
-    return group % turns / turns * interval_s / 2
-
-
-def parse_turns(text: str) -> int:
-    """Parse a number of turns. `smp_daemon.node.core.Settings` checks its range.
-
-    Raises:
-        ConfigError: the text is not an integer.
-    """
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{text!r} is not a number of turns: use 1 to {MAX_TURNS}, 1 for all groups at once"
-        ) from error

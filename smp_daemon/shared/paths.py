@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.smp_daemon.shared.addresses import LOOPBACK
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.plain import Address, from_plain
 from holdfast.smp_daemon.shared.records import read_json
+from holdfast.smp_daemon.shared.settings import ARENA
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
-ARENA_ENV = "HOLDFAST_ARENA"
-LOOPBACK = "127.0.0.1"
+ARENA_ENV = ARENA.variable
 SOCKET = "smp.sock"
 
 OURS = re.compile(r"(lock|turn|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity))(\.part)?")
@@ -28,7 +29,7 @@ _damaged = Episodes(log)
 
 def arena_base() -> Path:
     """The directory that holds this user's arenas: ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``."""
-    return Path(os.environ.get(ARENA_ENV) or f"/dev/shm/holdfast-{os.getuid()}")
+    return ARENA.value()
 
 
 def arena_path(job: str, base: Path | None = None) -> Path:

@@ -8,10 +8,6 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PRIORITIES = ("auto", "normal", "idle")
-"""auto: work that no trainer waits for (encoding, accumulating, the scrub) yields to other processes. normal: all
-threads have the default priority. idle: all threads run only on cores that no other process wants."""
-
 SESSION_NICE = 19
 
 

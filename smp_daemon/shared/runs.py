@@ -8,7 +8,6 @@ and ``HOLDFAST_RUN`` chooses. ``HOLDFAST_GIVE_UP`` takes runs out of the choice.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,10 +15,11 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.identity import MAX_FOLLOWED, Run
 from holdfast.smp_daemon.shared.inventory import Inventory, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.settings import GIVE_UP, RUN
 from holdfast.smp_daemon.shared.starts import Record
 
-RUN_ENV = "HOLDFAST_RUN"
-GIVE_UP_ENV = "HOLDFAST_GIVE_UP"
+RUN_ENV = RUN.variable
+GIVE_UP_ENV = GIVE_UP.variable
 
 MOST_ASKED = 32
 """Most SMPs that are asked whether they are at work for a run that storage has something of. One that is lost takes
@@ -27,16 +27,6 @@ seconds, and one answer is enough."""
 
 SAME_TIME_S = 2
 """Runs that never met and began within this time of each other cannot be put in order: clocks of hosts differ."""
-
-
-def run_from_environment() -> str:
-    """The id in ``HOLDFAST_RUN``; empty if none is chosen."""
-    return os.environ.get(RUN_ENV, "").strip()
-
-
-def given_up_ids() -> tuple[str, ...]:
-    """The ids in ``HOLDFAST_GIVE_UP``, separated by commas."""
-    return tuple(filter(None, (word.strip() for word in os.environ.get(GIVE_UP_ENV, "").split(","))))
 
 
 @dataclass(frozen=True, slots=True)

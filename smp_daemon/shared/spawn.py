@@ -32,7 +32,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import OURS, Owner, arena_base, folders_with, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.plain import from_plain
-from holdfast.smp_daemon.shared.quantities import parse_size
+from holdfast.smp_daemon.shared.settings import MEMORY
 from holdfast.smp_daemon.shared.uids import peer_of
 
 START_DEADLINE_S = 120.0
@@ -58,10 +58,9 @@ _BEGUN = ("board", "node.json", "smp.json")
 log = get_log(__name__)
 
 
-def start_deadline_s(memory: str | None = None) -> float:
-    """How long an SMP that reserves `memory` (default ``HOLDFAST_MEMORY``) may take to start, in seconds."""
-    text = memory or os.environ.get("HOLDFAST_MEMORY", "0")
-    return START_DEADLINE_S + parse_size(text, "HOLDFAST_MEMORY") / ZEROED_PER_S
+def start_deadline_s(memory: int) -> float:
+    """How long an SMP that reserves `memory` bytes may take to start, in seconds."""
+    return START_DEADLINE_S + memory / ZEROED_PER_S
 
 
 def start_smp(
@@ -70,7 +69,6 @@ def start_smp(
     arena: Path,
     *,
     host: str = "127.0.0.1",
-    insecure: bool = False,
     ports: tuple[int, int] = (0, 0),
     deadline_s: float | None = None,
 ) -> Owner:
@@ -87,9 +85,8 @@ def start_smp(
         HoldfastError: the error that the SMP reported.
         DeadlineExceeded: none serves by then.
     """
-    command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
-    command += ["--port", str(ports[0]), "--bulk-port", str(ports[1])]
-    limit_s = start_deadline_s() if deadline_s is None else deadline_s
+    command = [*smp_command(job, node, arena, host), "--detach", "--port", str(ports[0]), "--bulk-port", str(ports[1])]
+    limit_s = start_deadline_s(MEMORY.value()) if deadline_s is None else deadline_s
     until_s = time.monotonic() + limit_s
     refused: ConfigError | None = None
     with _turn_to_start(arena) as is_my_turn:

@@ -6,15 +6,12 @@ A trainer's heartbeat is a change of a word of the board (`shared.board`); `watc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.quantities import parse_time
-
-DEADLINES = "--deadlines (HOLDFAST_DEADLINES)"
+from holdfast.smp_daemon.shared.deadlines import Deadlines
 
 LATE_AT = 0.5
 """Fraction of a deadline after which a trainer or a peer is late."""
@@ -27,61 +24,6 @@ class Health(StrEnum):
     LATE = "late"
     HUNG = "hung"
     DEAD = "dead"
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """How long a trainer may be quiet in each phase, in seconds; 0: for ever.
-
-    Attributes:
-        start: from connecting to the end of the first step, which includes building and compiling the model.
-        restore: from the call to restore until the state is loaded.
-        step: between two forwards or optimizer steps.
-        copy: from the start of a snapshot's copy until the snapshot is sealed.
-        factor: a step may also take `factor` times the median step, if that is longer than `step`.
-    """
-
-    start: float = 900.0
-    restore: float = 900.0
-    step: float = 60.0
-    copy: float = 120.0
-    factor: float = 10.0
-
-    def of(self, phase: str, step_s: float | None) -> float:
-        """The deadline of a phase. `step_s`: duration of the median step, if known. A trainer that has said goodbye has
-        no deadline."""
-        if phase == "gone":
-            return 0.0
-        if phase == "step" and self.step and step_s is not None:
-            return max(self.step, self.factor * step_s)
-        return float(getattr(self, phase))
-
-    @property
-    def shortest(self) -> float:
-        """The shortest deadline; 0 if there is none."""
-        return min((s for s in (self.start, self.restore, self.step, self.copy) if s), default=0.0)
-
-
-def parse_deadlines(text: str) -> Deadlines:
-    """Parse deadlines such as ``"step=2min,copy=5min"``; the others keep their defaults. Raises `ConfigError`."""
-    known = {field.name for field in fields(Deadlines)}
-    found: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.strip().partition("=")
-        if name not in known:
-            raise ConfigError(f"{DEADLINES}: {part!r}: use NAME=TIME, where NAME is one of {', '.join(sorted(known))}")
-        found[name] = _factor(value) if name == "factor" else parse_time(value, f"{DEADLINES}: {name}")
-    return Deadlines(**found)
-
-
-def _factor(text: str) -> float:
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = -1.0
-    if not 0 <= factor <= 1e9:
-        raise ConfigError(f"{DEADLINES}: factor: {text!r} is not a factor: use a number of median steps, such as 10")
-    return factor
 
 
 @dataclass(frozen=True, slots=True)

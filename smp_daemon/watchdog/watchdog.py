@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
+from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import await_end, is_running
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.watchdog.liveness import Deadlines, Health, Heartbeat, WatchedTrainer, judge, median_step
+from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge, median_step
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
 STEPS_KEPT = 32

@@ -9,26 +9,24 @@ then steps are lost that were protected; switching the tier on accepts that.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, newest_start
 from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, Repeated
 from holdfast.smp_daemon.shared.identity import ID_DIGITS, UNNAMED, first_after, is_run_id
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS
 from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snapshots
-from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV, given_up_ids, run_from_environment
+from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
+from holdfast.smp_daemon.shared.settings import GENERATIONS, GIVE_UP, MAX_REPEATS, RESTORE_STEP, RUN
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop
 
-MAX_REPEATS_ENV = "HOLDFAST_MAX_REPEATS"
-MAX_REPEATS = 5
-RESTORE_STEP_ENV = "HOLDFAST_RESTORE_STEP"
-GENERATIONS_ENV = "HOLDFAST_GENERATIONS"
-MAX_GENERATIONS = 8
+MAX_REPEATS_ENV = MAX_REPEATS.variable
+RESTORE_STEP_ENV = RESTORE_STEP.variable
+GENERATIONS_ENV = GENERATIONS.variable
 
 ATTEMPTS = 4
 """Number of failures after which memory is given up, and likewise all persisted snapshots."""
@@ -38,8 +36,6 @@ ENOUGH_FAILURES = 2
 promised. A persisted snapshot that is seen to be damaged is not tried again at all."""
 
 PERSISTED = "persisted"
-
-N = TypeVar("N", int, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,8 @@ class StartOptions:
         block: number of the block of the script that is entered.
     """
 
-    max_repeats: int = MAX_REPEATS
-    generations: int = 1
+    max_repeats: int = MAX_REPEATS.value({})
+    generations: int = GENERATIONS.value({})
     restore_step: int | None = None
     run: str = ""
     give_up: tuple[str, ...] = ()
@@ -66,7 +62,7 @@ class StartOptions:
     @classmethod
     def of_run(cls) -> StartOptions:
         """Only what the environment says about runs."""
-        return cls(run=run_from_environment(), give_up=given_up_ids())
+        return cls(run=RUN.value(), give_up=GIVE_UP.value())
 
     def __post_init__(self) -> None:
         if self.max_repeats < 0:
@@ -84,16 +80,6 @@ class StartOptions:
                     )
         if self.run in self.give_up:
             raise ConfigError(f"{RUN_ENV}={self.run} is also in {GIVE_UP_ENV}: unset one of them")
-
-
-def whole_number(variable: str, default: N) -> int | N:
-    """An environment variable; `default` if empty. Raises `ConfigError` if it is not a whole number, 0 or more."""
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return default
-    if not text.isascii() or not text.isdecimal():
-        raise ConfigError(f"{variable}={text!r}: give a whole number, 0 or more")
-    return int(text)
 
 
 def agree(everyones: Sequence[StartOptions]) -> StartOptions:

@@ -7,14 +7,14 @@ Training would then go on from another state.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log, some
+from holdfast.smp_daemon.shared.settings import DRIFT
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import WatchedPieces, Witness
@@ -27,7 +27,7 @@ from holdfast.snapshot.state.record import capture_late
 from holdfast.snapshot.step.boundary import BEGIN
 from holdfast.snapshot.step.capture import GENERATORS, READ, read_state
 
-ENV = "HOLDFAST_DRIFT"
+ENV = DRIFT.variable
 
 log = get_log(__name__)
 
@@ -175,15 +175,9 @@ def refuse_unseen(step: int) -> None:
 
 def refuse(text: str) -> None:
     """Raise `StateMismatch`, or warn if ``HOLDFAST_DRIFT`` accepts it."""
-    if os.environ.get(ENV) != "accept":
+    if DRIFT.value() != "accept":
         raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept continues anyway, with other results")
     log.warning("%s", text)
-
-
-def check_environment() -> None:
-    """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
-    if os.environ.get(ENV, "") not in ("", "accept"):
-        raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to continue even if the state is not as restored")
 
 
 def _called(name: str) -> str:

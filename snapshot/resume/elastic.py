@@ -10,7 +10,6 @@ world is protected.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -69,8 +68,6 @@ from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode
 from holdfast.snapshot.step.data import ELSEWHERE
 
-ENV = "HOLDFAST_ELASTIC"
-
 UNITS_KEPT = 16
 """Number of units that are cached. Reads go through neighbouring units of a shard, and take a few shards in turn."""
 
@@ -78,14 +75,6 @@ _PLACE = re.compile(r"(?:^|-)dp(0|[1-9]\d*)$")
 _UNCHANGING = re.compile(r"(?:^|-)(?:cp|ep)[1-9]")
 
 log = get_log(__name__)
-
-
-def elastic_from_environment() -> bool:
-    """Whether ``HOLDFAST_ELASTIC`` is 1. Raises `ConfigError` if it is not 1, 0 or empty."""
-    text = os.environ.get(ENV, "")
-    if text not in ("", "0", "1"):
-        raise ConfigError(f"{ENV}={text!r}: say 1 to let the number of data-parallel ranks change, or 0")
-    return text == "1"
 
 
 def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inventory]) -> list[Inventory]:

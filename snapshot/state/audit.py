@@ -19,10 +19,10 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.settings import AUDIT
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.reach import Theirs, plain, reachable
 
-AUDIT_ENV = "HOLDFAST_AUDIT"
 DRAIN_DEADLINE_S = 10.0
 
 
@@ -42,7 +42,7 @@ class AuditOrders:
 
     def to_environment(self) -> dict[str, str]:
         """The environment variables that make a hook follow these orders."""
-        return {AUDIT_ENV: json.dumps({"notes": self.notes, "stop": self.stop, "kill": self.kill})}
+        return {AUDIT.variable: json.dumps({"notes": self.notes, "stop": self.stop, "kill": self.kill})}
 
 
 class StepsDone(BaseException):
@@ -60,13 +60,13 @@ def raise_at_the_end() -> None:
 
 def orders_from_environment() -> AuditOrders | None:
     """The orders for this process; None outside an audit. Raises `ConfigError` if they are malformed."""
-    text = os.environ.get(AUDIT_ENV)
+    text = AUDIT.text()
     if not text:
         return None
     try:
         return AuditOrders(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{AUDIT_ENV}={text!r} is not what `holdfast audit` sets: {error}") from None
+        raise ConfigError(f"{AUDIT.variable}={text!r} is not what `holdfast audit` sets: {error}") from None
 
 
 class Auditor:

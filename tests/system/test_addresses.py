@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 
 from holdfast.smp_daemon.coding.regroup import plan_regroup
+from holdfast.smp_daemon.net.listener import check_own
 from holdfast.smp_daemon.service import Smp
-from holdfast.smp_daemon.shared.addresses import check_own, parse_hosts
+from holdfast.smp_daemon.shared.addresses import parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.messages import AskShard
 from holdfast.smp_daemon.shared.spawn import smp_command
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import connect
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from tests.smp_kit import JOB, Ground, SmpProcess, playground, refusal
@@ -48,9 +50,9 @@ def test_one_address_or_several(text: str, hosts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("10.0.0.7,ib1", "an IP address, .* not 'ib1'"),
-        ("10.0.0.7,", "an IP address, .* not ''"),
-        ("", "an IP address, .* not ''"),
+        ("10.0.0.7,ib1", "'ib1' is not an IP address"),
+        ("10.0.0.7,", "'' is not an IP address"),
+        ("", "'' is not an IP address"),
         ("10.0.0.7,10.0.1.7,10.0.0.7", "has 10.0.0.7 twice"),
         ("10.0.0.7,127.0.0.1", "the loopback address 127.0.0.1: leave it out"),
         ("127.0.0.2,10.0.0.7", "the loopback address 127.0.0.2: leave it out"),
@@ -58,8 +60,8 @@ def test_one_address_or_several(text: str, hosts: tuple[str, ...]) -> None:
         (",".join(f"10.0.{i}.7" for i in range(17)), "lists 17 addresses; the limit is 16"),
     ],
 )
-def test_what_is_no_list_of_addresses_is_refused_by_name(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^--host \(HOLDFAST_HOST\).*{says}"):
+def test_what_is_no_list_of_addresses_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         parse_hosts(text)
 
 
@@ -70,7 +72,7 @@ def test_an_address_of_another_machine_is_refused_before_anything_starts(ground:
     assert isinstance(error, ConfigError)
     assert "10.255.255.254, from --host (HOLDFAST_HOST)" in str(error) and "ip -brief addr" in str(error)
     with pytest.raises(ConfigError, match=rf"^cannot listen on {ELSEWHERE}, from --host"):
-        check_own(("127.0.0.1", ELSEWHERE))
+        check_own(("127.0.0.1", ELSEWHERE), MACHINE)
     assert not smp.arena.exists()
 
 

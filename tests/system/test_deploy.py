@@ -21,7 +21,7 @@ import pytest
 from holdfast.cli.deploy import KINDS, templates
 from holdfast.cli.main import main, make_parser
 from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
-from holdfast.smp_daemon.ops.web import parse_http
+from holdfast.smp_daemon.shared.addresses import parse_http
 from holdfast.smp_daemon.shared.quantities import parse_size, parse_time
 from tests.deadlines import DEADLINE_S
 from tools import pythons, wheels

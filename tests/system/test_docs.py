@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
@@ -16,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stall import StallReport, grid, summary
-from holdfast.environment import GROUPS, VARIABLES
-from holdfast.smp_daemon.__main__ import add_options
+from holdfast.smp_daemon.shared import settings
+from holdfast.smp_daemon.shared.settings import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 VARIABLE = re.compile(r"\bHOLDFAST_[A-Z0-9_]*[A-Z0-9]\b")
+TABLE = ROOT / "smp_daemon" / "shared" / "settings.py"
 OUTSIDE = {".venv", ".git", "tests", "docs", "build", "results"}
 """Folders in which names of variables are not looked for."""
 
@@ -32,7 +32,7 @@ def sources() -> Iterator[Path]:
         inner[:] = [name for name in inner if name not in OUTSIDE and not name.startswith(".")]
         for name in files:
             path = Path(folder, name)
-            if path.suffix in {".py", ".c", ".sh", ".yaml", ".service"} and path.name != "environment.py":
+            if path.suffix in {".py", ".c", ".sh", ".yaml", ".service"} and path != TABLE:
                 yield path
 
 
@@ -40,31 +40,21 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-def test_every_variable_in_the_code_has_its_sentence_and_none_has_gone() -> None:
-    used = {name for path in sources() for name in VARIABLE.findall(path.read_text())}
-    assert used == VARIABLES.keys()
-    assert sum(len(group.variables) for group in GROUPS) == len(VARIABLES)
+def test_the_code_names_the_settings_of_the_table_and_no_others() -> None:
+    """By the variable's name, or by that of its entry."""
+    texts = [path.read_text() for path in sources()]
+    named = {name for text in texts for name in VARIABLE.findall(text)}
+    assert named <= VARIABLES.keys()
+    imported = "\n".join(text for text in texts if "smp_daemon.shared.settings import" in text)
+    entries = {each.variable: name for name, each in vars(settings).items() if isinstance(each, settings.Setting)}
+    unread = [name for name in VARIABLES.keys() - named if not re.search(rf"\b{entries[name]}\.", imported)]
+    assert unread == []
 
 
 def test_pages_name_no_variable_that_there_is_not() -> None:
     for page in PAGES:
         named = {name for name in VARIABLE.findall(page.read_text()) if name != "HOLDFAST_TLS"}
         assert named <= VARIABLES.keys(), page
-
-
-def test_defaults_in_the_table_are_those_of_the_smp(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
-        monkeypatch.delenv(name)
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    compared = 0
-    for option, default in vars(parser.parse_args([])).items():
-        variable = VARIABLES.get(f"HOLDFAST_{option.upper()}")
-        if variable is not None and option not in ("deadlines", "zero", "insecure"):
-            said = float(variable.default) if isinstance(default, float) else variable.default
-            assert said == default, option
-            compared += 1
-    assert compared >= 15
 
 
 @pytest.mark.needs("torch")

@@ -15,10 +15,11 @@ import pytest
 
 from holdfast.cli.drain import sentence
 from holdfast.cli.main import main
-from holdfast.smp_daemon.coding.drain import Drained, parse_spares
+from holdfast.smp_daemon.coding.drain import Drained
 from holdfast.smp_daemon.coding.regroup import moved, plan_regroup
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
+from holdfast.smp_daemon.shared.addresses import parse_spares
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import read_owner
@@ -111,8 +112,8 @@ class TestThePlan:
 
 
 def test_a_spare_is_an_address() -> None:
-    assert parse_spares("") == []
-    assert parse_spares("10.0.0.7:4711, host:1") == [("10.0.0.7", 4711), ("host", 1)]
+    assert parse_spares("") == ()
+    assert parse_spares("10.0.0.7:4711, host:1") == (("10.0.0.7", 4711), ("host", 1))
     for bad in ("10.0.0.7", ":1", "host:0", "host:65536", "host:http"):
         with pytest.raises(ConfigError, match="say HOST:PORT"):
             parse_spares(bad)

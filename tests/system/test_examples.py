@@ -30,7 +30,7 @@ ALONE = {
 
 def start(example: str, job: str, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-u", "-m", f"holdfast.examples.{example}"]
-    environment = os.environ | ALONE | {"HOLDFAST_JOB": job, "HOLDFAST_FOLDER": str(folder / job)}
+    environment = os.environ | ALONE | {"HOLDFAST_JOB": job, "FOLDER": str(folder / job)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 

@@ -26,6 +26,7 @@ from holdfast.smp_daemon.shared.logs import (
     get_log,
     identify,
 )
+from holdfast.smp_daemon.shared.settings import LOG
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess, run_on
 
@@ -136,8 +137,8 @@ def test_what_is_no_line_is_refused(line: str) -> None:
 
 
 def test_a_wrong_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(logs.ENV, "yaml")
-    with pytest.raises(ConfigError, match=r"HOLDFAST_LOG='yaml': .*logfmt, json"):
+    monkeypatch.setenv(LOG.variable, "yaml")
+    with pytest.raises(ConfigError, match=r"HOLDFAST_LOG: 'yaml': .*logfmt or json"):
         chosen_format()
 
 
@@ -183,7 +184,7 @@ def log_of(smp: SmpProcess) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["logfmt", pytest.param("json", marks=pytest.mark.slow)])
 def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setenv(logs.ENV, kind)
+    monkeypatch.setenv(LOG.variable, kind)
     monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "500ms")  # the SMPs check their group ten times a second
     smps = ground.smps(3)
     run = run_on(smps, [[3000]] * 3, protect="2+1")
@@ -226,7 +227,7 @@ def test_a_trainer_logs_only_if_it_is_asked_to(ground: Ground, monkeypatch: pyte
         "        optim.step()\n"
         "    logging.getLogger('holdfast.snapshot.session').warning('of a test')\n"
     )
-    environment = {"HOLDFAST_ARENA": str(smp.arena.parent), logs.ENV: "json"}
+    environment = {"HOLDFAST_ARENA": str(smp.arena.parent), LOG.variable: "json"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     done = subprocess.run(

@@ -17,8 +17,6 @@ from holdfast.smp_daemon.coding.sending import ATTEMPTS, WINDOW
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Board, SnapshotOutcome
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import choose_sources
 from tests.deadlines import DEADLINE_S
 from tests.relay import Relay, relaying
@@ -301,93 +299,3 @@ def test_an_smp_that_ends_does_not_wait_for_its_bandwidth(ground: Ground) -> Non
         run.take(1)
         await_count(run, "bytes_sent", UNIT_BYTES)
         assert here.end()
-
-
-# ---------------------------------------------------------------- turns
-
-
-class Turns:
-    """Stands in for `turn_delay_s`: every turn is hours away. Records how it was called."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int, float]] = []
-        self.first = threading.Event()
-
-    def delay_s(self, group: int, turns: int, interval_s: float) -> float:
-        self.asked.append((group, turns, interval_s))
-        self.first.set()
-        return HOURS_S
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    turns = Turns()
-    monkeypatch.setattr(protect, "turn_delay_s", turns.delay_s)
-    return turns
-
-
-def test_a_group_waits_for_its_turn_until_a_newer_snapshot_is_sealed(ground: Ground, turns: Turns) -> None:
-    with job_with(ground, Settings(turns=8)) as (here, run):
-        began = time.monotonic()
-        first = run.protect(1)
-        sent = counted(run, "dp0", "bytes_sent")
-        second = run.take(2)
-        assert turns.first.wait(DEADLINE_S)
-        assert run["dp0"].outcome(second, 0.2) is SnapshotOutcome.PENDING
-        assert counted(run, "dp0", "bytes_sent") == sent
-        ((group, count, interval_s),) = turns.asked
-        assert (group, count) == (0, 8)
-        assert 0 < interval_s < time.monotonic() - began
-        third = run.snapshot(3)
-        run["dp0"].take(third, (first, second), first)
-        assert run.outcomes(second) == {PROTECTED}
-        assert run["dp0"].outcome(third, 0.2) is SnapshotOutcome.PENDING
-        assert here.end()
-
-
-def test_without_two_snapshots_of_an_epoch_nobody_waits_for_a_turn(ground: Ground, turns: Turns) -> None:
-    with job_with(ground, Settings(turns=8)) as (_, run):
-        run.protect(1)
-        anew(run)
-        run.protect(2)
-        assert turns.asked == []
-
-
-@pytest.mark.parametrize("reason", ["given up", "overtaken by a new epoch"])
-def test_who_waits_for_a_turn_stops_once_the_snapshot_is_not_wanted(
-    ground: Ground, turns: Turns, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    ended: list[SnapshotId] = []
-    over = threading.Event()
-
-    def note(key: str, text: str, snapshot: SnapshotId, error: Exception, **how: object) -> None:
-        ended.append(snapshot)
-        over.set()
-
-    monkeypatch.setattr(protect._episodes, "begin", note)
-    with job_with(ground, Settings(turns=8)) as (here, run):
-        run.protect(1)
-        second = run.take(2)
-        assert turns.first.wait(DEADLINE_S)
-        if reason == "given up":
-            here.smp.store.fail(second, reason)
-        else:
-            run["dp0"].client.join(run.epoch + 1)
-        assert over.wait(DEADLINE_S)
-        assert ended == [second]
-
-
-@pytest.mark.parametrize("turns", [0, -1, 65])
-def test_a_number_of_turns_out_of_range_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    with pytest.raises(ConfigError, match=f"{turns} turns: use 1 to 64"):
-        Settings(turns=turns)
-    monkeypatch.setenv("HOLDFAST_TURNS", str(turns))
-    with pytest.raises(ConfigError, match=f"{turns} turns: use 1 to 64"):
-        ground.smp()
-
-
-def test_turns_that_are_no_number_are_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_TURNS", "64")
-    ground.smp()
-    with pytest.raises(ConfigError, match="'some' is not"):
-        ground.prepare("node1").launch("--turns", "some").wait_ready()

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from holdfast.smp_daemon.coding import sending
-from holdfast.smp_daemon.coding.sending import MAX_LINKS, parse_links
 from holdfast.smp_daemon.net import links
 from holdfast.smp_daemon.node.core import Settings
-from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import MAX_LINKS
 from holdfast.smp_daemon.shared.logs import Episodes
+from holdfast.smp_daemon.shared.settings import LINKS
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.transport import SocketStream, connect
 from tests.relay import Relay, relaying
-from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, run_on
+from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, run_on
 from tests.system.test_addresses import on_several
 from tests.system.test_protect import SmpHere, counted
 
@@ -139,17 +139,18 @@ def test_who_is_told_of_a_new_epoch_stops_on_every_way(ground: Ground) -> None:
         assert here.end()
 
 
-@pytest.mark.parametrize("links", [0, MAX_LINKS + 1])
-def test_a_number_of_links_that_cannot_be_is_refused(ground: Ground, links: int) -> None:
-    with pytest.raises(ConfigError, match=f"{links} links: use 1 to 16"):
-        Smp(JOB, "node0", ground.base / "never", ground.host(), settings=Settings(links=links))
+@pytest.mark.parametrize("links", ["0", str(MAX_LINKS + 1), "many"])
+def test_a_number_of_links_that_cannot_be_is_refused(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, links: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_LINKS", links)
+    with pytest.raises(ConfigError, match=rf"HOLDFAST_LINKS.*'{links}'.*1 to {MAX_LINKS}"):
+        ground.smp()
 
 
 def test_links_are_a_whole_number_or_left_to_the_machine() -> None:
-    assert parse_links("3") == 3
-    assert 1 <= parse_links("auto") <= 4
-    with pytest.raises(ConfigError, match="'many' is not"):
-        parse_links("many")
+    assert LINKS.value({"HOLDFAST_LINKS": "3"}) == 3
+    assert 1 <= LINKS.value({}) <= 4
 
 
 def test_what_comes_back_comes_over_every_address(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -947,12 +947,13 @@ class TestALostNode:
             assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
 
     @pytest.mark.parametrize("method", ["chain", "decode"])
-    def test_is_rebuilt_by_either_method(self, ground: Ground, method: str) -> None:
+    def test_is_rebuilt_by_either_method(self, ground: Ground, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         smps = ground.smps(4)
         run = run_on(smps, [[30_000]] * 4, protect="3+1")
         snapshot = run.protect(1)
         smps[1].lose()
-        spare = ground.prepare("spare").launch("--rebuild", method).wait_ready()
+        monkeypatch.setenv("HOLDFAST_REBUILD", method)
+        spare = ground.smp("spare")
         run.trainers["dp1"] = Trainer(spare, "dp1", 30_000)
         recovered = run["dp1"].recover(run.plan(*(trainer.client.inventory() for trainer in run)))
         assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))

@@ -157,7 +157,7 @@ def test_one_whose_file_is_lost_is_named_and_can_be_stopped(
 
 def test_a_bad_option_is_refused_in_the_smps_own_words(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["smp", "start", "--detach", "--host", "node-7"]) == 2
-    assert "takes an IP address" in capsys.readouterr().err
+    assert "'node-7' is not an IP address" in capsys.readouterr().err
     assert main(["smp", "start", "--no-such-option"]) == 2
     assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
 
@@ -166,7 +166,7 @@ def test_every_option_of_an_smp_is_passed_on() -> None:
     parser = ArgumentParser()
     add_options(parser)
     assert smp_arguments(parser.parse_args([]))
-    words = ["--insecure", "--detach", "--host", "10.0.0.1", "--grace", "7s", "--owner-pid", "12"]
+    words = ["--insecure", "--detach", "--host", "10.0.0.1", "--grace", "7s", "--bulk-port", "12"]
     passed = smp_arguments(parser.parse_args(words))
     assert set(words) <= set(passed)
     assert parser.parse_args(passed) == parser.parse_args(words)

@@ -166,14 +166,17 @@ class TestADetachedSmp:
         finish(ground, arena)
 
     def test_says_why_it_does_not_start(self, ground: Ground, arena: Path) -> None:
-        with pytest.raises(ConfigError, match=r"--host \(HOLDFAST_HOST\) takes an IP address"):
+        with pytest.raises(ConfigError, match=r"HOLDFAST_HOST.*'node-7' is not an IP address"):
             start_smp(JOB, "node0", arena, host="node-7")
         with pytest.raises(ConfigError, match="say --insecure"):
             start_smp(JOB, "node0", arena, host="0.0.0.0")
         assert processes_left(arena, DEADLINE_S) == []
 
-    def test_off_loopback_it_starts_if_that_is_asked_for(self, ground: Ground, arena: Path) -> None:
-        owner = start_smp(JOB, "node0", arena, host="0.0.0.0", insecure=True)
+    def test_off_loopback_it_starts_if_that_is_asked_for(
+        self, ground: Ground, arena: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOLDFAST_INSECURE", "1")
+        owner = start_smp(JOB, "node0", arena, host="0.0.0.0")
         assert owner.host == "0.0.0.0"
         finish(ground, arena)
 

@@ -26,8 +26,9 @@ from holdfast.cli.status import render
 from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES, VIEWS, exposition, sees_the_job
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status
-from holdfast.smp_daemon.ops.web import is_local, page, parse_http
+from holdfast.smp_daemon.ops.web import is_local, page
 from holdfast.smp_daemon.recovery.redundancy import redundancies, safest
+from holdfast.smp_daemon.shared.addresses import parse_http
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -296,7 +297,7 @@ def test_it_may_be_off_or_on_a_port_of_ones_own(ground: Ground) -> None:
     assert parse_http("9411") == ("127.0.0.1", 9411)
     assert parse_http("0.0.0.0:9411") == ("0.0.0.0", 9411)
     for bad in ("0", "65536", "http", "-1", ":9411", "host:9411", "10.0.0.1:", "10.0.0.1:0"):
-        with pytest.raises(ConfigError, match="--http takes a port from 1 to 65535, ADDRESS:PORT, auto or off"):
+        with pytest.raises(ConfigError, match="a port from 1 to 65535"):
             parse_http(bad)
 
 

@@ -14,7 +14,6 @@ from holdfast.snapshot.resume.elastic import (
     OldManifest,
     _check_private,
     decode_plain,
-    elastic_from_environment,
     region_of,
 )
 from holdfast.snapshot.resume.reshard import Index, Read, Region, plan_reads, range_runs
@@ -82,9 +81,3 @@ def test_plain_values_of_an_optimizer_hold_no_tensor() -> None:
     assert decode_plain(encode({"0.0": {"step": 3}}, "", {})) == {"0.0": {"step": 3}}
     with pytest.raises(ProtocolError, match="cannot be resharded"):
         decode_plain(encode({"0.0": torch.ones(2)}, "", {}))
-
-
-@pytest.mark.parametrize(("text", "meant"), [("", False), ("0", False), ("1", True)])
-def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch, text: str, meant: bool) -> None:
-    monkeypatch.setenv("HOLDFAST_ELASTIC", text)
-    assert elastic_from_environment() is meant

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.pacer import BURST_S, MAX_TURNS, Pacer, Patience, parse_turns, turn_delay_s
+from holdfast.smp_daemon.shared.pacer import BURST_S, Pacer, Patience
 
 RATE = 1000.0
 
@@ -126,25 +125,3 @@ def test_one_who_never_stops_asking_is_waited_for_once(asked: list[tuple[float, 
         waited += wait_s
         now += wait_s + busy_s
     assert waited <= 1.0 + 1e-9
-
-
-def test_turns_share_out_the_first_half_of_an_interval() -> None:
-    assert [turn_delay_s(group, 4, 8.0) for group in range(6)] == [0, 1, 2, 3, 0, 1]
-
-
-def test_a_single_turn_is_everybodys_and_at_once() -> None:
-    assert {turn_delay_s(group, 1, 8.0) for group in range(10)} == {0}
-
-
-@given(st.integers(0, 1000), st.integers(1, MAX_TURNS), st.floats(0, 1e6))
-def test_every_turn_comes_in_the_first_half_of_the_interval(group: int, turns: int, interval_s: float) -> None:
-    delay_s = turn_delay_s(group, turns, interval_s)
-    assert 0 <= delay_s <= interval_s / 2
-    assert delay_s == turn_delay_s(group + turns, turns, interval_s)
-
-
-@pytest.mark.parametrize("text", ["", "many", "1.5", "2x"])
-def test_what_is_no_number_of_turns_is_refused(text: str) -> None:
-    assert parse_turns("7") == 7
-    with pytest.raises(ConfigError, match=f"'{text}' is not .*1 to 64"):
-        parse_turns(text)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.persist import manifest, planes, shardfile
 from holdfast.smp_daemon.persist.manifest import PersistManifest
-from holdfast.smp_daemon.persist.options import PersistOptions, parse_options
+from holdfast.smp_daemon.persist.options import PersistOptions, options_of
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -222,13 +222,18 @@ def test_the_newest_whole_one_always_stays_and_so_does_what_is_being_written(
 # ---------------------------------------------------------------------- settings
 
 
+def persisting(url: str, **more: str) -> PersistOptions | None:
+    variables = {f"HOLDFAST_PERSIST_{name.upper()}": text for name, text in more.items()}
+    return options_of({"HOLDFAST_PERSIST": url, **variables})
+
+
 def test_the_tier_is_off_unless_a_place_is_named() -> None:
-    assert parse_options("", "30min", "2", "0") is None
-    assert parse_options("/x", "90s", "3", "1MB/s") == PersistOptions("/x", 90.0, 3, 1e6)
-    assert parse_options("s3://b", "2h", "1", "0") == PersistOptions("s3://b", 7200.0, 1)
+    assert persisting("") is None
+    assert persisting("/x", every="90s", keep="3", bandwidth="1MB/s") == PersistOptions("/x", 90.0, 3, 1e6)
+    assert persisting("s3://b", every="2h", keep="1") == PersistOptions("s3://b", 7200.0, 1)
 
 
-@pytest.mark.parametrize(("every", "keep"), [("often", "2"), ("", "2"), ("0", "2"), ("5min", "0"), ("5min", "two")])
+@pytest.mark.parametrize(("every", "keep"), [("often", "2"), ("0", "2"), ("5min", "0"), ("5min", "two")])
 def test_a_tier_that_makes_no_sense_is_refused(every: str, keep: str) -> None:
     with pytest.raises(ConfigError):
-        parse_options("/x", every, keep, "0")
+        persisting("/x", every=every, keep=keep)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from holdfast import ConfigError
 from holdfast.cli.main import main, make_parser
-from holdfast.environment import VARIABLES
-from holdfast.smp_daemon.__main__ import _parser, parse_grace, settings_of
 from holdfast.smp_daemon.shared.quantities import amount, duration, parse_rate, parse_size, parse_time
-from holdfast.smp_daemon.shared.spawn import start_deadline_s
-from holdfast.snapshot.interval.policy import mtbf_from_environment
+from holdfast.smp_daemon.shared.settings import DEADLINES, TABLE, Setting
 
 REFUSED = {
     "SIZE": "'64' has no unit: give a size such as 64GB or 60GiB",
@@ -111,36 +109,16 @@ def test_options_that_mean_a_size_a_time_or_a_rate_say_so() -> None:
     assert len(MEASURES) > 35
 
 
-OF_SMPS = {
-    "HOLDFAST_MEMORY": "SIZE",
-    "HOLDFAST_BANDWIDTH": "RATE",
-    "HOLDFAST_SCRUB": "RATE",
-    "HOLDFAST_PERSIST_BANDWIDTH": "RATE",
-    "HOLDFAST_REGROUP_AFTER": "TIME",
-    "HOLDFAST_PERSIST_EVERY": "TIME",
-    "HOLDFAST_GRACE": "TIME",
-}
-
-
-@pytest.mark.parametrize("name", [*OF_SMPS, "HOLDFAST_DEADLINES"])
-def test_every_variable_of_an_smp_refuses_a_number_without_a_unit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert name in VARIABLES
-    monkeypatch.setenv("HOLDFAST_PERSIST", "/somewhere")
-    monkeypatch.setenv(name, "step=64" if name == "HOLDFAST_DEADLINES" else "64")
-    arguments = _parser().parse_args(["--job", "job", "--node", "node", "--arena", "/dev/shm/none"])
+@pytest.mark.parametrize("setting", [each for each in TABLE if each.kind.shown in REFUSED], ids=lambda each: each.name)
+def test_every_variable_refuses_a_number_without_a_unit(setting: Setting[Any]) -> None:
     with pytest.raises(ConfigError) as refused:
-        settings_of(arguments)
-        parse_grace(arguments.grace)
-    assert name in str(refused.value) and REFUSED[OF_SMPS.get(name, "TIME")] in str(refused.value)
+        setting.value({setting.variable: "64"})
+    assert setting.variable in str(refused.value) and REFUSED[setting.kind.shown] in str(refused.value)
 
 
-def test_variables_of_trainers_refuse_a_number_without_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_MTBF", "64")
-    monkeypatch.setenv("HOLDFAST_MEMORY", "64")
-    with pytest.raises(ConfigError, match=f"HOLDFAST_MTBF: {REFUSED['TIME']}"):
-        mtbf_from_environment()
-    with pytest.raises(ConfigError, match=f"HOLDFAST_MEMORY: {REFUSED['SIZE']}"):
-        start_deadline_s()
+def test_deadlines_refuse_a_number_without_a_unit() -> None:
+    with pytest.raises(ConfigError, match="HOLDFAST_DEADLINES.*" + REFUSED["TIME"]):
+        DEADLINES.value({"HOLDFAST_DEADLINES": "step=64"})
 
 
 @pytest.mark.parametrize(

@@ -443,7 +443,7 @@ def test_who_accepts_the_drift_goes_on_and_is_warned(
 @pytest.mark.parametrize("value", ["yes", "1", "Accept"])
 def test_any_other_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(ENV, value)
-    with pytest.raises(ConfigError, match=f"{ENV}='{value}': say accept"):
+    with pytest.raises(ConfigError, match=f"{ENV}: '{value}': say accept"):
         Job().hook()
 
 

@@ -1,0 +1,526 @@
+"""The one table of settings: every ``HOLDFAST_`` variable, what it may be, and one sentence about it.
+
+A setting is read through its entry: ``MEMORY.value()``. From the same entries are made the options of ``holdfast smp
+start`` and of the SMP (`add_options`), and docs/reference-environment.md. `tests/system/test_docs.py` fails if the code
+names a variable that is not here, or if nothing reads one that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from holdfast.smp_daemon.shared.addresses import parse_hosts, parse_http, parse_spares
+from holdfast.smp_daemon.shared.deadlines import parse_deadlines
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS, MAX_LINKS
+from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueKind(Generic[T]):
+    """What the text of a setting may be.
+
+    Attributes:
+        shown: what stands for the value in help.
+        read: the value in a text; raises `ConfigError`, which quotes the text and says what is accepted.
+    """
+
+    shown: str
+    read: Callable[[str], T]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Settings that apply in one place, as the reference groups them.
+
+    Attributes:
+        text: who reads them, in Markdown.
+        options: whether they are also options of an SMP.
+    """
+
+    title: str
+    text: str
+    options: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """One setting.
+
+    Attributes:
+        variable: the environment variable. The option is called like it: ``HOLDFAST_ON_HANG`` is ``--on-hang``.
+        default: the text that applies if it is not set, or set to nothing.
+        meaning: one sentence.
+        shown: what to say of the default, where that is decided elsewhere; empty: `default` itself.
+        page: where the documentation says more.
+    """
+
+    where: Section
+    variable: str
+    kind: ValueKind[T]
+    default: str
+    meaning: str
+    shown: str = ""
+    page: str = ""
+
+    @property
+    def name(self) -> str:
+        """The attribute that holds it among parsed arguments."""
+        return self.variable.removeprefix("HOLDFAST_").lower()
+
+    @property
+    def option(self) -> str:
+        """Its option on a command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def called(self) -> str:
+        """What an error calls it."""
+        return f"{self.option} ({self.variable})" if self.where.options else self.variable
+
+    @property
+    def help(self) -> str:
+        """Its sentence and its default, as commands say them."""
+        meaning = self.meaning.removesuffix(".")
+        begin = meaning[0].lower() if meaning[1].islower() else meaning[0]
+        return f"{begin}{meaning[1:]} (default {self.variable} or {self.shown or self.default or 'none'})"
+
+    def text(self, environment: Mapping[str, str] | None = None) -> str:
+        """Its text in an environment, by default this process's. Empty is the same as not set."""
+        return (os.environ if environment is None else environment).get(self.variable, "").strip() or self.default
+
+    def value(self, environment: Mapping[str, str] | None = None) -> T:
+        """Its value in an environment, by default this process's.
+
+        Raises:
+            ConfigError: the text is wrong; the message names the setting, the text and what is accepted.
+        """
+        try:
+            return self.kind.read(self.text(environment))
+        except ConfigError as error:
+            raise ConfigError(f"{self.called}: {error}") from None
+
+
+def add_options(parser: argparse.ArgumentParser, settings: Iterable[Setting[Any]]) -> None:
+    """Add the option of each setting. Its text is kept as it is; `given` has those that were given."""
+    for each in settings:
+        if each.kind is SWITCH:
+            parser.add_argument(each.option, action="store_const", const="1", help=each.help)
+        else:
+            parser.add_argument(each.option, metavar=each.kind.shown, help=each.help)
+
+
+def given(parsed: argparse.Namespace, settings: Iterable[Setting[Any]]) -> dict[str, str]:
+    """The variables that say what the options of `add_options` said, for those that were given."""
+    return {each.variable: text for each in settings if (text := getattr(parsed, each.name)) is not None}
+
+
+# ---------------------------------------------------------------------- kinds
+
+
+def whole(least: int, most: int | None = None) -> ValueKind[int]:
+    """A whole number from `least` to `most`."""
+    limits = f"{least} or more" if most is None else f"{least} to {most}"
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise ConfigError(f"{text!r}: give a whole number, {limits}")
+        return int(text)
+
+    return ValueKind("N", read)
+
+
+def choice(*words: str) -> ValueKind[str]:
+    """One of some words, of which the empty one is not shown."""
+    shown = [word for word in words if word]
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise ConfigError(f"{text!r}: say {' or '.join(shown)}{', or leave it out' if '' in words else ''}")
+        return text
+
+    return ValueKind("{" + ",".join(shown) + "}", read)
+
+
+def or_none(kind: ValueKind[U]) -> ValueKind[U | None]:
+    """The same, or nothing."""
+    return ValueKind(kind.shown, lambda text: kind.read(text) if text else None)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ConfigError(f"{text!r}: say 1 for yes, or 0 for no")
+    return text == "1"
+
+
+def _fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"{text!r}: give a fraction from 0 to 1, such as 0.01")
+    return fraction
+
+
+def _grace(text: str) -> float:
+    seconds = parse_time(text)
+    if seconds > MOST_GRACE_S:
+        raise ConfigError(f"{text!r} is longer than {duration(MOST_GRACE_S)}: give less")
+    return seconds
+
+
+def _interval(text: str) -> float:
+    seconds = parse_time(text)
+    if seconds < LEAST_PERSIST_S:
+        raise ConfigError(f"{text!r}: give {duration(LEAST_PERSIST_S)} or more")
+    return seconds
+
+
+def _links(text: str) -> int:
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 16)) if text == "auto" else whole(1, MAX_LINKS).read(text)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (word.strip() for word in text.split(","))))
+
+
+MOST_GRACE_S = 3600.0
+LEAST_PERSIST_S = 0.1
+
+TEXT: ValueKind[str] = ValueKind("TEXT", str)
+NAME: ValueKind[str] = ValueKind("NAME", str)
+FILE: ValueKind[str] = ValueKind("FILE", str)
+SWITCH = ValueKind("0|1", _switch)
+SIZE = ValueKind("SIZE", parse_size)
+RATE = ValueKind("RATE", parse_rate)
+TIME = ValueKind("TIME", parse_time)
+
+
+# ---------------------------------------------------------------------- the table
+
+THE_JOB = Section(
+    "The job",
+    "Read by trainers and SMPs. Set the same values on every rank and on every restart, except for the name and "
+    "the failure domains of a node.",
+)
+JOB = Setting(
+    THE_JOB,
+    "HOLDFAST_JOB",
+    NAME,
+    "",
+    "Id of the training run, the same on every rank and every restart.",
+    shown="torchrun's run id, or Slurm's job id",
+)
+NODE = Setting(THE_JOB, "HOLDFAST_NODE", NAME, "", "Name of this node, unique in the job.", shown="the host's name")
+ARENA = Setting(
+    THE_JOB,
+    "HOLDFAST_ARENA",
+    ValueKind("DIR", Path),
+    f"/dev/shm/holdfast-{os.getuid()}",
+    "Directory on tmpfs in which the arenas of all jobs lie.",
+    shown="/dev/shm/holdfast-<uid>",
+)
+DOMAINS = Setting(
+    THE_JOB,
+    "HOLDFAST_DOMAINS",
+    ValueKind("KIND=NAME,...", str),
+    "",
+    "What this node fails together with, such as rack=r7,switch=s3,@dp: no group has more than m nodes of one domain, "
+    "if that is possible.",
+)
+
+TRAINERS = Section(
+    "Taking and restoring snapshots",
+    "Read by trainers. An argument of `InMemorySnapshot` of the same meaning takes precedence.",
+)
+OVERHEAD_BUDGET = Setting(
+    TRAINERS,
+    "HOLDFAST_OVERHEAD_BUDGET",
+    ValueKind("FRACTION", _fraction),
+    "0.01",
+    "Fraction of training time that snapshots may take before the ranks lengthen the interval together; 0: no budget, "
+    "and every= always holds.",
+)
+MTBF = Setting(
+    TRAINERS,
+    "HOLDFAST_MTBF",
+    or_none(TIME),
+    "",
+    'With every="auto": how often one node fails, such as 1000d, until the job has failures of its own to go by.',
+    shown="published failure rates",
+)
+GENERATIONS = Setting(
+    TRAINERS,
+    "HOLDFAST_GENERATIONS",
+    whole(1, MAX_GENERATIONS),
+    "1",
+    "How many protected snapshots are kept.",
+)
+RESTORE_STEP = Setting(
+    TRAINERS,
+    "HOLDFAST_RESTORE_STEP",
+    or_none(whole(1)),
+    "",
+    "Go back to the snapshot of this step.",
+    shown="the newest",
+    page="restarts.md#going-back-further",
+)
+RUN = Setting(
+    TRAINERS,
+    "HOLDFAST_RUN",
+    ValueKind("ID", str),
+    "",
+    "Go on with the run of this id.",
+    shown="the run that was begun last",
+    page="restarts.md#which-run-goes-on",
+)
+GIVE_UP = Setting(
+    TRAINERS,
+    "HOLDFAST_GIVE_UP",
+    ValueKind("ID,...", _words),
+    "",
+    "Ids of runs that are over, of which nothing is restored.",
+    page="restarts.md#which-run-goes-on",
+)
+MAX_REPEATS = Setting(
+    TRAINERS,
+    "HOLDFAST_MAX_REPEATS",
+    whole(0),
+    "5",
+    "After this many starts in a row that ended in the same way at the same step, the next one is refused; 0: never.",
+    page="restarts.md",
+)
+ELASTIC = Setting(
+    TRAINERS,
+    "HOLDFAST_ELASTIC",
+    SWITCH,
+    "0",
+    "Restore a snapshot of another number of data-parallel ranks, too.",
+    page="elastic.md",
+)
+DRIFT = Setting(
+    TRAINERS,
+    "HOLDFAST_DRIFT",
+    choice("", "accept"),
+    "",
+    "Go on, with other results, although the first step after a restore does not begin with what was restored.",
+    page="loops.md#after-a-restore",
+)
+LOG = Setting(
+    TRAINERS,
+    "HOLDFAST_LOG",
+    choice("", "logfmt", "json"),
+    "",
+    "The form of log lines; a trainer writes them to standard error if this is set, else through Python's logging.",
+    shown="logfmt in an SMP",
+)
+
+THE_SMP = Section(
+    "The SMP",
+    "Read by whatever starts an SMP: the first trainer of a node, or `holdfast smp start`, whose options of the "
+    "same names take precedence.",
+    options=True,
+)
+HOST = Setting(
+    THE_SMP,
+    "HOLDFAST_HOST",
+    ValueKind("ADDRESS,...", parse_hosts),
+    "127.0.0.1",
+    "Address of this machine on which the SMP listens for other SMPs, or one for each network card; gRPC is served on "
+    "the first, raw bytes on all.",
+    page="running.md#several-hosts",
+)
+INSECURE = Setting(
+    THE_SMP,
+    "HOLDFAST_INSECURE",
+    SWITCH,
+    "0",
+    "Listen off loopback although nothing is encrypted or authenticated, on a network that no one else reaches.",
+    page="../SECURITY.md",
+)
+MEMORY = Setting(
+    THE_SMP,
+    "HOLDFAST_MEMORY",
+    SIZE,
+    "0",
+    "Memory for snapshots, such as 64GB, reserved when the SMP starts and never exceeded; 0: what the job needs, "
+    "reserved at its first step.",
+)
+ZERO = Setting(
+    THE_SMP,
+    "HOLDFAST_ZERO",
+    SWITCH,
+    "0",
+    "Overwrite slots with zeros when they are given up and before they are deleted.",
+)
+BANDWIDTH = Setting(THE_SMP, "HOLDFAST_BANDWIDTH", RATE, "0", "Most that encoding sends, such as 2GB/s; 0: no limit.")
+LINKS = Setting(
+    THE_SMP,
+    "HOLDFAST_LINKS",
+    ValueKind("N", _links),
+    "auto",
+    f"Connections to each peer, for each network card of the node, 1 to {MAX_LINKS}; auto: one for every 16 "
+    "processors, 1 to 4.",
+    page="data-plane.md",
+)
+PRIORITY = Setting(
+    THE_SMP,
+    "HOLDFAST_PRIORITY",
+    choice("auto", "normal", "idle"),
+    "auto",
+    "What gives way to the trainers: encoding and the scrub (auto), all that the SMP does, which needs cores to spare "
+    "(idle), or nothing (normal).",
+)
+SCRUB = Setting(
+    THE_SMP,
+    "HOLDFAST_SCRUB",
+    RATE,
+    "64MB/s",
+    "The rate at which sealed snapshots are read and checked in the background; 0: they are not.",
+)
+REGROUP_AFTER = Setting(
+    THE_SMP,
+    "HOLDFAST_REGROUP_AFTER",
+    TIME,
+    "30s",
+    "How long a node may be missing, with no trainer connected, before the survivors regroup without it; 0: they never "
+    "do.",
+)
+DEADLINES = Setting(
+    THE_SMP,
+    "HOLDFAST_DEADLINES",
+    ValueKind("PHASE=TIME,...", parse_deadlines),
+    "start=15min,restore=15min,step=60s,factor=10,copy=2min",
+    "How long a trainer of this node may be quiet in each phase, in a step also factor times the median step, before "
+    "it counts as hung; 0: for ever.",
+)
+ON_HANG = Setting(
+    THE_SMP,
+    "HOLDFAST_ON_HANG",
+    ValueKind("COMMAND", str),
+    "",
+    "Shell command that is run once per hang of a trainer, for at most a minute.",
+    page="running.md#is-it-alive",
+)
+GRACE = Setting(
+    THE_SMP,
+    "HOLDFAST_GRACE",
+    ValueKind("TIME", _grace),
+    "25s",
+    "Longest time after SIGTERM for moving what the node holds to other nodes before the SMP ends; 0: it ends at once.",
+)
+SPARES = Setting(
+    THE_SMP,
+    "HOLDFAST_SPARES",
+    ValueKind("HOST:PORT,...", parse_spares),
+    "",
+    "SMPs of this job on nodes without trainers, by their gRPC ports, which take over first what is moved after "
+    "SIGTERM.",
+)
+HTTP = Setting(
+    THE_SMP,
+    "HOLDFAST_HTTP",
+    ValueKind("PORT", parse_http),
+    "auto",
+    "Loopback port of the page, /status.json and /metrics, or ADDRESS:PORT, which serves /metrics to other machines; "
+    "if it is taken, and with auto: the one before, or any free one; off: none.",
+)
+
+STORAGE = Section(
+    "Storage",
+    "Read by whatever starts an SMP; also its options. The tier is off unless a place is given. [Snapshots on "
+    "storage](persist.md).",
+    options=True,
+)
+PERSIST = Setting(
+    STORAGE,
+    "HOLDFAST_PERSIST",
+    ValueKind("URL", str),
+    "",
+    "Where protected snapshots are also written: a directory that all nodes share or an fsspec URL, the same on all "
+    "nodes.",
+)
+PERSIST_EVERY = Setting(
+    STORAGE,
+    "HOLDFAST_PERSIST_EVERY",
+    ValueKind("TIME", _interval),
+    "30min",
+    "How often snapshots are written there at most, such as 90s, 30min or 2h.",
+)
+PERSIST_KEEP = Setting(STORAGE, "HOLDFAST_PERSIST_KEEP", whole(1), "2", "How many whole snapshots are kept there.")
+PERSIST_BANDWIDTH = Setting(
+    STORAGE,
+    "HOLDFAST_PERSIST_BANDWIDTH",
+    RATE,
+    "0",
+    "Most that each node reads from memory to write it there, such as 500MB/s; 0: no limit.",
+)
+
+SECURITY = Section("Security", "Read by trainers and SMPs. [SECURITY.md](../SECURITY.md) has the threat model.")
+TOKEN_FILE = Setting(SECURITY, "HOLDFAST_TOKEN_FILE", FILE, "", "File with the job's token, readable by nobody else.")
+TOKEN = Setting(SECURITY, "HOLDFAST_TOKEN", TEXT, "", "The token itself, where there is no file.")
+TLS_CERT = Setting(
+    SECURITY, "HOLDFAST_TLS_CERT", FILE, "", "PEM file with this node's certificate, for mutual TLS between SMPs."
+)
+TLS_KEY = Setting(SECURITY, "HOLDFAST_TLS_KEY", FILE, "", "PEM file with its private key.")
+TLS_CA = Setting(SECURITY, "HOLDFAST_TLS_CA", FILE, "", "PEM file with the authority that signed the certificates.")
+TLS_NAME = Setting(SECURITY, "HOLDFAST_TLS_NAME", NAME, "holdfast-smp", "The DNS name that all certificates carry.")
+
+SET_FOR_YOU = Section("Set for you", "`--on-hang` commands see `HOLDFAST_JOB`, `HOLDFAST_NODE`, and these.")
+COORD = Setting(
+    SET_FOR_YOU, "HOLDFAST_COORD", TEXT, "", "Coordinate of the trainer that hangs, such as pp0-tp1-cp0-ep0-dp3."
+)
+PID = Setting(SET_FOR_YOU, "HOLDFAST_PID", TEXT, "", "Its process id.")
+PHASE = Setting(SET_FOR_YOU, "HOLDFAST_PHASE", TEXT, "", "The phase it hangs in: start, restore, step or copy.")
+STEP = Setting(SET_FOR_YOU, "HOLDFAST_STEP", TEXT, "", "The step it hangs in.")
+
+DEPLOYMENT = Section("Deployment files", "Read by files that `holdfast deploy` writes, not by holdfast.")
+KEEP_S = Setting(
+    DEPLOYMENT,
+    "HOLDFAST_KEEP_S",
+    whole(0),
+    "0",
+    "Slurm's epilog: for how many seconds the SMP of a job that has failed, or is requeued, stays.",
+)
+
+INTERNAL = Section("Internal", "Set by holdfast's own commands and tests. Do not set them in a job.")
+BACKEND = Setting(
+    INTERNAL, "HOLDFAST_BACKEND", NAME, "auto", "What computes parity: auto takes the fastest, and all write the same."
+)
+REBUILD = Setting(
+    INTERNAL,
+    "HOLDFAST_REBUILD",
+    choice("chain", "decode"),
+    "chain",
+    "How lost shards are computed: along a chain of helpers (the new node receives S bytes), or there (k times S).",
+)
+COMMAND = Setting(
+    INTERNAL, "HOLDFAST_COMMAND", TEXT, "", "Marks what a command of holdfast has started, so that it can be ended."
+)
+AUDIT = Setting(INTERNAL, "HOLDFAST_AUDIT", TEXT, "", "What holdfast audit and chaos run tell the hook to note.")
+PROFILE = Setting(INTERNAL, "HOLDFAST_PROFILE", TEXT, "", "Where holdfast profile has the hook write what it measured.")
+POINTS = Setting(
+    INTERNAL, "HOLDFAST_POINTS", TEXT, "", "At which failpoints a process stops until a test lets it go on."
+)
+TRAINER = Setting(INTERNAL, "HOLDFAST_TRAINER", TEXT, "", "What a trainer on a virtual node is to run.")
+CLOCK = Setting(
+    INTERNAL, "HOLDFAST_CLOCK", FILE, "", "The file that says by how much a virtual node's wall clock is off."
+)
+REJOIN = Setting(INTERNAL, "HOLDFAST_REJOIN", SWITCH, "1", "Whether a restarted SMP brings back what its node lacks.")
+
+TABLE: tuple[Setting[Any], ...] = tuple(each for each in globals().values() if isinstance(each, Setting))
+"""All of them, in the order of the reference."""
+
+SMP_OPTIONS = tuple(each for each in TABLE if each.where.options)
+"""Those that are also options of an SMP."""
+
+VARIABLES = {each.variable: each for each in TABLE}

@@ -1,0 +1,91 @@
+"""The table of settings: every entry is complete, its default is a value, and a bad value is refused by its name."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import pytest
+
+from holdfast.smp_daemon.__main__ import settings_of
+from holdfast.smp_daemon.node.core import Settings
+from holdfast.smp_daemon.persist.options import PersistOptions
+from holdfast.smp_daemon.shared.deadlines import Deadlines
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.settings import (
+    DEADLINES,
+    MEMORY,
+    SMP_OPTIONS,
+    SWITCH,
+    TABLE,
+    VARIABLES,
+    Setting,
+    add_options,
+    given,
+)
+
+each_setting = pytest.mark.parametrize("setting", TABLE, ids=lambda each: each.name)
+
+
+def test_no_two_settings_have_one_name() -> None:
+    assert len(VARIABLES) == len(TABLE) > 40
+    assert all(re.fullmatch(r"HOLDFAST(_[A-Z0-9]+)+", name) for name in VARIABLES)
+
+
+@each_setting
+def test_a_setting_has_one_sentence(setting: Setting[Any]) -> None:
+    assert setting.meaning.endswith(".") and setting.meaning[0].isupper()
+    assert not re.search(r"[.!?] [A-Z]", setting.meaning)
+
+
+@each_setting
+def test_its_default_is_a_value(setting: Setting[Any]) -> None:
+    assert setting.value({}) == setting.value({setting.variable: ""}) == setting.kind.read(setting.default)
+
+
+BAD = {
+    "{": "many",
+    "0|1": "yes",
+    "N": "-1",
+    "SIZE": "much",
+    "RATE": "64MB",
+    "TIME": "soon",
+    "FRACTION": "1.5",
+    "PORT": "http",
+    "ADDRESS,...": "node-7",
+    "HOST:PORT,...": "host:0",
+    "PHASE=TIME,...": "walk=3s",
+}
+"""Texts that are refused, by how the kind is shown. Names, files, commands and lists of ids are any text."""
+
+REFUSING = [
+    (each, bad) for each in TABLE if (bad := BAD.get("{" if each.kind.shown[0] == "{" else each.kind.shown)) is not None
+]
+
+
+@pytest.mark.parametrize(("setting", "bad"), REFUSING, ids=lambda value: getattr(value, "name", value))
+def test_a_bad_value_is_refused_by_name(setting: Setting[Any], bad: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        setting.value({setting.variable: bad})
+    assert setting.variable in str(refused.value) and repr(bad)[1:-1].split("=")[0] in str(refused.value)
+
+
+def test_options_that_are_given_come_before_variables() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, SMP_OPTIONS)
+    assert given(parser.parse_args([]), SMP_OPTIONS) == {}
+    words = [word for each in SMP_OPTIONS for word in ([each.option] if each.kind is SWITCH else [each.option, "x"])]
+    assert given(parser.parse_args(words), SMP_OPTIONS) == {
+        each.variable: "1" if each.kind is SWITCH else "x" for each in SMP_OPTIONS
+    }
+    said = given(parser.parse_args(["--memory", "2GB"]), SMP_OPTIONS)
+    assert MEMORY.value({"HOLDFAST_MEMORY": "1GB"} | said) == int(2e9)
+
+
+def test_an_smp_of_no_variables_is_one_of_defaults() -> None:
+    """`links` and `priority` are `auto` in the table, which an SMP in a process of others' is not."""
+    found = settings_of({})
+    assert found == Settings(links=found.links, priority="auto")
+    assert DEADLINES.value({}) == Deadlines()
+    assert settings_of({"HOLDFAST_PERSIST": "/x"}).persist == PersistOptions("/x")
