@@ -25,7 +25,6 @@ import numpy as np
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.bench import smp as bench_smp
@@ -36,6 +35,7 @@ from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.doctor import why_unusable
 from holdfast.ec import Codec, choose_codec, describe_auto
 from holdfast.ec.codec import Buffer, as_array
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 OPS = ("encode", "accumulate", "reconstruct")
@@ -337,8 +337,8 @@ def goals(rows: Iterable[Row]) -> list[tuple[bool, str]]:
     return found
 
 
-def grid(rows: Iterable[Row], op: str) -> list[list[str]]:
-    """The table of one operation, header first: a line per code, backend and threads; a column per unit size."""
+def compare(rows: Iterable[Row], op: str) -> Report:
+    """The table of one operation: a line per code, backend and threads; a column per unit size."""
     mine = [row for row in rows if row.op == op]
     sizes = sorted({row.unit_bytes for row in mine})
     lines: dict[tuple[str, str, str], dict[int, str]] = {}
@@ -346,7 +346,7 @@ def grid(rows: Iterable[Row], op: str) -> list[list[str]]:
         line = lines.setdefault((f"{row.k}+{row.m}", row.backend, str(row.threads)), {})
         line[row.unit_bytes] = f"{row.ratio:.2f} ({row.gb_s:.{2 if row.gb_s < 10 else 1 if row.gb_s < 100 else 0}f})"
     header = ["code", "backend", "threads", *(size(unit_bytes) for unit_bytes in sizes)]
-    return [header, *([*key, *(line.get(each, "–") for each in sizes)] for key, line in lines.items())]
+    return Report(header, [[*key, *(line.get(each, "–") for each in sizes)] for key, line in lines.items()], op, left=2)
 
 
 def size(count: int) -> str:
@@ -354,32 +354,16 @@ def size(count: int) -> str:
     return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
 
 
-def tables(report: EcReport) -> list[tuple[str, list[list[str]]]]:
-    """All tables with their titles."""
-    ends = [
-        ("four SMPs protect a snapshot", bench_smp.grid(report.protect)),
-        ("an empty node gets a lost shard back", bench_smp.rebuild_grid(report.rebuild)),
-    ]
-    return [*((op, grid(report.rows, op)) for op in OPS), *ends]
+def tables(report: EcReport) -> list[Report]:
+    """All tables."""
+    ends = [bench_smp.protect_report(report.protect), bench_smp.rebuild_report(report.rebuild)]
+    return [*(compare(report.rows, op) for op in OPS), *ends]
 
 
 def show(console: Console, report: EcReport) -> None:
     """Print the tables and the goals."""
-    console.print(_head(report))
-    for title, (header, *lines) in tables(report):
-        table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
-        for number, name in enumerate(header):
-            table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
-        code = ""
-        for line in lines:
-            table.add_row(line[0] if line[0] != code else "", *line[1:])
-            code = line[0]
-        console.print(Text(f"\n{title}", "bold"))
-        console.print(table)
+    say(console, _head(report), *tables(report), LEGEND, *report.notes)
     console.print()
-    console.print(Text(LEGEND, "dim"))
-    for note in report.notes:
-        console.print(Text(f"  · {note}"))
     for met, text in verdicts(report):
         console.print(Text("  ✓ " if met else "  ✗ ", "green" if met else "bold red").append(text, "default"))
 
@@ -397,9 +381,7 @@ def verdicts(report: EcReport) -> list[tuple[bool, str]]:
 def markdown(report: EcReport) -> str:
     """The report as a Markdown file."""
     parts = ["# Erasure codes, compared with memcpy", _head(report), LEGEND]
-    for title, (header, *lines) in tables(report):
-        ruler = ["---"] * 2 + ["---:"] * (len(header) - 2)
-        parts += [f"## {title}", "\n".join("| " + " | ".join(line) + " |" for line in (header, ruler, *lines))]
+    parts += [table.markdown() for table in tables(report)]
     remarks = [*report.notes, *(f"{'✓' if met else '✗'} {text}" for met, text in verdicts(report))]
     parts.append("\n".join(f"* {remark}" for remark in remarks))
     return "\n\n".join(parts) + "\n"

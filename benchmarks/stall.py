@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.memory_copy import CopyRow, measure_copies
 from holdfast.bench.machine import describe, machine
@@ -29,6 +28,7 @@ from holdfast.cli import plots
 from holdfast.cli.arguments import Parser, counts, input_file, output_file
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.report import Report, say
 from holdfast.sessions import end
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.scratch import Scratch
@@ -300,34 +300,36 @@ COLUMNS = (
 )
 
 
-def grid(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> list[list[str]]:
-    """The table for one number of ranks and one interval, header first; the cheapest system is at the top."""
+def compare(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> Report:
+    """The table for one number of ranks and one interval; the cheapest system is at the top."""
     chosen = sorted((r for r in rows if (r["ranks"], r["every"]) == (ranks, every)), key=lambda row: row["lost_s"])
     shown = [
         (key, title)
         for key, title in COLUMNS
         if key != "device_extra" or any(row["device_extra_bytes"] for row in chosen)
     ]
-    return [
+    return Report(
         ["system", *(title for _, title in shown)],
-        *([row["system"], *(_text(_value(row, key)) for key, _ in shown)] for row in chosen),
-    ]
+        [[row["system"], *(_text(_value(row, key)) for key, _ in shown)] for row in chosen],
+        f"{ranks_text(ranks)}, a snapshot {every_text(every)}",
+    )
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def summary(rows: Sequence[dict[str, Any]]) -> Report:
     """The table of training time that each system loses to one snapshot, in copies of the state, for all ranks and
-    intervals. Header first; the cheapest systems are at the top."""
+    intervals; the cheapest systems are at the top."""
     names = {row["system"] for row in rows} - {"nothing"}
     ratios = {name: [row["lost_ratio"] for row in rows if row["system"] == name] for name in names}
     cells = {(row["system"], row["ranks"], row["every"]): lost(row) for row in rows}
     places = pairs(rows)
-    return [
+    return Report(
         ["lost / copy", *(f"{ranks_text(ranks)}, {every_text(every)}" for ranks, every in places)],
-        *(
+        [
             [name, *(cells.get((name, *place), "–") for place in places)]
             for name in sorted(names, key=lambda name: statistics.median(ratios[name]))
-        ),
-    ]
+        ],
+        "Training time lost to one snapshot, in copies of the state",
+    )
 
 
 def lost(row: dict[str, Any]) -> str:
@@ -370,28 +372,12 @@ def _text(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
-def tables(report: StallReport) -> list[tuple[str, list[list[str]]]]:
-    """All tables of a report, with their titles."""
-    found = [("Training time lost to one snapshot, in copies of the state", summary(report.rows))]
-    found += [
-        (f"{ranks_text(ranks)}, a snapshot {every_text(every)}", grid(report.rows, ranks, every))
-        for ranks, every in pairs(report.rows)
-    ]
+def tables(report: StallReport) -> list[Report]:
+    """All tables of a report."""
+    found = [summary(report.rows), *(compare(report.rows, *place) for place in pairs(report.rows))]
     head = ["copy of", "memcpy, GB/s", "holdfast, GB/s", "holdfast / memcpy"]
     copies = [[row.what, _text(row.memcpy_gbps), _text(row.ours_gbps), _text(row.ratio)] for row in report.copies]
-    return [*found, ("Copies into a slot, one thread", [head, *copies])]
-
-
-def show(console: Console, report: StallReport) -> None:
-    """Print all tables."""
-    for title, (head, *rows) in tables(report):
-        table = Table(title=title)
-        table.add_column(head[0], no_wrap=True)
-        for name in head[1:]:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    return [*found, Report(head, copies, "Copies into a slot, one thread")]
 
 
 def markdown(report: StallReport) -> str:
@@ -410,8 +396,8 @@ def markdown(report: StallReport) -> str:
         "other nodes, each rank a node, all on this machine; the others, and holdfast without it, survive the death of "
         "processes alone. Medians.",
     ]
-    for title, (head, *rows) in tables(report):
-        lines += ["", f"## {title}", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows)]
+    for table in tables(report):
+        lines += ["", table.markdown()]
     if report.failed:
         lines += ["", "## Failed", "", *(f"* {what}: {why}" for what, why in report.failed.items())]
     return "\n".join(lines) + "\n"
@@ -424,10 +410,6 @@ def _with_device(computer: dict[str, Any]) -> str:
 def _state(rows: Iterable[dict[str, Any]]) -> str:
     sizes = sorted({round(row["state_bytes"] / row["ranks"] / 1e6) for row in rows})
     return " or ".join(f"{size:,} MB" for size in sizes)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def make_parser() -> Parser:
@@ -487,7 +469,7 @@ def _command(parsed: argparse.Namespace) -> int:
         report = StallReport.read(parsed.source)
     else:
         report = run(quick(parsed.device) if parsed.quick else plan, console)
-    show(console, report)
+    say(console, *tables(report))
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
     if parsed.plot:

@@ -6,11 +6,11 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.chaos.demo import Account, DemoPlan, DemoRecovery, Kill, kind_of
 from holdfast.chaos.runner import Event
+from holdfast.report import Report
 
 PHASES = ("detect", "restart", "plan", "fetch", "load", "first_step")
 TITLES = {"fetch": "fetch/decode", "first_step": "first step"}
@@ -77,7 +77,7 @@ def show(console: Console, account: Account) -> None:
     console.print(_timeline(plan, account.recoveries))
     if account.recoveries:
         console.print()
-        console.print(_table(account.recoveries))
+        console.print(_report(account.recoveries))
     console.print()
     for good, text in _verdicts(account):
         console.print(Text("  ✓ " if good else "  ✗ ", "green" if good else "bold red").append(text, "default"))
@@ -107,17 +107,13 @@ def _how_often(account: Account) -> str:
     )
 
 
-def _table(recoveries: list[DemoRecovery]) -> Table:
+def _report(recoveries: list[DemoRecovery]) -> Report:
     """A row per phase, a column per recovery."""
-    table = Table(box=None, header_style="dim", padding=(0, 2), show_footer=True)
-    table.add_column("recovery", footer="bytes moved")
-    for recovery in recoveries:
-        table.add_column(str(recovery.kill), justify="right", footer=f"{recovery.bytes_fetched:,}")
-    for phase in PHASES:
-        table.add_row(TITLES.get(phase, phase), *(f"{r.phases[phase]:.2f} s" for r in recoveries))
-    table.add_row("total", *(f"{sum(r.phases.values()):.2f} s" for r in recoveries), style="bold")
-    table.add_row("steps lost", *(str(r.lost_steps) for r in recoveries))
-    return table
+    rows = [[TITLES.get(phase, phase), *(f"{r.phases[phase]:.2f} s" for r in recoveries)] for phase in PHASES]
+    rows.append(["total", *(f"{sum(r.phases.values()):.2f} s" for r in recoveries)])
+    rows.append(["steps lost", *(str(r.lost_steps) for r in recoveries)])
+    rows.append(["bytes moved", *(f"{r.bytes_fetched:,}" for r in recoveries)])
+    return Report(["recovery", *(str(r.kill) for r in recoveries)], rows)
 
 
 def _timeline(plan: DemoPlan, recoveries: list[DemoRecovery]) -> Text:

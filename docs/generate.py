@@ -443,7 +443,8 @@ def option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     shown = f"{names}{takes}".replace("|", "` or `")  # some Markdown parsers end a cell at a bar in code
     meaning = cell(parser._get_formatter()._expand_help(action)) if action.help else ""
     variable = f"HOLDFAST_{action.dest.upper()}"
-    if parser.prog == "holdfast smp start" and variable in importlib.import_module("holdfast.environment").VARIABLES:
+    known = importlib.import_module("holdfast.smp_daemon.shared.settings").VARIABLES
+    if parser.prog == "holdfast smp start" and variable in known:
         meaning = f"[`{variable}`](reference-environment.md)"  # which says the same
     return f"* `{shown}`: {meaning}" if meaning else f"* `{shown}`"
 

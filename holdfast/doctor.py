@@ -20,12 +20,11 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from holdfast.checks import Facts, Finding, Mount, Secrets, Verdict
 from holdfast.ec import choose_codec, describe_auto
 from holdfast.ec.backends import BACKENDS
+from holdfast.report import Report
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
@@ -35,7 +34,7 @@ from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams
 
-MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
+MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", ""), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
 SYS = Path("/sys")
 UNLIMITED_BYTES = 1 << 60
 """A control group without a limit reports this much or more."""
@@ -254,13 +253,9 @@ def _can_be_idle() -> bool:
 
 def show(console: Console, findings: Iterable[Finding]) -> None:
     """Print the findings."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    rows, styles = [], []
     for finding in findings:
         mark, style = MARKS[finding.verdict]
-        table.add_row(Text(mark, style), Text(finding.check), Text(finding.found))
-        if finding.fix:
-            table.add_row("", "", Text(f"→ {finding.fix}", style))
-    console.print(table)
+        rows += [(f"{mark} {finding.check}", finding.found)] + [("", f"→ {finding.fix}")] * bool(finding.fix)
+        styles += [style] * (1 + bool(finding.fix))
+    console.print(Report(("", ""), rows, left=2, styles=styles), crop=False)

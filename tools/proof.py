@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
+from holdfast.report import Report
 from tests.promises import MARK, PROMISES
 
 
@@ -40,13 +39,15 @@ def main(arguments: list[str]) -> int:
     return 0 if all(kept.values()) else 1
 
 
-def table(found: dict[str, Counter[str]], kept: dict[str, bool]) -> Any:
+def table(found: dict[str, Counter[str]], kept: dict[str, bool]) -> Report:
     """A row for each promise."""
-    drawn = Table("", "promise", "where", "passed", "failed", "skipped", box=None, pad_edge=False)
-    for name, promise in PROMISES.items():
-        counts = (str(found[name][outcome] or "") for outcome in ("passed", "failed", "skipped"))
-        drawn.add_row("[green]✓" if kept[name] else "[red]✗", name, promise.page, *counts)
-    return drawn
+    outcomes = ("passed", "failed", "skipped")
+    rows = [
+        (f"{'✓' if kept[name] else '✗'} {name}", promise.page, *(str(found[name][each] or "") for each in outcomes))
+        for name, promise in PROMISES.items()
+    ]
+    styles = ["green" if kept[name] else "red" for name in PROMISES]
+    return Report(("promise", "where", *outcomes), rows, left=2, styles=styles)
 
 
 if __name__ == "__main__":

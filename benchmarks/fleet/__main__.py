@@ -16,6 +16,7 @@ from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.rates import add_measured, add_rates, cores_here, say_basis, smp_of
 from holdfast.planner.rates import basis
 from holdfast.planner.sizing import STATE_BYTES, parse_shape
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.interval.profiles import PROFILES, profile
@@ -195,9 +196,6 @@ def _describe(sweep: Sweep, parsed: argparse.Namespace) -> str:
     )
 
 
-WIDEST = 180
-"""Width of the tables in columns. On a narrower terminal their lines wrap."""
-
 HEAD = (
     *("strategy", "every", "spares", "ETTR, %", "lost steps", "restarts", "stored", "saving, %", "lost, %"),
     *("recovery, %", "waiting, %", "memory", "a save sends", "sent"),
@@ -210,9 +208,11 @@ LEGEND = (
 )
 
 
-def grid(rows: Sequence[SweepRow], gpus: int) -> list[list[str]]:
-    """The table for one number of GPUs, header first."""
-    return [[*HEAD], *(_cells(row) for row in rows if row.gpus == gpus)]
+def tables(rows: Sequence[SweepRow], checks: Sequence[dict[str, Any]]) -> list[Report]:
+    """The table for each number of GPUs, then that of the published figures, if there are `checks`."""
+    sizes = dict.fromkeys(row.gpus for row in rows)
+    found = [Report(HEAD, [_cells(row) for row in rows if row.gpus == gpus], _title(rows, gpus)) for gpus in sizes]
+    return found + ([_published(checks)] if checks else [])
 
 
 def _cells(row: SweepRow) -> list[str]:
@@ -240,11 +240,10 @@ def _count(value: SeedMean) -> str:
     return f"{value.mean:{digits}}" + ("" if value.error is None else f" ± {value.error:{digits}}")
 
 
-def _check_grid(checks: Sequence[dict[str, Any]]) -> list[list[str]]:
-    head = ["what", "who", "published", "simulated", ""]
-    return [
-        head,
-        *(
+def _published(checks: Sequence[dict[str, Any]]) -> Report:
+    return Report(
+        ["what", "who", "published", "simulated", ""],
+        [
             [
                 check["name"],
                 check["source"],
@@ -253,49 +252,25 @@ def _check_grid(checks: Sequence[dict[str, Any]]) -> list[list[str]]:
                 "✓" if check["holds"] else "✗",
             ]
             for check in checks
-        ),
-    ]
+        ],
+        "What studies have published",
+    )
 
 
 def show(console: Console, rows: Sequence[SweepRow], checks: Sequence[dict[str, Any]], what: str) -> None:
     """Print all tables."""
-    from rich.table import Table
-
-    console.width = max(console.width, WIDEST)
-    tables = [(_title(rows, gpus), grid(rows, gpus)) for gpus in dict.fromkeys(row.gpus for row in rows)]
-    tables += [("What studies have published", _check_grid(checks))] if checks else []
-    for title, (head, *cells) in tables:
-        table = Table(
-            title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-        )
-        for place, heading in enumerate(head):
-            table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
-        for line in cells:
-            table.add_row(*line)
-        console.print(table, soft_wrap=True)
-        console.print()
-    console.print(f"{what} {LEGEND}", soft_wrap=True)
+    say(console, *tables(rows, checks), f"{what} {LEGEND}")
 
 
 def markdown(rows: Sequence[SweepRow], checks: Sequence[dict[str, Any]], what: str) -> str:
     """All tables as a Markdown page."""
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    lines = ["# What a large job loses to failures, simulated", "", f"{when}. {what}", "", LEGEND]
-    for gpus in dict.fromkeys(row.gpus for row in rows):
-        lines += ["", f"## {_title(rows, gpus)}", "", *_table(grid(rows, gpus))]
-    if checks:
-        lines += ["", "## What studies have published", "", *_table(_check_grid(checks))]
-    return "\n".join(lines) + "\n"
+    head = ["# What a large job loses to failures, simulated", f"{when}. {what}", LEGEND]
+    return "\n\n".join([*head, *(table.markdown() for table in tables(rows, checks))]) + "\n"
 
 
 def _title(rows: Sequence[SweepRow], gpus: int) -> str:
     return f"{gpus:,} GPUs, {next(row.nodes for row in rows if row.gpus == gpus):,} nodes"
-
-
-def _table(cells: Sequence[Sequence[str]]) -> list[str]:
-    head, *rest = cells
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return [f"| {' | '.join(line)} |" for line in (head, rule, *rest)]
 
 
 if __name__ == "__main__":

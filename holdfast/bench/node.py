@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from holdfast.bench import cluster as cluster_module
 from holdfast.bench.floor import PIECE_BYTES, Carried, Floor, Wires, answer, end, tell, whole_pieces
@@ -30,6 +28,7 @@ from holdfast.bench.machine import describe, machine
 from holdfast.bench.parts import PARTS, PartRate, SocketRate, certificates, measure_parts, measure_sockets
 from holdfast.bench.smp import rounded
 from holdfast.planner.rates import FORMAT, KIND, NodeRates
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
@@ -40,8 +39,6 @@ CODES = {2: "1+1", 4: "3+1"}
 """The code for each number of nodes: one parity unit, and all nodes in one group."""
 
 GB = 1e9
-WIDEST = 120
-"""Columns to print the tables for; a narrower terminal wraps their lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,8 +431,8 @@ LEGEND = (
 )
 
 
-def tables(report: NodeReport) -> list[tuple[str, list[list[str]]]]:
-    """All tables with their titles. The first line of a table is its header. Pure."""
+def tables(report: NodeReport) -> list[Report]:
+    """All tables that have rows. Pure."""
     gains = any(row.throughput_gain is not None for row in report.protect)
     heads = {
         "parts, GB/s": ["part", "threads", "together", "by a core", "memcpy", "x memcpy"],
@@ -452,7 +449,7 @@ def tables(report: NodeReport) -> list[tuple[str, list[list[str]]]]:
         [_protect_cells(row, gains=gains) for row in report.protect],
         [_recover_cells(row) for row in report.recover],
     )
-    return [(title, [head, *cells]) for (title, head), cells in zip(heads.items(), rows, strict=True) if cells]
+    return [Report(head, cells, title) for (title, head), cells in zip(heads.items(), rows, strict=True) if cells]
 
 
 def _part_cells(row: PartRate) -> list[str]:
@@ -490,27 +487,13 @@ def _who(row: ProtectRate | RecoverRate) -> tuple[str, str, str]:
 
 def show(console: Console, report: NodeReport) -> None:
     """Print the tables."""
-    console.print(_head(report), soft_wrap=True)
-    console.width = max(console.width, WIDEST)
-    for title, (header, *rows) in tables(report):
-        table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
-        for number, name in enumerate(header):
-            table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
-        for line in rows:
-            table.add_row(*line)
-        console.print(Text(f"\n{title}", "bold"))
-        console.print(table)
-    console.print()
-    for text in (LEGEND, *report.notes):
-        console.print(text, soft_wrap=not console.is_terminal)
+    say(console, _head(report), *tables(report), LEGEND, *report.notes)
 
 
 def markdown(report: NodeReport) -> str:
     """The report as a Markdown file."""
     parts = ["# What this machine does with a node's snapshots", _head(report), LEGEND]
-    for title, (header, *lines) in tables(report):
-        ruler = ["---"] + ["---:"] * (len(header) - 1)
-        parts += [f"## {title}", "\n".join("| " + " | ".join(line) + " |" for line in (header, ruler, *lines))]
+    parts += [table.markdown() for table in tables(report)]
     parts += [f"{name}: bytes {what}." for name, what in PARTS.items() if report.parts]
     return "\n\n".join(parts + report.notes) + "\n"
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from holdfast.bench.cluster import LOST, Cluster, random_content
 from holdfast.ec.codec import as_array
+from holdfast.report import Report
 from holdfast.smp_daemon.recovery.rebuild import METHODS
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.scratch import Scratch
@@ -142,12 +143,12 @@ def _memcpy(content: memoryview) -> float:
     return time.perf_counter() - began
 
 
-def grid(rows: Sequence[ProtectRow]) -> list[list[str]]:
-    """The table of protecting, with its header as the first line."""
+def protect_report(rows: Sequence[ProtectRow]) -> Report:
+    """The table of protecting."""
     header = ["code", "data", "seconds", "x memcpy", "GB/s", "sent", "arena", "most memory", "beyond arena"]
-    return [
+    return Report(
         header,
-        *(
+        [
             [
                 row.protect,
                 _mib(row.bytes),
@@ -160,16 +161,18 @@ def grid(rows: Sequence[ProtectRow]) -> list[list[str]]:
                 _mib(row.high_water_bytes - row.arena_bytes),
             ]
             for row in rows
-        ),
-    ]
+        ],
+        "four SMPs protect a snapshot",
+        left=2,
+    )
 
 
-def rebuild_grid(rows: Sequence[RebuildRow]) -> list[list[str]]:
-    """The table of rebuilding, with its header as the first line."""
+def rebuild_report(rows: Sequence[RebuildRow]) -> Report:
+    """The table of rebuilding."""
     header = ["code", "by", "shard", "seconds", "x memcpy", "into new node", "out of others", "into others"]
-    return [
+    return Report(
         header,
-        *(
+        [
             [
                 row.protect,
                 row.method,
@@ -181,8 +184,10 @@ def rebuild_grid(rows: Sequence[RebuildRow]) -> list[list[str]]:
                 _mib(*row.helpers_received_bytes),
             ]
             for row in rows
-        ),
-    ]
+        ],
+        "an empty node gets a lost shard back",
+        left=2,
+    )
 
 
 def _mib(*counts: int) -> str:

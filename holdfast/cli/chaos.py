@@ -7,10 +7,9 @@ import random
 import shlex
 from typing import Any
 
-from rich.table import Table
-
 from holdfast.cli.arguments import deadline
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
@@ -62,12 +61,16 @@ def show_list(parsed: argparse.Namespace) -> int:
     """``holdfast chaos list``."""
     from holdfast.chaos.faults import Where, injected_by
 
-    console = console_of(parsed)
-    kinds = Table("fault", "what", "of", box=None, pad_edge=False)
-    for kind in injected_by(Where.COMMAND).values():
-        kinds.add_row(kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
-    console.print(kinds)
-    write_json(parsed.json, [{"name": kind.name, "what": kind.what} for kind in injected_by(Where.COMMAND).values()])
+    kinds = Report(
+        ("name", "what", "of"),
+        [
+            (kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
+            for kind in injected_by(Where.COMMAND).values()
+        ],
+        left=3,
+    )
+    say(console_of(parsed), kinds)
+    write_json(parsed.json, kinds.records())
     return 0
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.settings import JOB
 
 FORMATS = ("safetensors", "dcp")
+NOTHING = "there is nothing"
 
 
 def add(commands: Any) -> None:
@@ -134,8 +136,6 @@ def _write_safetensors(folder: Path, slots: Any, source: Any) -> int:
 
 
 def _list(parsed: argparse.Namespace, console: Any) -> int:
-    from rich.table import Table
-
     from holdfast.export.source import list_memory, list_place
     from holdfast.smp_daemon.persist.place import open_place
 
@@ -143,13 +143,11 @@ def _list(parsed: argparse.Namespace, console: Any) -> int:
         found = list_place(open_place(parsed.place), parsed.job)
     else:
         found = list_memory(_job(parsed.job), parsed.arena)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("job", "step", "epoch", "shards", "bytes", "stored", ""):
-        table.add_column(heading, justify="left" if heading in ("job", "") else "right")
+    rows = []
     for each in found:
         step, *sizes = (f"{n:,}" for n in (each.snapshot.step, each.shards, each.bytes, each.stored_bytes))
-        table.add_row(each.job, step, epoch_text(each.snapshot.epoch), *sizes, each.why_not)
-    console.print(table if found else "there is nothing")
+        rows.append((each.job, each.why_not, step, epoch_text(each.snapshot.epoch), *sizes))
+    say(console, Report(("job", "", "step", "epoch", "shards", "bytes", "stored"), rows, left=2) if found else NOTHING)
     write_json(parsed.json, [asdict(each) for each in found])
     return 0 if found else 1
 

@@ -15,7 +15,7 @@ from holdfast.cli.arguments import output_file
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, SmpUnavailable
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
 OK, FAILED, WRONG, NOT_FOUND, NO_ANSWER = range(5)
 """Exit statuses: success; a bad result, or a failure; wrong usage or set-up; no such job, node or SMP; an SMP does not
@@ -37,22 +37,6 @@ class EndedBySignal(KeyboardInterrupt):
         super().__init__(f"ended by {signal.Signals(number).name}")
 
 
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, gap: int = 2) -> list[str]:
-    """The lines of a table: the first `left` columns are aligned left, the others right. Pure.
-
-    Nothing is truncated, however narrow the terminal, and lines have no trailing spaces.
-    """
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append((" " * gap).join(cells).rstrip())
-    return lines
-
-
 def console_of(parsed: argparse.Namespace, *, soft_wrap: bool = False) -> Console:
     """The console for the human-readable output of a command that has ``--json``: standard error if JSON takes standard
     output.
@@ -62,11 +46,6 @@ def console_of(parsed: argparse.Namespace, *, soft_wrap: bool = False) -> Consol
     from rich.console import Console
 
     return Console(stderr=parsed.json == "-", highlight=False, markup=False, soft_wrap=soft_wrap)
-
-
-def say(console: Console, text: RenderableType) -> None:
-    """Print text: on a terminal wrapped between words, in a pipe as it is."""
-    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def add_json(command: argparse._ActionsContainer) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from holdfast.cli.arguments import parse_protect_every, rate, time
 from holdfast.cli.arguments import size as size_in_bytes
-from holdfast.cli.output import add_json, columns, console_of, say, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.rates import add_measured, add_rates, say_basis, smp_of
 from holdfast.planner.advice import advice
 from holdfast.planner.rates import SmpRates
@@ -27,6 +27,7 @@ from holdfast.planner.sizing import (
     size,
 )
 from holdfast.planner.slots import SlotChoice, best, choices
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.interval.profiles import PUBLISHED, profile
 from holdfast.snapshot.resume.arrange import Protection, parse_protect
@@ -223,8 +224,7 @@ def show_choices(
         for each in found
     ]
     console.print()
-    for line in columns(head, cells, gap=2):
-        console.print(line, soft_wrap=True)
+    say(console, Report(head, cells))
     published = profile(PUBLISHED)
     interval = "every step" if job.step_s > sizes.copy_s else f"every {duration(sizes.copy_s)}"
     fits = "" if chosen else f" None of them fits half of a node's {amount(machine.host_memory)} (--host-memory)."
@@ -276,8 +276,7 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
                 every,
             ]
         )
-    for line in columns(head, cells, gap=1):
-        console.print(line, soft_wrap=True)
+    say(console, Report(head, cells))
     first = rows[0]
     code = f"{first[2].data}+{first[2].parity}" if first[2].parity else "no parity: processes only"
     say(

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.cli.arguments import checked, input_file, rate
-from holdfast.cli.output import say
 from holdfast.planner.rates import KIND, NodeRates, SmpRates, basis
+from holdfast.report import say
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 

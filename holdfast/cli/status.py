@@ -14,8 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from holdfast.cli.arguments import add_arena, some_time
-from holdfast.cli.output import add_json, columns, console_of, say, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.smp import no_arena_message
+from holdfast.report import Report, say
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
 from holdfast.smp_daemon.shared.identity import epoch_text
@@ -140,10 +141,9 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
         )
     for how, names in (("silent", overview.silent), ("lost", overview.lost)):
         rows += [[name, how, "-", "-", "-", "-", "-"] for name in names]
-    head = ["node", "address", "connections", "newest", "arena", "process", "damaged"]
-    for line, row in zip(columns(head, rows, left=2), [head, *rows], strict=True):
-        parts.append(Text(line, style=COLOURS[-1] if row[1] in ("silent", "lost") else ""))
-    return [*parts, Text("")]
+    head = ("node", "address", "connections", "newest", "arena", "process", "damaged")
+    styles = [COLOURS[-1] if row[1] in ("silent", "lost") else "" for row in rows]
+    return [*parts, Report(head, rows, left=2, styles=styles), Text("")]
 
 
 def recovery_line(recovery: dict[str, Any]) -> str:

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from holdfast.cli import plots
 from holdfast.cli.arguments import input_file, output_file, rate, size, some_time
-from holdfast.cli.output import add_json, console_of, say, write_json
+from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.rates import add_rates, read_measured, say_basis, smp_of
 from holdfast.planner.codes import PLACEMENTS, Domains
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
 from holdfast.planner.rates import SmpRates
 from holdfast.planner.reasons import reasons
 from holdfast.planner.recommend import Recommendation, Targets, recommend
+from holdfast.report import say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.interval.failures import (

@@ -173,22 +173,22 @@ def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: st
 
 
 def test_tables_show_every_row_and_leave_out_what_was_not_measured() -> None:
-    found = dict(tables(report()))
+    found = {table.heading: table for table in tables(report())}
     assert [*found] == [
         "parts, GB/s",
         "sockets on loopback, GB/s",
         "SMPs protect a snapshot",
         "a lost node's bytes come back",
     ]
-    assert all(len(row) == len(rows[0]) for rows in found.values() for row in rows)
-    assert found["SMPs protect a snapshot"][1] == [
+    assert all(len(row) == len(table.columns) for table in found.values() for row in table.rows)
+    assert found["SMPs protect a snapshot"].rows[0] == [
         *("this", "2, 1+1", "4", "1.00", "0.50", "0.80", "2.000", "0.800", "2.50", "0.200", "4.00", "0.25")
     ]
-    assert found["SMPs protect a snapshot"][2][-2:] == ["–", "–"]
-    assert found["sockets on loopback, GB/s"][2] == ["1, TLS", "1.00", "2.00", "2.00"]
+    assert found["SMPs protect a snapshot"].rows[1][-2:] == ["–", "–"]
+    assert found["sockets on loopback, GB/s"].rows[1] == ["1, TLS", "1.00", "2.00", "2.00"]
     alone = replace(report(), protect=[replace(report().protect[0], throughput_gain=None, cpu_gain=None)], parts=[])
-    assert [*dict(tables(alone))] == [*found][1:]
-    assert "x CPU against" not in dict(tables(alone))["SMPs protect a snapshot"][0]
+    assert [table.heading for table in tables(alone)] == [*found][1:]
+    assert "x CPU against" not in [name for table in tables(alone) for name in table.columns]
 
 
 def test_markdown_has_date_machine_load_and_tables() -> None:

@@ -13,7 +13,18 @@ import torch
 from rich.console import Console
 
 from benchmarks.memory_copy import measure_copies
-from benchmarks.stall import SYSTEMS, StallBenchmark, StallReport, choose, grid, make_parser, markdown, run, summary
+from benchmarks.stall import (
+    SYSTEMS,
+    StallBenchmark,
+    StallReport,
+    choose,
+    compare,
+    make_parser,
+    markdown,
+    run,
+    summary,
+    tables,
+)
 from holdfast import ConfigError
 from holdfast.cli.main import main
 
@@ -64,11 +75,18 @@ def test_a_small_run_measures_this_project(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_cheapest_comes_first() -> None:
-    head, first, second = grid([OTHER, ROW], 1, 10)
-    assert (first[0], second[0]) == ("holdfast", "other <async>")
-    assert first[head.index("lost / copy")] == "0.200"
-    assert first[head.index("memory / state")] == "3.000"
-    assert first[head.index("survives node, s")] == "–"
+    first, second = compare([OTHER, ROW], 1, 10).records()
+    assert (first["system"], second["system"]) == ("holdfast", "other <async>")
+    assert (first["lost / copy"], first["memory / state"], first["survives node, s"]) == ("0.200", "3.000", "–")
+
+
+def test_the_tables_of_a_result_can_be_read_on_80_columns() -> None:
+    source = next((Path(__file__).parents[2] / "benchmarks" / "results").glob("stall-*.json"))
+    for table in tables(StallReport.read(source)):
+        lines = table.lines(80)
+        assert max(map(len, lines)) <= 80
+        if len(table.columns) > 4:  # then one line is not enough, and each system has a block with its name above
+            assert [line for line in lines if not line.startswith(" ")] == [row[0] for row in table.rows]
 
 
 def test_a_page_has_a_table_for_each_cell_and_says_what_failed() -> None:
@@ -85,8 +103,9 @@ def test_a_page_has_a_table_for_each_cell_and_says_what_failed() -> None:
 
 def test_one_table_has_every_number_of_ranks_and_every_interval() -> None:
     protected = ROW | {"system": "holdfast, protected", "ranks": 2, "every": 1, "lost_ratio": 5.0, "taken": 0.5}
-    assert summary([OTHER, ROW, protected, ROW | {"system": "nothing"}]) == [
-        ["lost / copy", "1 rank, every 10 steps", "2 ranks, every step"],
+    found = summary([OTHER, ROW, protected, ROW | {"system": "nothing"}])
+    assert found.columns == ["lost / copy", "1 rank, every 10 steps", "2 ranks, every step"]
+    assert found.rows == [
         ["holdfast", "0.20", "–"],
         ["holdfast, protected", "–", "5.00 (50% taken)"],
         ["other <async>", "7.00", "–"],
@@ -132,10 +151,9 @@ def test_copies_are_compared_with_memcpy() -> None:
 
 
 def test_memory_of_gpus_stands_beside_the_rest_where_there_is_any() -> None:
-    head, *_ = grid([ROW], 1, 10)
-    assert "GPU memory / state" not in head
-    head, row, _ = grid([ROW | {"device_extra_bytes": 50}, OTHER], 1, 10)
-    assert row[head.index("GPU memory / state")] == "0.500"
+    assert "GPU memory / state" not in compare([ROW], 1, 10).columns
+    row, _ = compare([ROW | {"device_extra_bytes": 50}, OTHER], 1, 10).records()
+    assert row["GPU memory / state"] == "0.500"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 99, reason="this machine has 99 GPUs")

@@ -9,12 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.stall import StallReport, grid, summary
+from benchmarks.stall import StallReport, compare, summary
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.settings import VARIABLES
 
@@ -162,15 +162,15 @@ SPARE_CORE = ROOT / "benchmarks/results/stall-2026-11-25-spare-core.json"
 
 def test_the_readmes_figure_with_a_spare_core_is_the_one_measured() -> None:
     (row,) = [cells for cells in rows((ROOT / "README.md").read_text()) if "benchmarks.stall" in cells[-1]]
-    _, [_, measured_ratio, *_] = summary(StallReport.read(SPARE_CORE).rows)
+    ((_, measured_ratio, *_),) = summary(StallReport.read(SPARE_CORE).rows).rows
     assert re.findall(r"\d+\.\d+", row[1]) == [measured_ratio]
 
 
 def test_figures_of_cost_are_those_measured() -> None:
     """Each row of a table of stalls or of lost time is in the results, up to rounding."""
     report = StallReport.read(STALL)
-    _, *first = grid(report.rows, 1, 1)
-    head, *losses = summary(report.rows)
+    first = compare(report.rows, 1, 1).rows
+    losses = summary(report.rows)
     found = 0
     for cells in rows((ROOT / "docs/figures.md").read_text()):
         if len(cells) >= 5 and "×" in cells[3]:
@@ -180,8 +180,8 @@ def test_figures_of_cost_are_those_measured() -> None:
             assert _number(cells[3]) == pytest.approx(step, abs=0.0051)
             assert _number(cells[-1]) == pytest.approx(restore_s, abs=0.0051)
             found += 1
-        elif len(cells) == len(head) and re.fullmatch(r"[\d.]+|–", cells[1]):
-            assert cells[1:] == measured(cells[0], losses), cells[0]
+        elif len(cells) == len(losses.columns) and re.fullmatch(r"[\d.]+|–", cells[1]):
+            assert cells[1:] == measured(cells[0], losses.rows), cells[0]
             found += 1
     assert found >= 5
 
@@ -190,7 +190,7 @@ def _number(cell: str) -> float:
     return float(cell.strip("×ms –") or "nan")
 
 
-def measured(shown: str, table: list[list[str]]) -> list[str]:
+def measured(shown: str, table: Sequence[Sequence[str]]) -> list[str]:
     """The table's row for the system that a page calls `shown`."""
     (found,) = [row for name, *row in table if alike(shown, name) and ("protected" in shown) == ("protected" in name)]
     return found

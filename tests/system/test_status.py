@@ -21,8 +21,8 @@ from rich.console import Console
 
 from holdfast import __version__
 from holdfast.cli.main import main
-from holdfast.cli.output import say
 from holdfast.cli.status import render
+from holdfast.report import say
 from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES, VIEWS, exposition, sees_the_job
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.table import Table
 
 from holdfast import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.cli.main import main, make_parser
@@ -20,11 +19,11 @@ from holdfast.cli.output import (
     NOT_FOUND,
     WRONG,
     EndedBySignal,
-    columns,
     console_of,
     describe,
     json_target,
 )
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import NotFound
 
 
@@ -161,21 +160,14 @@ def test_where_json_goes_is_read_from_a_command_line_that_is_wrong() -> None:
     assert json_target(["plan", "--json"]) is None
 
 
-def test_tables_are_neither_cut_nor_padded() -> None:
-    lines = columns(["node", "", "n"], [["a" * 100, "silent", "1"], ["b", "", "12,345"]], left=2)
-    assert [line == line.rstrip() for line in lines] == [True] * 3
-    assert lines[1] == f"{'a' * 100}  silent       1"
-
-
 @pytest.mark.parametrize("target", [None, "-"])
 def test_brackets_are_printed_as_they_are(target: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     """Paths and errors of other software contain them, and rich would take them for markup."""
     text = "[/src/transport/pair.cc:537] Connection closed by peer [red]"
-    table = Table("what", title=text)
-    table.add_row(text)
+    table = Report(("what",), [(text,)], heading=text)
     console = console_of(argparse.Namespace(json=target), soft_wrap=True)
     console.print(text)
-    console.print(table)
+    say(console, table)
     out, err = capsys.readouterr()
     told, silent = (err, out) if target else (out, err)
     assert silent == ""

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.arguments import Parser, input_file, output_file
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
@@ -67,15 +67,14 @@ def show_list(parsed: argparse.Namespace) -> int:
 
     console = console_of(parsed)
     scenarios = built_in()
-    table = Table("scenario", "what", "faults", box=None, pad_edge=False)
-    for scenario in scenarios:
-        table.add_row(scenario.name, scenario.what, ", ".join(fault.kind for fault in scenario.faults))
-    console.print(table)
+    rows = [(each.name, each.what, ", ".join(fault.kind for fault in each.faults)) for each in scenarios]
+    say(console, Report(("scenario", "what", "faults"), rows, left=3))
     console.print()
-    kinds = Table("fault", "what", "of", box=None, pad_edge=False)
-    for kind in injected_by(Where.CLUSTER).values():
-        kinds.add_row(kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
-    console.print(kinds)
+    kinds = [
+        (kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
+        for kind in injected_by(Where.CLUSTER).values()
+    ]
+    say(console, Report(("fault", "what", "of"), kinds, left=3))
     write_json(parsed.json, [{"name": each.name, "what": each.what, "peer": each.peer} for each in scenarios])
     return 0
 

@@ -15,12 +15,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from holdfast.chaos.cluster import TARGET, History, VirtualCluster
 from holdfast.chaos.differences import compare, steps_done_again
 from holdfast.chaos.launcher import Launcher
 from holdfast.extras import has
+from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 
 GPT = "tests.proof.gpt:StandInGpt"
@@ -300,18 +300,15 @@ def versions() -> dict[str, str]:
 
 def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
     """Print the verdicts as a table."""
-    table = Table(
-        "cell", "ranks", "identical", "steps done again", "s", title="killed, restored, compared to the last bit"
-    )
-    for verdict in verdicts:
-        table.add_row(
-            verdict.cell.name,
-            str(verdict.cell.ranks),
-            _same(verdict),
-            str(verdict.lost_steps),
-            f"{verdict.seconds:.0f}",
-        )
-    console.print(table)
+    say(console, _table(verdicts))
+
+
+def _table(verdicts: Iterable[CellVerdict]) -> Report:
+    rows = [
+        (each.cell.name, _same(each), str(each.cell.ranks), str(each.lost_steps), f"{each.seconds:.0f}")
+        for each in verdicts
+    ]
+    return Report(("cell", "identical", "ranks", "steps done again", "seconds"), rows, left=2)
 
 
 def report(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int) -> dict[str, Any]:
@@ -331,12 +328,6 @@ def markdown(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int
         f"{NODE_STEP}. *Identical*: all losses of all ranks and all final state are those of an undisturbed run "
         "without the hook.",
         "",
-        "| cell | ranks | identical | steps done again | seconds |",
-        "| --- | ---: | --- | ---: | ---: |",
+        _table(verdicts).markdown(),
     ]
-    for verdict in verdicts:
-        same = _same(verdict).replace("\n", " ")
-        lines.append(
-            f"| {verdict.cell.name} | {verdict.cell.ranks} | {same} | {verdict.lost_steps} | {verdict.seconds:.0f} |"
-        )
     return "\n".join(lines) + "\n"
