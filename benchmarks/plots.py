@@ -1,19 +1,24 @@
-"""Figures of the benchmarks, as `holdfast.cli.plots` draws its own."""
+"""Figures of the benchmarks: SVG by matplotlib, with text kept as text. The same numbers give the same bytes."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.stall import StallReport, describe_run, every_text, lost, ranks_text
-from holdfast.cli.plots import OTHERS, OURS, figure_of
+from holdfast.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Rows = Sequence[dict[str, Any]]
+
+INCH = 100
+"""Pixels per inch; matplotlib measures figures in inches."""
+OURS, OTHERS = "#1b7f5c", "#9aa5b1"
 
 SHARES = (
     ("ettr", "kept steps", "#1b7f5c"),
@@ -27,6 +32,32 @@ OTHER_LINES = ("#c8553d", "#e0a83b", "#5b8def", "#8b6fc0", "#9aa5b1")
 DASHES = ("-", "--", ":", "-.")
 LEAST, MOST = 0.05, 50.0
 """The bars of `draw_stall` are clipped to this range."""
+
+
+def check_plots(target: Path | None) -> None:
+    """Refuse ``--plot`` if it cannot work, before the hours of work whose result it would draw.
+
+    Raises:
+        ConfigError: a file is named and matplotlib is not installed.
+    """
+    if target is not None:
+        require("plots", f"--plot {target}", "leave --plot out")
+
+
+def write(figure: Figure, target: Path) -> None:
+    """Write a figure as SVG, whatever the file is called."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
+        figure.savefig(target, format="svg", metadata={"Date": None})
+
+
+def figure_of(width: int, height: int) -> Figure:
+    """An empty figure, its size in pixels. It belongs to no window and no global state of matplotlib, so it is freed
+    with its last reference."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width / INCH, height / INCH), layout="constrained")
 
 
 def draw_simulation(rows: Rows, what: str) -> Figure:

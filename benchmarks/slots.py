@@ -2,7 +2,7 @@
 
 Two ranks on two virtual nodes that mirror each other train a few megabytes, with a snapshot due after every step. The
 bandwidth of encoding is capped, so that encoding takes several steps. The results are compared with the predictions of
-`holdfast.planner.slots` for the measured times.
+`benchmarks.played_slots` for the measured times.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
+from benchmarks.played_slots import play
 from holdfast import InMemorySnapshot
 from holdfast.bench.machine import describe, machine
 from holdfast.cli.arguments import parse_protect_every
-from holdfast.planner.slots import play
 from holdfast.smp_daemon.shared.paths import arena_base
 
 WARM = 20
@@ -79,8 +79,8 @@ def main() -> None:
             "",
             f"Two nodes, copies:1, {STATE_BYTES / 1e6:.0f} MB of state each, a snapshot due after each of "
             f"{arguments.steps} steps of {arguments.step_s:g} s or a little more; encoding is held to "
-            f"{arguments.bandwidth / 1e6:g} MB/s, and so takes {encode_s:.1f} s. *Played*: by what `holdfast plan` "
-            "goes by, `holdfast.planner.slots`.",
+            f"{arguments.bandwidth / 1e6:g} MB/s, and so takes {encode_s:.1f} s. *Played*: by "
+            "`benchmarks.played_slots`.",
             "",
             *lines,
             "",

@@ -24,7 +24,6 @@ from rich.console import Console
 
 from benchmarks.memory_copy import CopyRow, measure_copies
 from holdfast.bench.machine import describe, machine
-from holdfast.cli import plots
 from holdfast.cli.arguments import Parser, counts, input_file, output_file
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
@@ -451,7 +450,7 @@ def make_parser() -> Parser:
 
 
 def _command(parsed: argparse.Namespace) -> int:
-    from benchmarks.plots import draw_stall
+    from benchmarks import plots
 
     plots.check_plots(parsed.plot)
     console = console_of(parsed)
@@ -473,7 +472,7 @@ def _command(parsed: argparse.Namespace) -> int:
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
     if parsed.plot:
-        plots.write(draw_stall(report), parsed.plot)
+        plots.write(plots.draw_stall(report), parsed.plot)
     write_json(parsed.json, report.to_json())
     return 1 if report.failed and not parsed.source else 0
 

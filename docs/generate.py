@@ -434,7 +434,8 @@ def leaves(parser: argparse.ArgumentParser, summary: str = "") -> Iterator[tuple
     for action in inner:
         helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for name, leaf in action.choices.items():
-            yield from leaves(leaf, helps.get(name, ""))
+            if name in helps:  # an alias is not: its command stands there under its own name
+                yield from leaves(leaf, helps[name])
 
 
 def option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli.arguments import Parser, or_none, output_file, parse_protect_every, rate, some_time, time
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
-from holdfast.cli.rates import add_measured, add_rates, cores_here, say_basis, smp_of
+from holdfast.cli.rates import add_measured, add_rates, cores_here, smp_of
+from holdfast.planner.model import parse_shape, state_bytes
 from holdfast.planner.rates import basis
-from holdfast.planner.sizing import STATE_BYTES, parse_shape
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
@@ -97,10 +97,9 @@ def make_parser() -> Parser:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command. Status 1 if a published number is not reproduced."""
+    from benchmarks import plots
     from benchmarks.fleet.published import POINTS
     from benchmarks.fleet.sweep import run as run_sweep
-    from benchmarks.plots import draw_simulation
-    from holdfast.cli import plots
 
     plots.check_plots(parsed.plot)
     console = console_of(parsed)
@@ -115,12 +114,12 @@ def run(parsed: argparse.Namespace) -> int:
         for point, value in points
     ]
     show(console, rows, checks, _describe(sweep, parsed))
-    say_basis(console, smp)
+    say(console, " ".join(basis(smp, cores_here())))
     if parsed.markdown:
         what = " ".join([_describe(sweep, parsed), *basis(smp, cores_here())])
         parsed.markdown.write_text(markdown(rows, checks, what))
     if parsed.plot:
-        plots.write(draw_simulation([asdict(row) for row in rows], _describe(sweep, parsed)), parsed.plot)
+        plots.write(plots.draw_simulation([asdict(row) for row in rows], _describe(sweep, parsed)), parsed.plot)
     options = {key: str(value) for key, value in vars(parsed).items() if key not in ("run", "json", "plot", "markdown")}
     found = {"options": options, "rates": smp.to_json(), "rows": [asdict(row) for row in rows], "published": checks}
     write_json(parsed.json, found)
@@ -132,7 +131,7 @@ def _sweep(parsed: argparse.Namespace, smp: SmpRates) -> Sweep:
     from benchmarks.fleet.job import FleetJob, Site
     from benchmarks.fleet.sweep import Sweep
 
-    state = parse_shape(parsed.model).parameters * STATE_BYTES["adam"]
+    state = state_bytes(parse_shape(parsed.model), "adam")
     site = Site(network_rate=smp.network, rack=parsed.rack, digest_rate=smp.digest)
     return Sweep(
         gpus=_numbers("--gpus", parsed.gpus),

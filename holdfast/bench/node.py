@@ -3,7 +3,7 @@
 The whole is measured with real SMPs. They alternate with the *floor* (`holdfast.bench.floor`): as many plain sockets
 between as many processes, which carry the same bytes. The results are ratios of measurements from the same round.
 Processor time is the sum over all SMPs, or over all processes of the floor. If another checkout is given, its SMPs take
-turns, too. ``--measured`` of `holdfast plan`, `tune` and `simulate` reads the result.
+turns, too. `holdfast plan --measured` reads the result.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def parse_protect_every(text: str) -> ProtectEvery:
     if text == "auto":
         return "auto"
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--protect-every {text!r}: of every 1 or more snapshots one is protected, or auto")
+        raise ConfigError(f"--protect-every {text!r}: give a whole number of 1 or more, or auto")
     return int(text)
 
 

@@ -16,9 +16,9 @@ def add(commands: Any) -> None:
     kinds = bench.add_subparsers(title="what to measure", metavar="KIND", required=True)
     node = kinds.add_parser(
         "node",
-        help="what protecting costs and how fast it is here, for plan, tune and simulate",
+        help="what protecting costs and how fast it is here, for holdfast plan",
         description="Measures the parts of protecting a snapshot, for each thread and core, and real SMPs that do it, "
-        "in turn with plain sockets that carry the same bytes. holdfast plan, tune and simulate read the result with "
+        "in turn with plain sockets that carry the same bytes. holdfast plan reads the result with "
         "--measured. Six minutes on an idle machine; it needs 17 times --shard of memory, 29 times with --against.",
     )
     node.add_argument("--quick", action="store_true", help="everything once, in seconds: no figure is to be trusted")

@@ -21,7 +21,6 @@ from holdfast.cli import (
     profile,
     smp,
     status,
-    tune,
 )
 from holdfast.cli.arguments import Parser
 from holdfast.cli.lifetime import run_to_the_end
@@ -43,7 +42,6 @@ COMMANDS = (
         chaos,
         plan,
         profile,
-        tune,
     ),
 )
 

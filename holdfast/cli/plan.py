@@ -1,317 +1,285 @@
-"""``holdfast plan``: how much time and memory snapshots of a job would take, as a table."""
+"""``holdfast plan``, also called ``tune``: how often to take snapshots, how to protect them, and what that takes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from holdfast.cli.arguments import parse_protect_every, rate, time
-from holdfast.cli.arguments import size as size_in_bytes
+from holdfast.cli.arguments import input_file, rate, size, some_time
 from holdfast.cli.output import add_json, console_of, write_json
-from holdfast.cli.rates import add_measured, add_rates, say_basis, smp_of
-from holdfast.planner.advice import advice
-from holdfast.planner.rates import SmpRates
-from holdfast.planner.sizing import (
-    BASE_BYTES,
-    PRESETS,
-    RECOMPUTE,
-    STATE_BYTES,
-    Machine,
-    ModelJob,
-    Sizes,
-    parse_shape,
-    size,
-)
-from holdfast.planner.slots import SlotChoice, best, choices
+from holdfast.cli.rates import add_measured, add_rates, cores_here, read_measured, smp_of
+from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
+from holdfast.planner.model import PRESETS, STATE_BYTES, parse_shape, state_bytes
+from holdfast.planner.plan import CORES, Recommendation, Targets, recommend
+from holdfast.planner.rates import KIND, SmpRates, basis
+from holdfast.planner.reasons import reasons, survival_text
+from holdfast.planner.survival import PLACEMENTS, Domains
 from holdfast.report import Report, say
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
-from holdfast.snapshot.interval.profiles import PUBLISHED, profile
-from holdfast.snapshot.resume.arrange import Protection, parse_protect
+from holdfast.snapshot.interval.failures import (
+    CLASSES,
+    DAY_S,
+    FailureModel,
+    from_profile,
+    learn,
+    parse_log,
+    span,
+)
+from holdfast.snapshot.interval.measured import Measured
+from holdfast.snapshot.interval.profiles import PROFILES, PUBLISHED, profile
+from holdfast.snapshot.resume.arrange import parse_protect
 
-Row = tuple[str, ModelJob, Sizes]
+DEFAULT_NODES = 8
+GOES_BACK = {"process": "a crash", "memory": "a lost node", "beyond": "a loss beyond memory"}
 
 
 def add(commands: Any) -> None:
     """Add the command to a parser's subcommands."""
     plan = commands.add_parser(
         "plan",
-        help="what snapshots of a model would take: bytes, seconds, memory, the shortest interval",
-        description="Computes, before anything runs, how much time and memory the snapshots of a job take, what limits "
-        "them, and what to buy. Without --model, compares several models and ways to train them. Rates are our last "
-        "measured ones unless --measured names your own, from holdfast bench node.",
+        aliases=["tune"],
+        help="how often to take snapshots, how to protect them, and what that takes",
+        description="Recommends the interval between snapshots, the code k+m, slots, memory and SMP cores of a job, "
+        "and says what to expect and why. It needs the time of a step and the state, or a profile by holdfast profile. "
+        "What was not measured is assumed, and named. docs/tuning.md derives every formula. "
+        "tune is the same command.",
+        epilog="holdfast plan --model 70b --nodes 8 --step 12s; "
+        "or measured: holdfast profile -- torchrun ... train.py, then holdfast plan --profile profile.json",
     )
-    models = ", ".join(PRESETS)
-    plan.add_argument("--model", help=f"{models}, or layers=,hidden=,inner=,heads=,kv_heads=,vocab=,experts=ACTIVE/ALL")
-    plan.add_argument("--nodes", type=int, default=8, help="(default 8)")
-    plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
-    plan.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallel size (default 1)")
-    plan.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline parallel size (default 1)")
-    plan.add_argument("--zero", type=int, default=1, metavar="STAGE", help="0 to 3 (default 1)")
-    plan.add_argument("--offload", action="store_true", help="optimizer state lives in host memory")
-    plan.add_argument("--optimizer", default="adam", help=f"{', '.join(STATE_BYTES)} (default adam)")
-    plan.add_argument(
-        "--base",
-        default="none",
-        help=f"format of frozen weights, if only adapters are trained: {', '.join(BASE_BYTES)} (default none)",
+    job = plan.add_argument_group("the job")
+    job.add_argument(
+        "--profile", type=input_file, metavar="FILE", help="what holdfast profile measured on your job; else --step"
     )
-    plan.add_argument("--micro-batch", type=int, default=1, help="samples (default 1)")
-    plan.add_argument("--sequence", type=int, default=4096, help="tokens (default 4096)")
-    plan.add_argument("--recompute", default="selective", help=f"{', '.join(RECOMPUTE)} (default selective)")
-    plan.add_argument("--no-flash", action="store_true", help="attention keeps its scores")
-    plan.add_argument("--step", default="0", type=time, metavar="TIME", help="how long one takes, such as 12s or 800ms")
-    plan.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
-    plan.add_argument("--slots", type=int, default=3, help="slots for each shard (default 3)")
-    plan.add_argument(
-        "--protect-every",
-        default="1",
-        metavar="N",
-        help="protect one of every N snapshots, or auto: as many as encoding keeps up with (default 1)",
+    job.add_argument("--step", type=some_time, metavar="TIME", help="a step without snapshots, such as 12s")
+    job.add_argument("--state", type=size, metavar="SIZE", help="state of one node, such as 98GB; or --model")
+    job.add_argument(
+        "--model", help=f"{', '.join(PRESETS)}, or layers=,hidden=,inner=,heads=,kv_heads=,vocab=,experts="
     )
-    plan.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
-    plan.add_argument("--persist", action="store_true", help="snapshots are also written to storage")
-    plan.add_argument(
-        "--device-rate", default="25GB/s", type=rate, metavar="RATE", help="one GPU to host memory (default 25GB/s)"
+    job.add_argument("--optimizer", default="adam", help=f"of --model: {', '.join(STATE_BYTES)} (default adam)")
+    job.add_argument("--nodes", type=int, metavar="N", help=f"(default: those of the profile, or {DEFAULT_NODES})")
+    job.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(default 8)")
+    rates = plan.add_argument_group("the machine")
+    add_measured(rates)
+    add_rates(rates)
+    rates.add_argument(
+        "--device-rate", type=rate, default="25GB/s", metavar="RATE", help="one GPU to host memory (default 25GB/s)"
     )
-    plan.add_argument(
-        "--copy-rate",
-        type=rate,
-        metavar="RATE",
-        help="memory to memory by one thread, for --offload (default: as measured)",
+    rates.add_argument(
+        "--persist-rate", type=rate, default="0", metavar="RATE", help="a node to storage (default 0: no such tier)"
     )
-    add_measured(plan)
-    add_rates(plan)
-    plan.add_argument(
-        "--host-memory",
-        default="0",
-        type=size_in_bytes,
-        metavar="SIZE",
-        help="of a node, such as 2TB; warns where the arena is over half",
+    failures = plan.add_argument_group("what fails, and how long it takes to come back")
+    names = ", ".join(PROFILES)
+    failures.add_argument("--failures", default=PUBLISHED, metavar="NAME", help=f"of {names} (default {PUBLISHED})")
+    failures.add_argument(
+        "--mtbf",
+        type=some_time,
+        metavar="TIME",
+        help="mean time between failures of one node, such as 1000d; --failures then only says what fails",
     )
-    plan.add_argument(
-        "--gpu-memory",
-        type=size_in_bytes,
-        default="80GB",
-        metavar="SIZE",
-        help="of one GPU; warns where it cannot hold what is asked of it (default 80GB)",
+    failures.add_argument(
+        "--log", type=input_file, metavar="CSV", help="own incidents: time and class or cause; see docs/tuning.md"
     )
+    failures.add_argument("--log-nodes", type=int, metavar="N", help="nodes of the job of the log (default --nodes)")
+    failures.add_argument(
+        "--log-span", type=some_time, metavar="TIME", help="what the log covers, such as 90d (default: from its lines)"
+    )
+    failures.add_argument(
+        "--domain-nodes", type=int, default=2, metavar="N", help="nodes that fail together, as a rack (default 2)"
+    )
+    failures.add_argument(
+        "--placement", default="neighbours", metavar="HOW", help=f"{', '.join(PLACEMENTS)} (default neighbours)"
+    )
+    failures.add_argument(
+        "--restart", type=some_time, default="5min", metavar="TIME", help="from dead processes to the next step (5min)"
+    )
+    failures.add_argument(
+        "--rebuild", type=some_time, default="10min", metavar="TIME", help="from a lost node to the next step (10min)"
+    )
+    aims = plan.add_argument_group("what is wanted")
+    aims.add_argument("--overhead-budget", default="1%", metavar="SHARE", help="of training time; 0: any (default 1%%)")
+    aims.add_argument("--memory-budget", type=size, metavar="SIZE", help="shared memory of a node (default: any)")
+    aims.add_argument(
+        "--target-survival",
+        default="0.999",
+        metavar="SHARE",
+        help="of what is in memory, for 30 days (default 0.999)",
+    )
+    aims.add_argument(
+        "--protect", default="choose", metavar="CODE", help="choose, or k+m, copies:r, auto, none (default choose)"
+    )
+    aims.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
+    plan.add_argument("--seed", type=int, default=1, metavar="N", help="of the Monte Carlo (default 1)")
     add_json(plan)
     plan.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
-    smp = smp_of(parsed, parsed.measured)
-    machine = Machine(
-        parsed.device_rate,
-        smp.rates.copy if parsed.copy_rate is None else parsed.copy_rate,
-        smp.network,
-        parsed.host_memory,
-        parsed.gpu_memory,
-        smp.digest,
-    )
-    job = ModelJob(
-        parse_shape(parsed.model or "7b"),
-        parsed.nodes,
-        parsed.gpus_per_node,
-        parsed.tensor,
-        parsed.pipeline,
-        parsed.zero,
-        parsed.offload,
-        parsed.optimizer,
-        parsed.base,
-        parsed.micro_batch,
-        parsed.sequence,
-        parsed.recompute,
-        not parsed.no_flash,
-        parsed.step,
-    )
-    protection, every = parse_protect(parsed.protect), parse_protect_every(parsed.protect_every)
-    jobs = [(parsed.model, job)] if parsed.model else variants(job)
-    rows = [
-        (
-            name,
-            each,
-            size(
-                each,
-                machine,
-                protection,
-                parsed.slots,
-                parsed.generations,
-                persists=parsed.persist,
-                protect_every=every,
-            ),
-        )
-        for name, each in jobs
-    ]
-    slots = f"{parsed.slots} slots"
-    if every != 1:
-        slots += ", one snapshot at a time protected" if every == "auto" else f", one of {every} snapshots protected"
-    if parsed.generations > 1:
-        slots += f" and {parsed.generations - 1} for older generations"
-    if parsed.persist:
-        slots += " and one that is written to storage"
+    profiled, smp = _profile(parsed), smp_of(parsed, parsed.measured)
+    default = profiled.nodes if profiled is not None else DEFAULT_NODES
+    nodes = parsed.nodes if parsed.nodes is not None else default
+    if nodes < 1 or parsed.gpus_per_node < 1:
+        raise ConfigError(f"{nodes} nodes of {parsed.gpus_per_node} GPUs: --nodes and --gpus-per-node are 1 or more")
+    costs = _costs(parsed, profiled, smp, nodes)
+    model = _failures(parsed, nodes)
+    domains = Domains(parsed.domain_nodes, parsed.placement)
+    targets = _targets(parsed, nodes)
+    found = recommend(costs, model, nodes, domains, targets)
+    found = replace(found, why=tuple(reasons(found, model, domains, targets)))
+    used = smp.with_cores(found.setting.cores) if found.setting.cores else None
     console = console_of(parsed)
-    show(console, rows, machine, slots)
-
-    def advised(row: Row) -> list[str]:
-        """Advice on what to buy for the job of a row."""
-        _, each, sizes = row
-
-        def sized(smp: SmpRates, parity: int) -> Sizes:
-            code = Protection(sizes.data + sizes.parity - parity, parity)
-            other = replace(machine, network_rate=smp.network, digest_rate=smp.digest)
-            return size(each, other, code, parsed.slots, parsed.generations, persists=parsed.persist)
-
-        return list(advice(smp, sizes.parity, each.step_s, sized))
-
-    slowest = max(rows, key=lambda row: row[2].encode_s)
-    say_basis(console, smp, [*([f"For {slowest[0]}:"] if len(rows) > 1 else []), *advised(slowest)])
-    found = {name: choices_of(each, sizes) for name, each, sizes in rows if sizes.parity}
-    if parsed.model and found:
-        show_choices(console, *rows[0], found[parsed.model], machine)
-    data = [
-        {
-            "name": name,
-            "job": asdict(each),
-            "sizes": asdict(sizes),
-            "fits_gpu": sizes.device_bytes <= machine.gpu_memory,
-            "rates": smp.to_json(),
-            "advice": advised((name, each, sizes)),
-            "choices": [asdict(choice) for choice in found.get(name, [])],
-            "recommended": asdict(choice) if (choice := _best(found.get(name, []), sizes, machine)) else None,
-        }
-        for name, each, sizes in rows
-    ]
-    write_json(parsed.json, data)
+    say(console, *show(parsed, found), *([" ".join(basis(used, cores_here()))] if used else []))
+    job = {"model": parsed.model, "nodes": nodes, "gpus_per_node": parsed.gpus_per_node, "step_s": found.costs.step_s}
+    write_json(parsed.json, found.to_json() | {"job": job, "rates": (used or smp).to_json()})
     return 0
 
 
-def choices_of(job: ModelJob, sizes: Sizes) -> list[SlotChoice]:
-    """What each number of slots and each `protect_every` costs a job that takes snapshots as often as it can: at every
-    step, if a copy takes no longer than a step."""
-    commit_s = sizes.copy_s + sizes.seal_s
-    interval_s = max(job.step_s, sizes.copy_s)
-    code = sizes.parity / sizes.data
-    return list(choices(interval_s=interval_s, commit_s=commit_s, encode_s=sizes.encode_s, code=code))
-
-
-def _best(found: list[SlotChoice], sizes: Sizes, machine: Machine) -> SlotChoice | None:
-    published = profile(PUBLISHED)
-    most = machine.host_memory / 2 / sizes.node_bytes if machine.host_memory else float("inf")
-    return best(found, published.memory + published.shock, most)
-
-
-def show_choices(
-    console: Console, name: str, job: ModelJob, sizes: Sizes, found: list[SlotChoice], machine: Machine
-) -> None:
-    """Print the memory and the cost of each choice, and which one is recommended."""
-    chosen = _best(found, sizes, machine)
-    head = ("slots", "protect_every", "arena", "skipped", "a crash costs", "a node's loss costs", "")
-    cells = [
-        [
-            str(each.slots),
-            str(each.protect_every),
-            f"{amount(each.memory * sizes.node_bytes)} ({each.memory:.2f} S)",
-            f"{each.skipped:.0%}",
-            duration(each.crash_s),
-            duration(each.loss_s),
-            "recommended" if each == chosen else "",
-        ]
-        for each in found
+def show(parsed: argparse.Namespace, found: Recommendation) -> Iterator[Any]:
+    """What to do, what to expect, what else there is, and why."""
+    setting, costs = found.setting, found.costs
+    code, state = setting.code, costs.state_bytes
+    gpus = f"{found.nodes} x {parsed.gpus_per_node} GPUs"
+    what = f"{parsed.model}, {amount(state * found.nodes)} of state, " if parsed.model else ""
+    times = f"{setting.memory_bytes / state:.3g} times its state"
+    advice = [
+        ("interval", f"every {_count(setting.periods[0], 'step')} ({duration(found.interval_s)})"),
+        ("protect", f"{code}, {_groups(code.sizes)}" if code.parity else "none: processes only"),
+        ("protect_every", _how_often(found.encode_every)),
+        ("slots", str(setting.slots)),
+        ("memory", f"{amount(setting.memory_bytes)} a node, {times}"),
+        ("SMP cores", f"{setting.cores:.3g} a node" if setting.cores else "as measured"),
+        ("storage", f"every {duration(setting.periods[-1] * costs.step_s)}" if found.persist_every else "none"),
+        ("spare nodes", str(found.spares)),
     ]
-    console.print()
-    say(console, Report(head, cells))
-    published = profile(PUBLISHED)
-    interval = "every step" if job.step_s > sizes.copy_s else f"every {duration(sizes.copy_s)}"
-    fits = "" if chosen else f" None of them fits half of a node's {amount(machine.host_memory)} (--host-memory)."
-    say(
-        console,
-        f"\n{name}, a snapshot {interval}, simulated with the decisions that trainers make. 'skipped': snapshots not "
-        "taken, for want of a slot. 'a crash costs', \"a node's loss costs\": the work done since the snapshot that "
-        f"the job goes back to. Recommended: of the choices that lose at most 10 % more than the best, with failures "
-        f"as in {PUBLISHED} ({published.memory + published.shock:.0%} take a node's memory), the one with the least "
-        "memory. With 2 slots, a snapshot that is only sealed gives its slot to the next one; a crash while that is "
-        f"copied goes back to the protected snapshot.{fits}",
+    yield Report(
+        ("recommended", ""),
+        advice,
+        f"{what}{amount(state)} a node on {gpus}, a step of {duration(costs.step_s)}",
+        left=2,
     )
+    back = ", ".join(
+        f"{GOES_BACK[level.name]} {duration(seconds)}"
+        for level, seconds in zip(setting.levels, found.going_back_s, strict=True)
+    )
+    yield (
+        f"Snapshots take {found.overhead:.2%} of the time. Effective training time {found.played.mean:.2%} ± "
+        f"{found.played.error:.2%} (Monte Carlo, seed {found.seed}): {duration((1 - found.played.mean) * DAY_S)} lost "
+        f"a day, with restarts. Work done again, on average: {back}."
+    )
+    yield Report(
+        ("protection", "code", "slots", "memory of a node", "survives 30 days"),
+        [
+            (
+                each.name,
+                str(each.code),
+                str(each.slots),
+                f"{amount(each.memory_bytes)} ({each.memory_bytes / state:.2f} S)",
+                survival_text(each.code.risk),
+            )
+            for each in found.compared
+        ],
+        left=2,
+    )
+    yield "\n".join(["Why", *(f"* {reason}" for reason in found.why)])
 
 
-def variants(job: ModelJob) -> list[tuple[str, ModelJob]]:
-    """Every preset with ZeRO-3; for 7B, 13B and 70B also the ways to train that "Dissecting the Runtime Performance"
-    (arXiv 2311.03687) compares."""
-    found = []
-    for name, shape in PRESETS.items():
-        base = replace(job, shape=shape, zero=3)
-        found.append((f"{name} ZeRO-3", base))
-        if name in ("7b", "13b", "70b"):
-            found += [
-                (f"{name} ZeRO-2", replace(base, zero=2)),
-                (f"{name} offload", replace(base, offload=True)),
-                (f"{name} full recompute", replace(base, recompute="full")),
-                (f"{name} no FlashAttention", replace(base, recompute="none", flash=False)),
-                (f"{name} 8-bit Adam", replace(base, optimizer="adam-8bit")),
-                (f"{name} adapters on 4 bits", replace(base, zero=2, base="4bit")),
-            ]
+def _count(count: int, noun: str) -> str:
+    return noun if count == 1 else f"{count:,} {noun}s"
+
+
+def _how_often(every: int) -> str:
+    return f"{every}" + (": every snapshot" if every == 1 else f": one in {every}") if every else "-"
+
+
+def _groups(sizes: tuple[int, ...]) -> str:
+    counts = {size: sizes.count(size) for size in sorted(set(sizes))}
+    return " and ".join(f"{_count(n, 'group') if n > 1 else 'a group'} of {size} nodes" for size, n in counts.items())
+
+
+def _profile(parsed: argparse.Namespace) -> Measured | None:
+    """The profile of the job, if there is one."""
+    if parsed.profile is None:
+        return None
+    if parsed.step or parsed.state or parsed.model:
+        raise ConfigError("--step, --state or --model together with --profile, which has what they say: drop one")
+    try:
+        data = read_measured(parsed.profile)
+        if isinstance(data, dict) and data.get("kind") == KIND:
+            raise ConfigError(f"it holds rates of a machine, by {KIND}: give it with --measured")
+        return Measured.from_json(data)
+    except ConfigError as error:
+        raise ConfigError(f"--profile {parsed.profile}: {error}") from error
+
+
+def _costs(parsed: argparse.Namespace, profiled: Measured | None, smp: SmpRates, nodes: int) -> Mapping[float, Costs]:
+    """What snapshots cost, for each number of cores to consider: with a profile of encoding only that measured."""
+    if parsed.state and parsed.model:
+        raise ConfigError("--state and --model both say how large the state is: drop one")
+    state = parsed.state
+    if parsed.model:
+        state = state_bytes(parse_shape(parsed.model), parsed.optimizer) / nodes
+    assumptions = Assumptions(
+        step_s=parsed.step,
+        state_bytes=state,
+        gpus_per_node=parsed.gpus_per_node,
+        device_rate=parsed.device_rate,
+        persist_rate=parsed.persist_rate,
+        restart_s=parsed.restart,
+        rebuild_s=parsed.rebuild,
+    )
+    if profiled is not None and profiled.parity:
+        return {0.0: from_measured(profiled, assumptions)}
+    found = {}
+    for cores in (smp.cores,) if smp.given_cores else CORES:
+        with_cores = smp.with_cores(cores)
+        rated = replace(assumptions, copy_rate=with_cores.digest, network_rate=with_cores.network)
+        found[cores] = assume(rated) if profiled is None else from_measured(profiled, rated)
     return found
 
 
-def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) -> None:
-    """Print the table, its assumptions (`slots` is a description in words), and warnings about what does not fit."""
-    head = ("", "on GPU", "captured", "a node", "arena", "copied", "safe", "every")
-    cells = []
-    for name, _, sizes in rows:
-        every = f"{sizes.interval_steps} steps" if sizes.interval_steps else _narrow(sizes.interval_s)
-        cells.append(
-            [
-                name,
-                amount(sizes.device_bytes),
-                amount(sizes.gpu_bytes),
-                amount(sizes.node_bytes),
-                amount(sizes.arena_bytes),
-                _narrow(sizes.copy_s),
-                _narrow(sizes.protected_s) if sizes.parity else "-",
-                every,
-            ]
-        )
-    say(console, Report(head, cells))
-    first = rows[0]
-    code = f"{first[2].data}+{first[2].parity}" if first[2].parity else "no parity: processes only"
-    say(
-        console,
-        f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots}; "
-        f"{amount(machine.device_rate)}/s from a GPU, {amount(machine.copy_rate)}/s in memory. 'on GPU' is an estimate "
-        "of what each holds, 'captured' each GPU's share of a snapshot, 'arena' the shared memory of a node, 'safe' "
-        "when a snapshot is protected, 'every' the shortest interval at which each is.",
+def _failures(parsed: argparse.Namespace, nodes: int) -> FailureModel:
+    prior = from_profile(profile(parsed.failures), parsed.mtbf)
+    if parsed.log is None:
+        return prior
+    incidents = parse_log(_read("--log", parsed.log))
+    span_s = parsed.log_span or span(incidents)
+    estimate = learn(incidents, parsed.log_nodes if parsed.log_nodes is not None else nodes, span_s, prior)
+    seen = ", ".join(f"{kind} {estimate.events[kind]}" for kind in CLASSES)
+    return replace(estimate.model, source=f"{estimate.model.source} ({seen})")
+
+
+def _targets(parsed: argparse.Namespace, nodes: int) -> Targets:
+    code = None
+    if parsed.protect != "choose":
+        chosen = parse_protect(parsed.protect).for_nodes(nodes)
+        code = (chosen.data, chosen.parity) if chosen.parity and nodes > 1 else (0, 0)
+    return Targets(
+        overhead_budget=_fraction("--overhead-budget", parsed.overhead_budget) or None,
+        memory_budget=parsed.memory_budget,
+        target_survival=_fraction("--target-survival", parsed.target_survival),
+        code=code,
+        generations=parsed.generations,
+        seed=parsed.seed,
     )
-    for warning in warnings(rows, machine):
-        say(console, warning)
 
 
-def _narrow(seconds: float) -> str:
-    """A duration without spaces, so that the table fits 80 columns."""
-    return duration(seconds).replace(" ", "")
+def _fraction(option: str, text: str) -> float:
+    """Parse a share such as ``1%`` or ``0.01``."""
+    try:
+        value = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{option} {text}: give 0 to 1, or 0% to 100%, such as 0.01 or 1%")
+    return value
 
 
-def warnings(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
-    """Warnings about what does not fit: one line for GPUs, one for arenas. Pure."""
-    large = [
-        f"{name} {amount(sizes.device_bytes)}" for name, _, sizes in rows if sizes.device_bytes > machine.gpu_memory
-    ]
-    if large:
-        yield (
-            f"WARNING: more than the {amount(machine.gpu_memory)} of a GPU (--gpu-memory): {', '.join(large)}: use "
-            "more GPUs, --tensor, --pipeline, a higher --zero, --recompute full or a smaller --micro-batch"
-        )
-    arenas = [
-        f"{name} {amount(sizes.arena_bytes)}"
-        for name, _, sizes in rows
-        if machine.host_memory and sizes.arena_bytes > machine.host_memory / 2
-    ]
-    if arenas:
-        yield (
-            f"WARNING: arenas of more than half of a node's {amount(machine.host_memory)} (--host-memory): "
-            f"{', '.join(arenas)}: use more nodes, fewer --slots or --generations or less parity"
-        )
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {path}: {error}; give a text file that can be read") from error

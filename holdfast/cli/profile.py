@@ -1,4 +1,4 @@
-"""``holdfast profile``: measures what snapshots cost *your* job, for ``holdfast tune --measured``.
+"""``holdfast profile``: measures what snapshots cost *your* job, for ``holdfast plan --profile``.
 
 The command runs for a few dozen steps. A snapshot is taken after each step during which no snapshot was in progress, so
 steps with and without one alternate, and anything else that slows the machine slows both. Then the job ends by itself.
@@ -46,7 +46,7 @@ class ProfilePlan:
 
     def __post_init__(self) -> None:
         if not self.command:
-            raise ConfigError("what shall be profiled? holdfast profile -- torchrun ... train.py")
+            raise ConfigError("no command given: holdfast profile -- torchrun ... train.py")
         if self.steps < 4:
             raise ConfigError(f"--steps {self.steps}: record 4 or more, two of each kind")
 
@@ -55,10 +55,10 @@ def add(commands: Any) -> None:
     """Add the command to a parser's subcommands."""
     profile = commands.add_parser(
         "profile",
-        help="run your job for a few dozen steps, and measure what snapshots cost it: for holdfast tune",
+        help="run your job for a few dozen steps, and measure what snapshots cost it: for holdfast plan",
         description="Runs a training command that uses InMemorySnapshot, takes a snapshot after each step in which "
         "none was worked on, and ends it after some steps. Writes how long steps with and without a snapshot take, its "
-        "stall, its copying, sealing and encoding, and sizes: the FILE of holdfast tune --measured. The job begins "
+        "stall, its copying, sealing and encoding, and sizes: the FILE of holdfast plan --profile. The job begins "
         "anew, in memory of its own; rank 0 writes the file, so on several hosts it must be on a common file system.",
     )
     profile.add_argument(
@@ -138,6 +138,6 @@ def _command(parsed: argparse.Namespace) -> int:
     console.print(f"running the command until it has recorded {plan.steps} steps", soft_wrap=True)
     measured = run(plan)
     show(console, measured)
-    console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True)
+    console.print(f"{parsed.output}: give it to holdfast plan --profile", soft_wrap=True)
     write_json(parsed.json, measured.to_json())
     return 0

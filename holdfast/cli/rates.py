@@ -6,16 +6,12 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from holdfast.cli.arguments import checked, input_file, rate
-from holdfast.planner.rates import KIND, NodeRates, SmpRates, basis
-from holdfast.report import say
+from holdfast.planner.rates import KIND, NodeRates, SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
@@ -30,32 +26,19 @@ def _cores(text: str) -> float:
     return count
 
 
-def add_rates(options: Any, *also: str) -> None:
-    """Add the options to a parser or an argument group. `also`: further names for ``--digest-rate``."""
+def add_rates(options: Any) -> None:
+    """Add the options to a parser or an argument group."""
     options.add_argument(
         "--smp-cores",
         type=_cores,
         metavar="N",
-        help="cores that the SMP of a node may use (default: what it kept busy when it was measured, and 1 at least)",
+        help="cores that the SMP of a node may use (default: as many as are worth it)",
     )
     options.add_argument(
         "--line-rate",
         type=rate,
         metavar="RATE",
         help="rate of all network cards of a node together, which limits protecting (default: no limit known)",
-    )
-    options.add_argument(
-        "--network-rate",
-        type=rate,
-        metavar="RATE",
-        help="how fast encoding sends out of a node (default: computed from --smp-cores and measured rates)",
-    )
-    options.add_argument(
-        "--digest-rate",
-        *also,
-        type=rate,
-        metavar="RATE",
-        help="how fast the SMP digests a snapshot (default: computed from --smp-cores and measured rates)",
     )
 
 
@@ -74,13 +57,14 @@ def smp_of(parsed: argparse.Namespace, measured: Path | None) -> SmpRates:
     smp = SmpRates(
         given_cores=parsed.smp_cores,
         line_rate=math.inf if parsed.line_rate is None else parsed.line_rate,
-        given_digest=parsed.digest_rate,
-        given_network=parsed.network_rate,
     )
     if measured is None:
         return smp
     try:
-        return replace(smp, file=str(measured), rates=NodeRates.from_json(read_measured(measured)))
+        data = read_measured(measured)
+        if isinstance(data, dict) and "kind" not in data and "snapshot_step_s" in data:
+            raise ConfigError("it is a profile of a job, by holdfast profile: give it with --profile")
+        return replace(smp, file=str(measured), rates=NodeRates.from_json(data))
     except ConfigError as error:
         raise ConfigError(f"--measured {measured}: {error}") from error
 
@@ -91,12 +75,6 @@ def read_measured(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:  # `UnicodeDecodeError` is a `ValueError`
         raise ConfigError(f"it cannot be read as JSON: {error}") from error
-
-
-def say_basis(console: Console, smp: SmpRates, more: Iterable[str] = ()) -> None:
-    """Print what the rates are based on, then the sentences `more`."""
-    for sentence in (*basis(smp, cores_here()), *more):
-        say(console, sentence)
 
 
 def cores_here() -> int:

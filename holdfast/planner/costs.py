@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from holdfast.planner.rates import SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.snapshot.interval.checks import not_negative, positive, within
 from holdfast.snapshot.interval.measured import Measured
-from holdfast.snapshot.interval.waste import Level, Limits
+from holdfast.snapshot.interval.waste import Level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class Assumptions:
         interference: fraction of the time of copying, sending or persisting that training loses. This project's copies
             cost 0.09 of a memcpy with an idle core, 1.2 to 1.6 without one.
         restart_s, rebuild_s: from the death of processes, and from the loss of a node, to the next step.
-        slots: slots per shard.
     """
 
     step_s: float | None = None
@@ -35,11 +34,10 @@ class Assumptions:
     device_rate: float = 25e9
     copy_rate: float = SmpRates().digest
     network_rate: float = SmpRates().network
-    persist_rate: float = 1e9
+    persist_rate: float = 0.0
     interference: float = 0.05
     restart_s: float = 300.0
     rebuild_s: float = 600.0
-    slots: int = 3
 
     def __post_init__(self) -> None:
         if self.step_s is not None:
@@ -54,7 +52,6 @@ class Assumptions:
         within("the interference", self.interference, 0.0, 1.0)
         not_negative("the time of a restart", self.restart_s, " s")
         not_negative("the time to rebuild a node", self.rebuild_s, " s")
-        within("the number of slots", self.slots, MIN_SLOTS, MAX_SLOTS)
 
 
 OVERLAP = 0.9
@@ -63,7 +60,7 @@ OVERLAP = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds and bytes that the tuner works with.
+    """Seconds and bytes that a plan is computed from.
 
     Attributes:
         snapshot_cost_s: training time lost to copying and sealing a snapshot.
@@ -72,14 +69,10 @@ class Costs:
         persist_cost_s, persist_s: the same for a persist; `persist_s` is 0 if snapshots are not persisted.
         commit_s: time from the boundary until a snapshot is sealed.
         assumed: what was not measured, as text.
-        error_s: standard error of the measured cost of a snapshot; 0 if it is not known.
-        measured_interval: steps between snapshots during the measurement; 0 if nothing was measured.
-        measured_cost_s: measured training time lost to a snapshot.
     """
 
     step_s: float
     state_bytes: float
-    slots: int
     snapshot_cost_s: float
     encode_cost_s: float
     persist_cost_s: float
@@ -89,9 +82,6 @@ class Costs:
     restart_s: float
     rebuild_s: float
     assumed: tuple[str, ...] = ()
-    error_s: float = 0.0
-    measured_interval: int = 0
-    measured_cost_s: float = 0.0
 
     @property
     def persists(self) -> bool:
@@ -119,12 +109,6 @@ class Costs:
             commit.append(Level("beyond", self.persist_cost_s, latency_s, restart_s, rate))
         return tuple(commit)
 
-    def limits(self, parity: int, budget: float | None, longest: int) -> Limits:
-        """The constraints on plans with `parity` parity units per stripe."""
-        encode_s = parity * self.encode_s if parity else None
-        persist_s = self.persist_s if self.persists else None
-        return Limits(self.step_s, self.commit_s, encode_s, persist_s, self.slots, budget, longest)
-
 
 def assume(assumptions: Assumptions) -> Costs:
     """Costs from assumed rates alone.
@@ -137,7 +121,8 @@ def assume(assumptions: Assumptions) -> Costs:
     """
     step_s, state = assumptions.step_s, assumptions.state_bytes
     if step_s is None or state is None:
-        raise ConfigError("without a measured profile, give --step, such as 12s, and --state of one node, such as 98GB")
+        missing = "--step, such as 12s," if step_s is None else "--state of one node, such as 98GB, or --model"
+        raise ConfigError(f"the plan needs {missing} or --profile FILE, which holdfast profile measures on your job")
     copy_s = state / (assumptions.device_rate * assumptions.gpus_per_node)
     seal_s = state / assumptions.copy_rate
     encode_s = state / assumptions.network_rate
@@ -146,7 +131,6 @@ def assume(assumptions: Assumptions) -> Costs:
     return Costs(
         step_s=step_s,
         state_bytes=state,
-        slots=assumptions.slots,
         snapshot_cost_s=max(0.0, copy_s - OVERLAP * step_s) + slowed * (copy_s + seal_s),
         encode_cost_s=slowed * encode_s,
         persist_cost_s=slowed * persist_s,
@@ -155,7 +139,7 @@ def assume(assumptions: Assumptions) -> Costs:
         persist_s=persist_s,
         restart_s=assumptions.restart_s,
         rebuild_s=assumptions.rebuild_s,
-        assumed=("all times", f"interference {slowed:g}"),
+        assumed=("all times", f"that copying, encoding and persisting slow training down by {slowed:.0%}"),
     )
 
 
@@ -168,7 +152,9 @@ def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
     busy_s = measured.copy_s + measured.seal_s + measured.encode_s
     share = measured.encode_s / busy_s if busy_s and measured.parity else 0.0
     visible_s = measured.visible_s()
-    assumed = [f"interference {assumptions.interference:g} of persisting"] if assumptions.persist_rate else []
+    assumed = []
+    if assumptions.persist_rate:
+        assumed.append(f"that persisting slows training down by {assumptions.interference:.0%}")
     encode_s, encode_cost_s = measured.encode_s, visible_s * share
     if measured.parity:
         encode_s, encode_cost_s = encode_s / measured.parity, encode_cost_s / measured.parity
@@ -179,20 +165,16 @@ def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
     persist_s = measured.persist_s
     if persist_s is None:
         persist_s = measured.state_bytes / assumptions.persist_rate if assumptions.persist_rate else 0.0
-        assumed.append(
-            f"persisting at {assumptions.persist_rate / 1e9:g} GB/s a node" if persist_s else "no storage tier"
-        )
     restart_s, rebuild_s = measured.restart_s, measured.rebuild_s
     if restart_s is None:
         restart_s = assumptions.restart_s
-        assumed.append(f"restart {restart_s:g} s")
+        assumed.append(f"a restart of {duration(restart_s)}")
     if rebuild_s is None:
         rebuild_s = assumptions.rebuild_s
-        assumed.append(f"rebuild {rebuild_s:g} s")
+        assumed.append(f"{duration(rebuild_s)} to replace a node")
     return Costs(
         step_s=measured.step_s,
         state_bytes=measured.state_bytes,
-        slots=measured.slots,
         snapshot_cost_s=visible_s * (1.0 - share),
         encode_cost_s=encode_cost_s,
         persist_cost_s=assumptions.interference * persist_s,
@@ -202,7 +184,4 @@ def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
         restart_s=restart_s,
         rebuild_s=rebuild_s,
         assumed=tuple(assumed),
-        error_s=measured.visible_error_s() or 0.0,
-        measured_interval=measured.interval_steps,
-        measured_cost_s=visible_s,
     )

@@ -89,25 +89,17 @@ class SmpRates:
         given_cores: number of cores that the SMP may use. None: as many as it kept busy in the measurement, but at
             least 1, since other processes may have needed that machine's cores.
         line_rate: rate out of all network cards of the node together; infinite if it is not known.
-        given_digest, given_network: rates that the user named; they override what was measured.
     """
 
     rates: NodeRates = LAST
     file: str = ""
     given_cores: float | None = None
     line_rate: float = math.inf
-    given_digest: float | None = None
-    given_network: float | None = None
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` if a number is not more than 0."""
-        for name, value, unit in (
-            ("the cores of an SMP", self.given_cores, ""),
-            ("the digest rate", self.given_digest, " bytes per second"),
-            ("the network rate", self.given_network, " bytes per second"),
-        ):
-            if value is not None:
-                positive(name, value, unit)
+        if self.given_cores is not None:
+            positive("the cores of an SMP", self.given_cores)
         if not self.line_rate > 0:
             raise ConfigError(f"the line rate is {self.line_rate:g} bytes per second: give more than 0")
 
@@ -119,7 +111,7 @@ class SmpRates:
     @property
     def digest(self) -> float:
         """Rate at which a snapshot is sealed."""
-        return self.given_digest or self.rates.digest * self.cores
+        return self.rates.digest * self.cores
 
     @property
     def protect(self) -> float:
@@ -129,13 +121,11 @@ class SmpRates:
     @property
     def network(self) -> float:
         """Rate at which encoding sends out of a node."""
-        return self.given_network or min(self.line_rate, self.protect)
+        return min(self.line_rate, self.protect)
 
     @property
     def limit(self) -> str:
-        """What limits `network`: ``cores``, ``network`` cards, or the rate that was ``given``."""
-        if self.given_network:
-            return "given"
+        """What limits `network`: ``cores`` or ``network`` cards."""
         return "network" if self.line_rate < self.protect else "cores"
 
     def with_cores(self, cores: float) -> SmpRates:
@@ -163,34 +153,33 @@ def basis(smp: SmpRates, here: int) -> Iterator[str]:
     """
     rates = smp.rates
     source = f"from {smp.file} ({rates})" if smp.file else f"as last measured ({rates}), since there is no --measured"
-    cores = f"{smp.cores:.3g} core{'s' * (smp.cores != 1)}"
-    who = "--smp-cores" if smp.given_cores else "--smp-cores says how many it may use"
-    yield (
-        f"Rates are {source}: for each core of an SMP {amount(rates.protect)}/s protected and {amount(rates.digest)}/s "
-        f"digested; it has {cores} ({who})."
-    )
+    yield f"Rates are {source}: a core digests {amount(rates.digest)}/s and protects {amount(rates.protect)}/s."
     parts = {"to send": rates.send, "to receive": rates.receive, "to digest": rates.digest, "to fold": rates.fold}
+    other = 1e9 / rates.protect - sum(1e9 / each for each in parts.values())
     yield (
-        f"A core needs {1e9 / rates.protect:.2f} s for each GB that is protected: "
-        + ", ".join(f"{1e9 / each:.2f} {what}" for what, each in parts.items())
-        + ", and the rest for all else."
+        f"A core needs {1e9 / rates.protect:.2f} s to protect a GB: "
+        + ", ".join(f"{1e9 / each:.2f} s {what}" for what, each in parts.items())
+        + f", {max(0.0, other):.2f} s other."
     )
-    text = f"Protecting sends {amount(smp.network)}/s out of a node"
-    if smp.limit == "given":
-        yield f"{text}, as --network-rate says; those cores would do {amount(smp.protect)}/s."
-    elif smp.limit == "network":
-        yield f"{text}: its network cards (--line-rate) limit it, for those cores would do {amount(smp.protect)}/s."
+    text = f"With {count_cores(smp.cores)} an SMP sends {amount(smp.network)}/s out of its node"
+    if smp.limit == "network":
+        yield f"{text}: the network cards (--line-rate) are the limit; the cores would do {amount(smp.protect)}/s."
     elif smp.line_rate < math.inf:
-        yield f"{text}: the SMP's cores limit it; the network cards would do {amount(smp.line_rate)}/s (--line-rate)."
+        yield f"{text}: the cores are the limit; the network cards would carry {amount(smp.line_rate)}/s."
     else:
-        yield f"{text}: what the SMP's cores can do, if the network cards carry it (--line-rate is not given)."
+        yield f"{text}, if the network cards carry it: set --line-rate."
     if smp.file and here != rates.cores:
         yield (
-            f"NOTE: {smp.file} was measured on a machine with {rates.cores} cores, and this one has {here}: measure on "
-            "a node of the job, unless that was one."
+            f"NOTE: {smp.file} was measured with {rates.cores} cores, and this machine has {here}: measure on a node "
+            "of the job."
         )
     if smp.cores > rates.cores:
         yield (
-            f"NOTE: {rates.cores} cores were measured, and not {smp.cores:g}: the plan assumes that each of them is as "
-            "fast; measure on a node of the job."
+            f"NOTE: measured with {count_cores(rates.cores)}; the plan assumes that {smp.cores:g} cores are "
+            f"{smp.cores / rates.cores:.3g} times as fast."
         )
+
+
+def count_cores(count: float) -> str:
+    """A number of cores as text."""
+    return f"{count:.3g} core{'s' * (count != 1)}"

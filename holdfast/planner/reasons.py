@@ -1,152 +1,155 @@
-"""The reasons for a recommendation, in sentences. Pure."""
+"""The reasons for a plan, in sentences. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from holdfast.planner.codes import Code, Domains, judge
-from holdfast.planner.costs import Costs
-from holdfast.planner.recommend import Recommendation, Targets
-from holdfast.snapshot.interval.failures import FailureModel
-
-Show = Callable[[float], str]
+from holdfast.planner.plan import CLOSE, Recommendation, Targets, window
+from holdfast.planner.rates import count_cores
+from holdfast.planner.survival import Code, Domains, judge
+from holdfast.smp_daemon.shared.quantities import amount, duration
+from holdfast.snapshot.interval.failures import DAY_S, FailureModel
 
 FEW = 0.05
 """If first order and Monte Carlo differ by more than this share of the waste, the reasons say so."""
 
+NAMES = {"process": "process", "memory": "one node's memory", "shock": "several nodes", "beyond": "whole job"}
 
-def reasons(
-    found: Recommendation,
-    costs: Costs,
-    model: FailureModel,
-    domains: Domains,
-    targets: Targets,
-    duration: Show,
-    amount: Show,
-) -> Iterator[str]:
-    """One sentence for each decision. `duration` and `amount` print seconds and bytes."""
-    yield _failures(found, model, duration)
-    yield _interval(found, costs, targets, duration)
-    if found.code.parity:
-        yield _encoding(found, costs, duration)
-    yield _persisting(found, duration)
-    yield from _code(found, costs, model, domains, targets, duration, amount)
-    first, second = found.waste, 1.0 - found.played.mean
+
+def reasons(found: Recommendation, model: FailureModel, domains: Domains, targets: Targets) -> Iterator[str]:
+    """A sentence or two for each decision."""
+    yield _failures(found, model)
+    yield _interval(found, targets)
+    yield _slots(found)
+    if found.setting.code.parity:
+        yield _encoding(found)
+    yield from _code(found, model, domains, targets)
+    yield _cores(found)
+    yield _persisting(found)
+    first, second = found.setting.waste, 1.0 - found.played.mean
     if abs(first - second) > FEW * second:
-        events = f"{found.played.events:,} failures that were played"
-        yield f"first order is inaccurate here: it predicts a loss of {first:.2%}, and {events} show {second:.2%}"
-    if costs.assumed:
-        yield f"not measured but assumed: {', '.join(costs.assumed)}; holdfast profile measures it, for --measured"
+        yield f"first order predicts a loss of {first:.2%}, {found.played.events:,} played failures show {second:.2%}"
+    if found.costs.assumed:
+        yield f"assumed, not measured: {', '.join(found.costs.assumed)}; measure with holdfast profile, for --profile"
 
 
-def _failures(found: Recommendation, model: FailureModel, duration: Show) -> str:
-    rates = model.job(found.nodes)
-    names = {
-        "process": "of processes",
-        "memory": "of a node's memory",
-        "shock": "of several nodes at once",
-        "beyond": "of all",
-    }
-    each = ", ".join(f"{names[kind]} {duration(1 / rate)}" for kind, rate in rates.items() if rate)
-    total = sum(rates.values())
-    return (
-        f"a failure every {duration(1 / total)} on {found.nodes} nodes: {each} ({model.source})"
-        if total
-        else "nothing fails"
+def survival_text(risk: float) -> str:
+    """1 - risk as a percentage with as many nines as it has, up to 99.9999 %."""
+    if risk < 1e-6:
+        return "over 99.9999 %"
+    return f"{100.0 * (1.0 - risk):.{2 if risk >= 1e-3 else 4}f} %"
+
+
+def _seldom(seconds: float) -> str:
+    """A long time as text."""
+    return duration(seconds) if seconds < 1000 * DAY_S else f"{seconds / DAY_S / 365:.0f} years"
+
+
+def _failures(found: Recommendation, model: FailureModel) -> str:
+    rates = {kind: rate for kind, rate in model.job(found.nodes).items() if rate}
+    if not rates:
+        return "nothing fails"
+    each = ", ".join(f"{NAMES[kind]} {_seldom(1 / rate)}" for kind, rate in rates.items())
+    return f"a failure every {duration(1 / sum(rates.values()))}: {each} ({model.source})"
+
+
+def _interval(found: Recommendation, targets: Targets) -> str:
+    best = found.setting.interval
+    costs, parity = found.costs, found.setting.code.parity
+    cost_s = costs.snapshot_cost_s + parity * costs.encode_cost_s / found.setting.encode_every
+    text = f"a snapshot costs {duration(cost_s)} of training: "
+    if best.bound == "optimum":
+        return text + f"the best interval is {duration(best.ideal_s)} (Young, Daly), as trainers compute it"
+    ideal = (
+        "no loss is expected" if math.isinf(best.ideal_s) else f"the best interval would be {duration(best.ideal_s)}"
     )
-
-
-def _interval(found: Recommendation, costs: Costs, targets: Targets, duration: Show) -> str:
-    best = found.interval
-    cost_s = sum(level.cost_s for level in found.levels if level.name != "beyond")
-    budget = targets.overhead_budget
-    chosen = f"a snapshot costs {duration(cost_s)} of training, encoded; if each is, "
-    ideal = "nothing is lost" if best.ideal_s == float("inf") else f"cost and loss balance at {duration(best.ideal_s)}"
-    limit = {
-        "optimum": "and that is feasible",
+    limits = {
         "step": "less than a step",
-        "slots": f"but {costs.slots} slots and the rates of encoding and persisting allow no less than this",
-        "budget": f"but the overhead budget of {budget or 0:.2%} allows no less than this",
-        "longest": "so it is taken as rarely as is allowed",
-    }[best.bound]
-    shortest = ""
-    if best.bound == "optimum" and budget:
-        steps = max(1, -int(-cost_s // (budget * costs.step_s)))
-        shortest = f"; the budget of {budget:.2%} would allow every {duration(steps * costs.step_s)}"
-    return chosen + f"{ideal} by Lambert's W, {limit}{shortest}"
+        "slots": "a snapshot must be protected before its slot is needed again",
+        "budget": f"the overhead budget of {targets.overhead_budget or 0:.2%} allows no less than this",
+        "longest": "this is the longest that is allowed",
+    }
+    return f"{text}{ideal}; {limits[best.bound]}"
 
 
-def _encoding(found: Recommendation, costs: Costs, duration: Show) -> str:
-    encode_s = duration(found.code.parity * costs.encode_s)
-    if not found.gain:
-        return f"every snapshot is encoded, which takes {encode_s} beside training; encoding fewer gains under 0.02 %"
-    every = found.encode_every
+def _slots(found: Recommendation) -> str:
+    protect_s = found.costs.commit_s + found.setting.code.parity * found.costs.encode_s
+    done = "protected" if found.setting.code.parity else "sealed"
+    return f"{found.setting.slots} slots: a snapshot is {done} after {duration(protect_s)}, so none is skipped"
+
+
+def _encoding(found: Recommendation) -> str:
+    encode_s = duration(found.setting.code.parity * found.costs.encode_s)
+    if found.encode_every == 1:
+        return (
+            f"every snapshot is protected, which takes {encode_s}; protecting fewer gains under {CLOSE:.1%} of the time"
+        )
     return (
-        f"one in {every} snapshots is encoded ({encode_s} beside training), with protect_every={every}: a crash of "
-        f"processes needs only sealed ones. Taking fewer and encoding each would lose {found.gain:.2%} more"
+        f"one in {found.encode_every} snapshots is protected ({encode_s}): a crash needs only a sealed one. To protect "
+        f"each would lose {found.gain:.2%} more"
     )
 
 
-def _persisting(found: Recommendation, duration: Show) -> str:
-    last = found.levels[-1]
+def _cores(found: Recommendation) -> str:
+    cores = found.setting.cores
+    if not cores:
+        return "SMP cores: as many as the profile was measured with"
+    return f"{count_cores(cores)} for the SMP, kept free of trainers: more would gain under {CLOSE:.1%} of the time"
+
+
+def _persisting(found: Recommendation) -> str:
+    last = found.setting.levels[-1]
     if last.name != "beyond":
-        return "there is no storage tier: a loss beyond parity ends the run"
-    if not last.rate:
-        return "persisted as rarely as is allowed: nothing is beyond parity"
-    every = duration(found.periods[-1] * found.step_s).replace(" ", "")
+        return (
+            "without storage, a loss that memory does not survive ends the run, which the training time above leaves "
+            "out. With HOLDFAST_PERSIST=URL it costs half of HOLDFAST_PERSIST_EVERY, and a slot more "
+            f"({amount(found.costs.state_bytes)}): see --persist-rate"
+        )
+    every = duration(found.setting.periods[-1] * found.costs.step_s).replace(" ", "")
+    often = f"expected once in {_seldom(1 / last.rate)}" if last.rate else "not expected at all"
     return (
-        f"persisted for what memory does not survive, once in {duration(1 / last.rate)}; a persist takes "
-        f"{duration(last.cost_s)} of training. SMPs do it with HOLDFAST_PERSIST=URL HOLDFAST_PERSIST_EVERY={every}. "
-        "Losses of the whole job's memory are in this, not in 'survives 30 days'"
+        f"persisted for what memory does not survive, {often}: set "
+        f"HOLDFAST_PERSIST=URL HOLDFAST_PERSIST_EVERY={every}. A persist costs {duration(last.cost_s)} of training"
     )
 
 
-def _code(
-    found: Recommendation,
-    costs: Costs,
-    model: FailureModel,
-    domains: Domains,
-    targets: Targets,
-    duration: Show,
-    amount: Show,
-) -> Iterator[str]:
-    code = found.code
+def _code(found: Recommendation, model: FailureModel, domains: Domains, targets: Targets) -> Iterator[str]:
+    code = found.setting.code
     if found.nodes == 1:
         yield "one node has no other to protect it: snapshots survive the death of processes only"
         return
-    window_s = targets.repair_window_s or costs.rebuild_s + code.parity * costs.encode_s
+    window_s = window(found.costs, code.parity)
+    target, repair = f"{targets.target_survival:.6g}", f"repair in {duration(window_s)}"
     if not found.met:
         yield (
-            f"the target of {targets.target_survival:g} is missed: {code} is the best of those that fit; shorten "
-            f"the repair "
-            f"window of {duration(window_s)}, allow more memory or label what fails together"
+            f"no code reaches the target of {target} for 30 days; {code} survives best ({repair}). Allow more memory, "
+            "set HOLDFAST_DOMAINS (--placement labelled), use more nodes or storage"
         )
     elif targets.code is None:
-        less = [other for other, _ in found.others if other.parity < code.parity]
-        best = max(less, key=lambda other: other.survival) if less else None
-        rest = f"; with m = {best.parity} the best is {best.survival:.6g}" if best else ""
         yield (
-            f"{code} is the least memory ({amount(found.memory_bytes)}) within 0.02 % of the most useful work, "
-            f"of all that "
-            f"survive 30 days with {targets.target_survival:g} at a repair window of {duration(window_s)}{rest}"
+            f"{code} uses least memory of the codes that survive 30 days with {100 * targets.target_survival:.6g} % "
+            f"({repair})"
         )
-    yield from _domains(code, model, domains, found.nodes, window_s)
+    yield from _domains(code, model, domains, found.nodes, window_s, targets)
 
 
-def _domains(code: Code, model: FailureModel, domains: Domains, nodes: int, window_s: float) -> Iterator[str]:
+def _domains(
+    code: Code, model: FailureModel, domains: Domains, nodes: int, window_s: float, targets: Targets
+) -> Iterator[str]:
     """What labels of domains would change."""
     if not code.parity or not model.shock:
         return
     if domains.placement == "labelled":
-        yield f"groups keep the {domains.nodes} nodes that fail together apart; they must carry HOLDFAST_DOMAINS"
+        yield f"groups keep the {domains.nodes} nodes that fail together apart: set HOLDFAST_DOMAINS on each"
         return
     labelled = replace(domains, placement="labelled")
     for parity in range(1, code.parity):
         fewer = judge(code.data + code.parity - parity, parity, nodes, model, labelled, window_s)
-        if fewer.survival >= code.survival or fewer.survival >= 0.999:
+        if fewer.survival >= targets.target_survival:
             yield (
-                f"m is {code.parity} because {domains.nodes} nodes fail together and carry no labels; with "
-                f"HOLDFAST_DOMAINS and --placement labelled {fewer} survives with {fewer.survival:.6g}"
+                f"m is {code.parity} because {domains.nodes} neighbours may fail together; with HOLDFAST_DOMAINS set "
+                f"(--placement labelled), {fewer} survives with {survival_text(fewer.risk)}"
             )
             return

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from holdfast import ConfigError, InMemorySnapshot, Repeated
 from holdfast.cli.status import gather
-from holdfast.planner.sizing import Machine, ModelJob, parse_shape, size
+from holdfast.planner.costs import Assumptions, assume
+from holdfast.planner.plan import Targets, memory
+from holdfast.planner.survival import Code
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore, whole_snapshots
 from holdfast.smp_daemon.shared.starts import Choice
-from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger, SnapshotState
 from tests.smp_kit import playground, run_on
@@ -76,11 +77,12 @@ def test_without_more_generations_nothing_is_other_than_before() -> None:
 
 
 def test_memory_grows_by_a_slot_of_shards_and_parity_for_each() -> None:
-    job, machine, protection = ModelJob(parse_shape("7b"), 8), Machine(), parse_protect("auto")
-    three, four, five = (size(job, machine, protection, 3, k).arena_bytes for k in (1, 2, 3))
+    costs, code = assume(Assumptions(step_s=12.0, state_bytes=7e9)), Code(7, 1, (8,), 0.0, 0.0)
+    three, four, five = (memory(costs, code, 3, generations=k) for k in (1, 2, 3))
+    assert three == pytest.approx(7e9 * 3 * 8 / 7)
     assert four - three == pytest.approx(three / 3) and five - four == pytest.approx(three / 3)
-    with pytest.raises(ConfigError, match="9 generations"):
-        size(job, machine, protection, 3, 9)
+    with pytest.raises(ConfigError, match="generations is 9"):
+        Targets(generations=9)
 
 
 @pytest.mark.parametrize("options", [{"generations": 0}, {"generations": 9}, {"restore_step": 0}])

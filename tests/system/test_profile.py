@@ -1,4 +1,4 @@
-"""``holdfast profile``: a real job under torchrun records what its snapshots cost, and ``holdfast tune`` takes it."""
+"""``holdfast profile``: a real job under torchrun records what its snapshots cost, and ``holdfast plan`` takes it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
     assert not list(arena_base().glob(f".profile-{os.getpid()}-*"))
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
     tuned = tmp_path / "tune.json"
-    assert main(["tune", "--measured", str(file), "--json", str(tuned)]) == 0
+    assert main(["plan", "--profile", str(file), "--json", str(tuned)]) == 0
     assert json.loads(tuned.read_text())["interval_steps"] >= 1
 
 
@@ -94,7 +94,7 @@ def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"command": ()}, "what shall be profiled"),
+        ({"command": ()}, "no command given"),
         ({"steps": 3}, "--steps 3: record 4 or more"),
     ],
 )

@@ -67,7 +67,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "bench node": (["--nodes", "3"], WRONG, "3 nodes: measure with 2 or 4"),
     "chaos list": (["surplus"], WRONG, "unrecognized arguments: surplus"),
     "chaos run": (["--faults", "x"], WRONG, "--faults: invalid int value: 'x'"),
-    "plan": (["--model", "nosuch"], WRONG, "--model 'nosuch'"),
+    "plan": (["--step", "1s", "--model", "nosuch"], WRONG, "--model 'nosuch'"),
     "profile": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
     "tune": (["--measured", "nosuch.json"], WRONG, "--measured: nosuch.json is not a file"),
     "deploy": (["nosuch"], WRONG, "kind: invalid choice: 'nosuch'"),
@@ -113,7 +113,7 @@ FILES = [
     (words, option)
     for words, parser in COMMANDS.values()
     for option, action in parser._option_string_actions.items()
-    if action.metavar == "FILE" and option.startswith("--") and option not in ("--measured", "--from")
+    if action.metavar == "FILE" and option.startswith("--") and option not in ("--measured", "--profile", "--from")
 ]
 
 
@@ -136,7 +136,7 @@ def test_an_arena_that_is_no_directory_is_named(name: str, capsys: pytest.Captur
 
 
 def test_a_result_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--json", "/dev/full"]) == FAILED
+    assert main(["plan", "--step", "1s", "--state", "1GB", "--json", "/dev/full"]) == FAILED
     assert capsys.readouterr().err.splitlines()[-1] == "holdfast: No space left on device"
 
 

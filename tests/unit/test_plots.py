@@ -13,13 +13,10 @@ from matplotlib.figure import Figure
 
 from benchmarks import stall
 from benchmarks.fleet import __main__ as fleet
-from benchmarks.plots import SHARES, draw_simulation, draw_stall
+from benchmarks.plots import SHARES, draw_simulation, draw_stall, write
 from benchmarks.stall import StallReport
 from holdfast.cli.arguments import Parser
 from holdfast.cli.main import main
-from holdfast.cli.plots import draw_tune, write
-from holdfast.planner.recommend import Targets, recommend
-from tests.system.test_tuning_recommend import COSTS, LABELLED, MODEL
 
 
 def bars_of(figure: Figure, axes: int = -1) -> list[tuple[float, float]]:
@@ -115,26 +112,18 @@ def test_one_size_and_one_seed_can_be_drawn(tmp_path: Path) -> None:
     assert "8 GPUs" in texts_of(draw_simulation([row], ""), tmp_path)
 
 
-def test_a_recommendation_is_drawn_where_it_was_found_and_the_same_each_time(tmp_path: Path) -> None:
-    found = recommend(COSTS, MODEL, 64, LABELLED, Targets())
-    figure = draw_tune(found, COSTS)
-    left, right = figure.axes
-    places = [tuple(point) for container in left.containers for point in container[0].get_xydata()]
-    assert (found.periods[0] * COSTS.step_s, 1 - found.played.mean) in places
-    assert len(right.lines) == len(found.others) + 1  # one more for the ring of the chosen one
-    check_inside(figure)
+def test_the_same_rows_draw_the_same_bytes(tmp_path: Path) -> None:
     for name in ("first", "again"):
-        write(draw_tune(found, COSTS), tmp_path / name)
+        write(draw_stall(stall_report(stall_row("holdfast", 0.2))), tmp_path / name)
     assert (tmp_path / "first").read_bytes() == (tmp_path / "again").read_bytes()
 
 
-@pytest.mark.parametrize("parser", [stall.make_parser(), fleet.make_parser(), None], ids=["stall", "fleet", "tune"])
+@pytest.mark.parametrize("parser", [stall.make_parser(), fleet.make_parser()], ids=["stall", "fleet"])
 def test_without_matplotlib_the_extra_to_install_is_named_before_any_work(
-    parser: Parser | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    command = [] if parser else ["tune", "--step", "1s", "--state", "1GB"]
-    assert main([*command, "--plot", str(tmp_path / "plot.svg")], parser) == 2
+    assert main(["--plot", str(tmp_path / "plot.svg")], parser) == 2
     printed = capsys.readouterr()
     assert "pip install 'holdfast-train[plots]'" in printed.err
     assert not printed.out

@@ -81,17 +81,17 @@ def test_measured_costs_are_shared_out_by_time_and_go_with_the_parity() -> None:
     assert costs.encode_cost_s == pytest.approx(0.2 * 1.8 / 2.4 / 2)
     assert costs.encode_s == pytest.approx(0.9)
     assert (costs.commit_s, costs.persist_s, costs.persist_cost_s) == pytest.approx((0.6, 30.0, 3.0))
-    assert (costs.restart_s, costs.rebuild_s, costs.measured_interval) == (20.0, 90.0, 4)
+    assert (costs.restart_s, costs.rebuild_s) == (20.0, 90.0)
     for parity in (1, 2, 4):
         total = sum(level.cost_s for level in costs.levels(parity, 1e-5, 1e-6, 1e-7)[:2])
         assert total == pytest.approx(0.2 * (0.6 + 0.9 * parity) / 2.4)
 
 
 def test_what_was_not_measured_is_assumed_and_said() -> None:
-    costs = from_measured(replace(RUN, parity=0, data=0, encode_s=0.0), Assumptions(network_rate=5e9))
+    costs = from_measured(replace(RUN, parity=0, data=0, encode_s=0.0), Assumptions(network_rate=5e9, persist_rate=1e9))
     assert costs.encode_s == 2.0
     said = " ".join(costs.assumed)
-    assert all(word in said for word in ("encoding", "persisting at 1 GB/s", "restart 300 s", "rebuild 600 s"))
+    assert all(word in said for word in ("encoding", "persisting", "restart of 5 min", "10 min to replace"))
     assert not from_measured(FULL, Assumptions(persist_rate=0)).assumed
 
 
@@ -126,8 +126,8 @@ def test_there_is_a_level_for_each_class_that_can_be_served() -> None:
         ({"network_rate": 0.0}, "network rate is 0 bytes per second"),
         ({"persist_rate": -1.0}, "persist rate is -1"),
         ({"interference": 1.5}, "interference is 1.5: give 0 to 1"),
-        ({"slots": 17}, "slots is 17: give 2 to 16"),
-        ({}, "give --step, such as 12s"),
+        ({}, "needs --step.* or --profile"),
+        ({"step_s": 1.0}, "needs --state.* or --model or --profile"),
     ],
 )
 def test_impossible_assumptions_are_refused(options: dict[str, Any], message: str) -> None:

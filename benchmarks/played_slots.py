@@ -1,32 +1,25 @@
-"""How many slots to use, and which snapshots to protect: the memory of each choice, and what failures then cost. Pure.
+"""Which snapshots are skipped with few slots, played with the `Ledger` that trainers use. Pure.
 
-The simulation uses the same `Ledger` as trainers, so it skips and gives up the same snapshots.
+It skips and gives up the same snapshots as trainers do. `holdfast.planner` asks for as many slots as skip none, by a
+formula that is tested against this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState, parity_slots
 
-SLOTS = (2, 3, 4)
-PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 2, 4, 8, 16, "auto")
 PLAYED = 400
 """Number of simulated intervals; the first `WARM` do not count."""
 WARM = 100
 MOMENTS = 16
 """Number of moments in each interval at which to compute what a failure would cost."""
 
-CLOSE = 1.1
-"""A choice counts as equal to the best if it loses at most this many times as much; of these, the one of least memory
-wins."""
-
 
 @dataclass(frozen=True, slots=True)
-class SlotChoice:
+class PlayedSlots:
     """One way to use memory.
 
     Attributes:
@@ -45,14 +38,10 @@ class SlotChoice:
     crash_s: float
     loss_s: float
 
-    def lost_s(self, memory_share: float) -> float:
-        """Mean work that a failure costs, if a share of `memory_share` of all failures takes a node's memory."""
-        return (1 - memory_share) * self.crash_s + memory_share * self.loss_s
-
 
 def play(
     slots: int, protect_every: ProtectEvery, *, interval_s: float, commit_s: float, encode_s: float, code: float
-) -> SlotChoice:
+) -> PlayedSlots:
     """Simulate taking snapshots for a while, without failures.
 
     Args:
@@ -97,7 +86,7 @@ def play(
             crashes.append(at_s - interval_s * max((each.step for each in held), default=0))
             losses.append(at_s - interval_s * max((each.step for each in safe), default=0))
     parities = parity_slots(slots, protect_every)
-    return SlotChoice(
+    return PlayedSlots(
         slots,
         protect_every,
         slots + parities * code,
@@ -106,24 +95,3 @@ def play(
         sum(crashes) / len(crashes),
         sum(losses) / len(losses),
     )
-
-
-def choices(*, interval_s: float, commit_s: float, encode_s: float, code: float) -> Iterator[SlotChoice]:
-    """All choices to consider, ordered by `SLOTS` and `PROTECT_EVERY`."""
-    for slots, every in product(SLOTS, PROTECT_EVERY):
-        yield play(slots, every, interval_s=interval_s, commit_s=commit_s, encode_s=encode_s, code=code)
-
-
-def best(found: list[SlotChoice], memory_share: float, most: float = float("inf")) -> SlotChoice | None:
-    """The choice of least memory whose loss is `CLOSE` to the least loss of all that fit; None if none fits.
-
-    Args:
-        memory_share: share of all failures that take a node's memory.
-        most: largest memory of a node, as a multiple of its state.
-    """
-    fitting = [each for each in found if each.memory <= most]
-    if not fitting:
-        return None
-    least = min(each.lost_s(memory_share) for each in fitting)
-    good = [each for each in fitting if each.lost_s(memory_share) <= CLOSE * least]
-    return min(good, key=lambda each: (round(each.memory, 6), each.lost_s(memory_share)))
