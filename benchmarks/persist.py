@@ -192,7 +192,7 @@ def steps_of(layers: int, seconds: float, every: str) -> list[str]:
     quiet: list[float] = []
     busy: list[float] = []
     try:
-        with InMemorySnapshot(model, optim, overhead_budget=0) as snap:
+        with InMemorySnapshot(model, optim, every=1) as snap:
             client, limit, written, writing = snap._session.rank.client, time.monotonic() + seconds, 0, False
             x = torch.randn(128, 1024)
             while time.monotonic() < limit:

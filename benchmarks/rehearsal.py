@@ -1,4 +1,4 @@
-"""Simulated months of a job with changing steps, costs and failures, with fixed intervals and with `Online`.
+"""Simulated months of a job with changing steps, costs and failures, with fixed intervals and with `IntervalRule`.
 
 Results depend only on the seed. Every way to choose the interval meets the same *weather*: regimes of a few days, each
 with its own step time, snapshot cost and latency, and failure rate, and the same failures at the same times. There are
@@ -14,11 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.online import Online
-from holdfast.snapshot.interval.periods import daly
-from holdfast.snapshot.interval.rates import FailureRate
-from holdfast.snapshot.interval.samples import Timing
+from holdfast.planner.failures import DAY_S
+from holdfast.planner.periods import daly
+from holdfast.snapshot.interval.rule import IntervalRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +140,19 @@ def play_fixed(weather: Weather, interval: int) -> Wasted:
     return _Month(weather).run_fixed(interval)
 
 
-def play_online(
+def play_rule(
     weather: Weather,
     seed: int,
     budget: float | None = None,
     on_change: Callable[[float, int], None] = lambda now_s, steps: None,
 ) -> Wasted:
-    """Simulate a month with `Online`, which at first knows only the usual failure rate.
+    """Simulate a month with `IntervalRule`, which at first knows only the usual failure rate.
 
     Args:
         seed: seed of the noise of step times.
         on_change: called with the time and the new interval after every change.
     """
-    return _Month(weather).run_online(random.Random(seed), budget, on_change)
+    return _Month(weather).run_rule(random.Random(seed), budget, on_change)
 
 
 @dataclass(slots=True)
@@ -192,35 +190,32 @@ class _Month:
             owed_s = regime.cost_s if self._snap(regime, None) else 0.0
         return self._end()
 
-    def run_online(self, noise: random.Random, budget: float | None, on_change: Callable[[float, int], None]) -> Wasted:
-        online = self._start(budget)
-        owed_s, agreed = 0.0, True
+    def run_rule(self, noise: random.Random, budget: float | None, on_change: Callable[[float, int], None]) -> Wasted:
+        rule = self._start(budget)
+        owed_s = 0.0
         while self._now_s < self._climate.month_s:
             regime = self._weather.at(self._now_s)
             work_s = regime.step_s * max(0.1, noise.gauss(1.0, self._climate.noise))
             if self._fails_within(owed_s + work_s):
-                notes = self._fail().notes
-                online = self._start(budget)
-                if notes:
-                    online.resume(notes)
-                owed_s, agreed = 0.0, True
+                newest = self._fail()
+                rule = self._start(budget)
+                rule.resume(newest.step, newest.notes or {})
+                owed_s = 0.0
                 continue
             busy = self._held[-1].protected_s > self._now_s
             self._advance(1, work_s, owed_s)
-            online.observe(work_s + owed_s, owed_s / 4.0, busy)
+            rule.observe(self._step, work_s + owed_s, owed_s / 4.0, busy)
             owed_s = 0.0
-            if not agreed:
-                agreed, before = True, online.interval
-                online.agree(online.wanted())
-                if online.interval != before:
-                    on_change(self._now_s, online.interval)
-            if online.takes(self._step) and self._snap(regime, online):
-                owed_s, agreed = regime.cost_s, False
-                online.timed(Timing(self._step, regime.commit_s / 2, regime.commit_s / 2, regime.encode_s))
+            if busy and (wanted := rule.wanted().steps) != rule.interval:
+                rule.interval = wanted
+                on_change(self._now_s, wanted)
+            if rule.is_due(self._step, True) and self._snap(regime, rule):
+                rule.begun(self._step, True)
+                owed_s = regime.cost_s
         return self._end()
 
-    def _start(self, budget: float | None) -> Online:
-        return Online(budget, FailureRate(1.0 / self._climate.mtbf_s), self._climate.slots)
+    def _start(self, budget: float | None) -> IntervalRule:
+        return IntervalRule(None, budget, 1.0 / self._climate.mtbf_s)
 
     def _fails_within(self, seconds: float) -> bool:
         failures = self._weather.failures
@@ -232,14 +227,14 @@ class _Month:
         self._now_s += work_s + owed_s
         self._spent_s += owed_s
 
-    def _snap(self, regime: Regime, online: Online | None) -> bool:
+    def _snap(self, regime: Regime, rule: IntervalRule | None) -> bool:
         """Take a snapshot if a slot is free. The newest protected snapshot and all later ones hold their slots."""
         newest = max(i for i, held in enumerate(self._held) if held.protected_s <= self._now_s)
         del self._held[:newest]
         if len(self._held) >= self._climate.slots:
             return False
         sealed_s = self._now_s + regime.commit_s
-        notes = online.notes() if online else None
+        notes = rule.notes() if rule else None
         self._held.append(_Snapshot(self._step, self._done_s, sealed_s, sealed_s + regime.encode_s, notes))
         return True
 

@@ -125,7 +125,7 @@ def train(slots: int, every: str, steps: int, step_s: float) -> None:
     model = torch.nn.Linear(1000, 2000)
     optim = torch.optim.Adam(model.parameters())
     options: dict[str, Any] = {"slots": slots, "protect_every": parse_protect_every(every), "protect": "copies:1"}
-    with InMemorySnapshot(model, optim, overhead_budget=0, **options) as snap:
+    with InMemorySnapshot(model, optim, every=1, **options) as snap:
         before, began, commits = (0, 0, 0), 0.0, []
         for step in range(WARM + steps):
             if step == WARM:

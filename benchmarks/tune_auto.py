@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.rehearsal import Climate, Wasted, by_daly, draw, play_fixed, play_online
+from benchmarks.rehearsal import Climate, Wasted, by_daly, draw, play_fixed, play_rule
 
 INTERVALS = (4, 6, 8, 10, 12, 14, 16, 19, 23, 28, 34, 40, 50)
 AUTO, VISIBLE, WHOLE = "auto", "Daly, visible cost", "Daly, whole time"
@@ -31,7 +31,7 @@ class Month:
         wasted: by way to choose the interval.
         best: the best fixed interval.
         daly: Daly's intervals, for the visible cost and for the whole time.
-        changes: how often `Online` changed the interval.
+        changes: how often the rule changed the interval.
     """
 
     seed: int
@@ -54,7 +54,7 @@ def play(seed: int) -> Month:
     daly = by_daly(weather, whole=False), by_daly(weather, whole=True)
     wasted[VISIBLE], wasted[WHOLE] = (play_fixed(weather, interval) for interval in daly)
     changes: list[int] = []
-    wasted[AUTO] = play_online(weather, seed, None, lambda now_s, steps: changes.append(steps))
+    wasted[AUTO] = play_rule(weather, seed, None, lambda now_s, steps: changes.append(steps))
     return Month(seed, len(weather.failures), wasted, best, daly, len(changes))
 
 

@@ -23,7 +23,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from holdfast.chaos.launcher import Launcher
-from holdfast.snapshot.interval.measured import Measured
+from holdfast.planner.measured import Measured
 from tests.proof.overhead import Overhead, TimedJob, account, baseline_step, error_of_sum, kills, run
 
 INTERVALS = (1, 8, 32, 96)

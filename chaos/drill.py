@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import HashStore
 from holdfast.chaos.trainer import Trainer
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 
 DRAIN_DEADLINE_S = 2.0
 
@@ -58,7 +57,7 @@ def train() -> None:
     Arguments: ``job`` (``module:Class``), ``seed``, ``steps``, ``snapshots``. Optional: ``options`` of the job;
     ``hook`` options; ``drain``: wait for each snapshot in the middle of the next step, since steps that take no time
     would skip most snapshots (a number: only up to that step; the job must call `middle` once a step); ``defaults``:
-    use the hook's default options, instead of a snapshot at every step, whatever it costs.
+    use the hook's default options, instead of a snapshot at every step.
     """
     trainer = Trainer.from_environment()
     args = trainer.args
@@ -78,8 +77,8 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
     with ExitStack() as stack:
         snap: SnapshotHook | None = None
         if args["snapshots"]:
-            budget = {"overhead_budget": DEFAULT_BUDGET if args.get("defaults") else 0}
-            snap = stack.enter_context(job.protect(start=False, **(budget | args.get("hook", {}))))
+            every = {"every": "auto" if args.get("defaults") else 1}
+            snap = stack.enter_context(job.protect(start=False, **(every | args.get("hook", {}))))
             restored = snap.restored
             report(
                 "started",

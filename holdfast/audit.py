@@ -378,7 +378,7 @@ def _run(plan: AuditPlan, folder: Path, name: str, progress: Callable[[str], Non
     arena = folder / f"arena{min(number, 2)}"  # the last three runs are one job
     orders = AuditOrders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
     environment = os.environ | orders.to_environment()
-    environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
+    environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_EVERY": "1"}
     environment |= {DRIFT_ENV: "accept"}  # drift is reported, so the run must not be refused
     # The runs that are compared iterate over sets of strings in the same order. The second undisturbed run uses another
     # order, to show whether results depend on it.

@@ -36,9 +36,9 @@ class InMemorySnapshot(SnapshotHook):
             are None are left out. Ranks may pass different objects.
         job: id of the training run, the same on every rank and every restart. Default ``HOLDFAST_JOB``, torchrun's run
             id or Slurm's job id.
-        every: number of steps from one snapshot to the next. ``"auto"``: the best interval within `overhead_budget`,
-            measured while the job runs and planned again when steps, costs or failures change; `statistics` has the
-            interval and the reason. The same on every rank.
+        every: number of steps from one snapshot to the next. ``"auto"``: the interval that loses least time, measured
+            on the job, and never more than `overhead_budget`; `statistics` has it, and the reason. A young job takes
+            many: the first after its first step. The same on every rank. Default ``HOLDFAST_EVERY``, or ``"auto"``.
         protect_every: protect one of this many snapshots. The others are only sealed and not sent to other nodes: they
             survive a crash of processes, but not the loss of a node. ``"auto"``: protect the next snapshot whenever no
             other is being encoded. The same on every rank.
@@ -56,8 +56,8 @@ class InMemorySnapshot(SnapshotHook):
         strict: raise if snapshots can no longer be taken; the default is to log it and train on.
         arena: directory for arenas. Default ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``.
         deadline_s: how long the fence waits for a copy before it gives up that snapshot.
-        overhead_budget: fraction of training time that snapshots may take. If they measurably take more, the ranks
-            agree on an interval longer than `every`; 0: no budget. Default ``HOLDFAST_OVERHEAD_BUDGET``, or 0.01.
+        overhead_budget: fraction of training time that snapshots may take, unless `every` is a number; 0: any. Default
+            ``HOLDFAST_OVERHEAD_BUDGET``, or 0.01.
         max_repeats: number of starts in a row that may end at the same step in the same way; the next one is refused
             with `Repeated`. 0: any number. Default ``HOLDFAST_MAX_REPEATS``, or 5.
         generations: number of protected snapshots to keep, besides those in progress. Each one beyond the first takes
@@ -83,7 +83,7 @@ class InMemorySnapshot(SnapshotHook):
         scheduler: Stateful | Sequence[Stateful] | None = None,
         extra: Mapping[str, Stateful | None] | None = None,
         job: str | None = None,
-        every: int | Literal["auto"] = 1,
+        every: int | Literal["auto"] | None = None,
         protect_every: int | Literal["auto"] = 1,
         protect: str = "auto",
         domains: str | None = None,

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script. Ends the process with status 2 if the script cannot be protected."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.megatron_lm", description=__doc__.splitlines()[0])
     given = parser.add_argument
-    given("--every", type=_every, default=1, help="steps from one snapshot to the next, or auto (default 1)")
+    given("--every", type=_every, help="steps from one snapshot to the next (default HOLDFAST_EVERY, or auto)")
     given("--protect-every", type=_every, default=1, help="protect one of every N snapshots, or auto (default 1)")
     given("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
     given("--slots", type=int, default=3, help="snapshots that fit in memory at once (default 3)")

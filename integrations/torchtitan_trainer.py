@@ -44,7 +44,7 @@ log = get_log(__name__)
 class SnapshotOptions:
     """Options of `holdfast.InMemorySnapshot` that a configuration can set; None: as the environment says."""
 
-    every: int | Literal["auto"] = 1
+    every: int | Literal["auto"] | None = None
     """Number of steps from one snapshot to the next, or "auto": as often as is best."""
 
     protect_every: int | Literal["auto"] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
@@ -14,15 +14,20 @@ from holdfast.smp_daemon.shared.settings import (
     DOMAINS,
     DRIFT,
     ELASTIC,
+    EVERY,
     GENERATIONS,
     GIVE_UP,
     MAX_REPEATS,
+    MTBF,
+    OVERHEAD_BUDGET,
     RESTORE_STEP,
     RUN,
 )
 from holdfast.snapshot.connect import job_from_environment
-from holdfast.snapshot.interval.overlap import check_budget
-from holdfast.snapshot.interval.policy import budget_from_environment, mtbf_from_environment
+from holdfast.snapshot.interval.control import (
+    Every,
+    check_budget,
+)
 from holdfast.snapshot.resume.arrange import Protection, parse_protect
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
@@ -38,7 +43,7 @@ class Options:
     """
 
     job: str = field(default_factory=job_from_environment)
-    every: int | Literal["auto"] = 1
+    every: Every = field(default_factory=EVERY.value)
     protect_every: ProtectEvery = 1
     protect: str = "auto"
     domains: str = field(default_factory=DOMAINS.value)
@@ -48,7 +53,7 @@ class Options:
     strict: bool = False
     arena: Path | None = None
     deadline_s: float = 60.0
-    overhead_budget: float = field(default_factory=budget_from_environment)
+    overhead_budget: float = field(default_factory=OVERHEAD_BUDGET.value)
     max_repeats: int = field(default_factory=MAX_REPEATS.value)
     generations: int = field(default_factory=GENERATIONS.value)
     restore_step: int | None = field(default_factory=RESTORE_STEP.value)
@@ -66,7 +71,7 @@ class Options:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
             raise ConfigError(f"slots={self.slots}: {SLOTS_RULE}")
         if self.every == "auto":
-            mtbf_from_environment()
+            MTBF.value()
         elif not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every={self.every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
         counts = isinstance(self.protect_every, int) and not isinstance(self.protect_every, bool)

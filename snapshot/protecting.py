@@ -24,7 +24,7 @@ from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
-from holdfast.snapshot.interval.policy import IntervalController
+from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
@@ -59,7 +59,7 @@ class Statistics:
         stall_s: seconds that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
         overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
-        why: with ``every="auto"``, the reason for the interval, in words.
+        why: the reason for the interval, in words.
     """
 
     taken: int = 0
@@ -206,7 +206,7 @@ class Protecting:
                 self.settle()
                 if self.last:
                     self._catch_up()
-                if self.last or self._intervals.policy.takes(step):
+                if self.last or self._intervals.is_due(step, self.ledger.protects_next):
                     self._prepare()
         except AgreementLost as error:
             self._part()
@@ -279,8 +279,8 @@ class Protecting:
         self._reported = None
         if saying := self._intervals.agree(-interval):
             self.copier.say(saying)
-        statistics, policy = self._statistics, self._intervals.policy
-        statistics.interval, statistics.overhead, statistics.why = policy.interval, policy.overhead, self._intervals.why
+        statistics, intervals = self._statistics, self._intervals
+        statistics.interval, statistics.overhead, statistics.why = intervals.interval, intervals.overhead, intervals.why
         states = [SnapshotState(value) for value in reported]
         missed = {s for s, state in zip(self.ledger.pending, states, strict=True) if state is SnapshotState.SEALED}
         statistics.protected += states.count(SnapshotState.PROTECTED)
@@ -325,7 +325,7 @@ class Protecting:
         # Only copies of this epoch count: what did not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self.copies.items() if snapshot.epoch == self._progress.epoch]
         changed = self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)
-        wanted, due = self._intervals.policy.wanted(), self._rank.client.persist_due
+        wanted, due = self._intervals.wanted(), self._rank.client.persist_due
         usable = self.ledger.slots if self._reserving is None else self._reserving.standing
         return [*states, self._repair(), int(not changed), -wanted, int(due), usable]
 
@@ -385,6 +385,7 @@ class Protecting:
         snapshot, ledger = SnapshotId(self._progress.epoch, self._progress.step), self.ledger
         self.due = Due(snapshot, ledger.keep, ledger.protected, ledger.with_parity, ledger.protects_next)
         self._say_whether_it_keeps_up()
+        self._intervals.begun(snapshot.step, ledger.protects_next)
         self.ledger = ledger.begin(snapshot)
         self._statistics.taken += 1
 
@@ -486,10 +487,10 @@ class Protecting:
             reserving.work()
         else:
             reserving.start()
-        self._intervals.placed(self.layout)
+        self._intervals.placed(len(self.layout.nodes))
         self.index = [shard.coord for shard in self.layout.node(rank.client.node).shards].index(rank.coord)
         if self.layout.coords[0] == rank.coord:
-            self.copier.say(self._intervals.plan_in_words())
+            self.copier.say(self._intervals.say_plan())
         [usable] = rank.agreement.minimum([reserving.standing])()
         self._note_usable(reserving, usable)
         if not self._usable:
@@ -580,7 +581,7 @@ class Protecting:
     def _go_on(self) -> None:
         """All ranks have met again: agree on a common state, in a new epoch. A collective call."""
         progress = self._progress
-        mine = _Standing(progress.step, progress.epoch, self._intervals.policy.interval, self.ledger)
+        mine = _Standing(progress.step, progress.epoch, self._intervals.interval, self.ledger)
         texts = self._rank.agreement.gather(encode_json(mine))
         said = [decode_json(_Standing, text, "where a rank stands") for text in texts]
         steps = [each.step for each in said]
@@ -592,7 +593,7 @@ class Protecting:
         self._statistics.failed += len(self.ledger.pending)
         self.ledger = Ledger.together([each.ledger for each in said])
         self.copies = {}
-        self._intervals.agree(max(each.interval for each in said))
+        self._intervals.met(max(each.interval for each in said))
         self._parted = False
         self.episodes.end("ranks", "all ranks have met again, and snapshots are taken after step %d", progress.step)
 

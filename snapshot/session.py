@@ -25,8 +25,8 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.snapshot.interval.policy import IntervalController
-from holdfast.snapshot.interval.profile import leave, recording_from_environment
+from holdfast.snapshot.interval.control import IntervalController
+from holdfast.snapshot.interval.recording import leave, recording_from_environment
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
@@ -164,21 +164,18 @@ class Session:
         # Log lines name the epoch and the step at the time of logging. These functions must not keep the state alive.
         identify(epoch=lambda: epoch_text(progress.epoch), step=lambda: progress.step)
         self.heartbeat()
-        self._recording = recording_from_environment(options.slots)
+        self._recording = recording_from_environment(options.slots, rank.client.outcome)
         if self._recording is not None:
             options = self._options = replace(options, protect_every=1)  # a profile measures encoding, too
         self.intervals = IntervalController(
             options.every,
             options.budget,
-            options.slots,
             options.protect_every,
             self._recording,
-            rank.smp.another,
-            rank.agreement,
-            restored.notes,
-            rank.system,
+            step=restored.snapshot.step if restored.snapshot else None,
+            notes=restored.notes,
         )
-        statistics.interval = self.intervals.policy.interval
+        statistics.interval = self.intervals.interval
         self.capture = Capture(
             adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system, restored.run.id
         )
@@ -495,7 +492,8 @@ class Session:
         self.progress.step += 1
         self.progress.phase = TrainerPhase.STEP
         self.heartbeat()
-        self.intervals.observe(began, self._statistics.stall_s, overlapped=bool(self.protecting.ledger.pending))
+        overlapped = bool(self.protecting.ledger.pending)
+        self.intervals.observe(self.progress.step, began, self._statistics.stall_s, overlapped)
         self.protecting.step_ended()
         self._statistics.stall_s += self.rank.system.monotonic() - began
         if self._auditor is not None:
@@ -565,7 +563,8 @@ class Session:
         try:
             protecting.stop_reserving(deadline_s)
             protecting.copier.close(deadline_s)
-            self.intervals.close(deadline_s)
+            if self._recording is not None:
+                self._recording.close(deadline_s)
             if well:
                 kept = protecting.finish_together(kept)
                 if kept and not self._options.keep:
@@ -594,9 +593,9 @@ class Session:
 
     def _end_recording(self) -> None:
         """The profile is complete: write it, and end this process well. A collective call."""
-        self.intervals.close(self._options.deadline_s)
-        layout = self.protecting.layout
-        if self._recording is not None and layout is not None:
-            self._recording.write(layout, self.rank.client.node, self.rank.coord, self.rank.agreement)
+        layout, recording, self._recording = self.protecting.layout, self._recording, None
+        if recording is not None and layout is not None:
+            recording.close(self._options.deadline_s)
+            recording.write(layout, self.rank.client.node, self.rank.coord, self.rank.agreement)
         self.leave(None)
         leave()

@@ -57,7 +57,7 @@ def train() -> None:
     counted = Count()
     if args["kind"] == "zero":  # ranks pass different extras
         options["extra"] = {"log" if dist.get_rank() == 0 else "count": counted}
-    snap = job.protect(arena=arena, overhead_budget=0, keep=True, elastic=args["elastic"], **options)
+    snap = job.protect(arena=arena, every=1, keep=True, elastic=args["elastic"], **options)
     ema = {"ema": torch.zeros(3)}
     snap.track("ema", tensors=ema, changes="after step")
     with snap:

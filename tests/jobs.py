@@ -118,7 +118,7 @@ class Lines(logging.Handler):
 
 
 def paced() -> None:
-    """Train in steps of `quick_s`, and of `slow_s` from step `slower_at` on, with ``every="auto"``.
+    """Train in steps of `quick_s`, and of `slow_s` from step `slower_at` on, at the default interval.
 
     A snapshot delays the loop by `cost_s`, the duration of a slow ``get``. Reports the steps after which snapshots were
     taken.
@@ -127,8 +127,8 @@ def paced() -> None:
     args = trainer.args
     torch.set_num_threads(1)
     trainer.init_process_group()
-    os.environ["HOLDFAST_MTBF"] = "10ms"  # so short that only the budget limits the interval
-    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.policy")
+    os.environ["HOLDFAST_MTBF"] = args["mtbf"]
+    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.control")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     model = Stamped(1000)
@@ -137,10 +137,8 @@ def paced() -> None:
     snap.track("slow", lambda: time.sleep(args["cost_s"]), lambda nothing: None)
     with snap:
         statistics = snap.statistics
-        _, _, *failures = (snap._session.intervals.notes() or {})["failures"]
-        trainer.report(
-            "started", step=snap.step, interval=snap._session.intervals.policy.interval, failures=len(failures)
-        )
+        failures = snap._session.intervals.notes()["failures"]
+        trainer.report("started", step=snap.step, failures=len(failures))
         taken, before = [], 0
         for step in range(snap.step, args["steps"]):
             model(step + 1)
@@ -153,7 +151,7 @@ def paced() -> None:
                 taken.append(step + 1)
             if step + 1 == args["slower_at"]:
                 before = statistics.interval
-            trainer.report("step", step=step + 1, interval=statistics.interval)
+            trainer.report("step", step=step + 1, taken=statistics.taken > count)
         trainer.report(
             "end",
             taken=taken,

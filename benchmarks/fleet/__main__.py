@@ -15,11 +15,11 @@ from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.rates import add_measured, add_rates, cores_here, smp_of
 from holdfast.planner.model import parse_shape, state_bytes
+from holdfast.planner.profiles import PROFILES, profile
 from holdfast.planner.rates import basis
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
-from holdfast.snapshot.interval.profiles import PROFILES, profile
 from holdfast.snapshot.resume.arrange import parse_protect
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def make_parser() -> Parser:
     parser.add_argument("--bursts", type=float, default=1.0, help="Weibull shape of times between failures (default 1)")
     parser.add_argument("--strategies", default="all", help=f"of {', '.join(NAMES)} (default all)")
     parser.add_argument("--protect", default="7+1,6+2", help="codes, k+m, of holdfast (default 7+1,6+2)")
-    parser.add_argument("--every", default="1", help="steps between its snapshots, such as 1,10 (default 1)")
+    parser.add_argument(
+        "--every", default="auto", help="steps between its snapshots, such as auto,1,10 (default auto: as trainers do)"
+    )
     parser.add_argument(
         "--protect-every",
         default="1",
@@ -163,7 +165,7 @@ def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
     ours = [
         InMemoryCode(code.data, code.parity, every, 3 if some == 1 else 4, persist_s, protect_every=some)
         for _, code in codes
-        for every in _numbers("--every", parsed.every)
+        for every in (None if word == "auto" else _numbers("--every", word)[0] for word in parsed.every.split(","))
         for some in map(parse_protect_every, parsed.protect_every.split(","))
     ]
     pairs = PairReplication(persist_s=persist_s)

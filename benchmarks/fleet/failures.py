@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from random import Random
 
+from holdfast.planner.failures import DAY_S
+from holdfast.planner.profiles import FailureProfile
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.profiles import FailureProfile
 
 DRAIN = 0.30
 """Share of failures after which the host must be replaced while its memory is still readable, such as a bad GPU or NIC.

@@ -13,8 +13,8 @@ from benchmarks.fleet.failures import FailureProcess
 from benchmarks.fleet.groups import place
 from benchmarks.fleet.job import STORAGE_RATE_PER_GPU, FleetJob, Site, restart_s
 from benchmarks.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, PairReplication, Strategy
-from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.profiles import PROFILES
+from holdfast.planner.failures import DAY_S
+from holdfast.planner.profiles import PROFILES
 
 RUNS = 6
 TRIALS = 20_000
@@ -102,7 +102,7 @@ def _hsdp(stall_s: float) -> Callable[[int], float]:
     nodes = 98_304 // 8
     process = FailureProcess(rate=1000 * DAY_S / (18 * 60 * nodes))
     job = FleetJob(nodes, state_bytes=0.0, detect_s=0.0, restart_s=stall_s)
-    return lambda seed: ettr(job, FREE, process, InMemoryCode(6, 2), 20, seed)
+    return lambda seed: ettr(job, FREE, process, InMemoryCode(6, 2, every=1), 20, seed)
 
 
 def _byte_robust(seed: int) -> float:

@@ -13,10 +13,12 @@ from typing import Protocol
 from benchmarks.fleet.groups import Groups, place
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.progress import Save
+from holdfast.planner.periods import optimal
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.snapshot.collective.routes import distances
-from holdfast.snapshot.interval.periods import optimal
+from holdfast.snapshot.interval.control import DEFAULT_BUDGET
+from holdfast.snapshot.interval.rule import NODE_LOST, choose
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 COPY_COST = 0.09
@@ -40,8 +42,11 @@ ENTERING_S = 0.41 / 16_384
 """Seconds for each rank of the job that every rank needs to read all ranks' messages as it enters. Measured by `make
 bench-scale`."""
 
-BUDGET = 0.01
-"""Largest share of training time for snapshots in memory. The interval is lengthened to keep it, as the hook does."""
+NEVER_S = 3.2e9
+"""A job that never fails saves as if it failed every hundred years."""
+
+OLD = 10**9
+"""Number of steps of a job that is not young, to the rule for the interval: a young job has no weight in months."""
 
 SLOTS_TO_SEAL = 4
 """Slots for the protected snapshot, the one being encoded, the newest sealed one and the one being written."""
@@ -95,7 +100,8 @@ class InMemoryCode:
     regroup if no node replaces a lost one.
 
     Attributes:
-        every: steps between snapshots. It is raised if snapshots would not be done in time, or cost more than `BUDGET`.
+        every: steps between snapshots; None: the interval that trainers choose by default. It is raised if snapshots
+            would not be done in time.
         slots: slots per shard.
         persist_s: time between snapshots that are also written to storage; infinite: none are.
         regroup_after_s: how long a node may be missing before the others regroup without it.
@@ -104,14 +110,14 @@ class InMemoryCode:
 
     data: int
     parity: int
-    every: int = 1
+    every: int | None = None
     slots: int = 3
     persist_s: float = PERSIST_S
     regroup_after_s: float = 30.0
     protect_every: ProtectEvery = 1
 
     def __post_init__(self) -> None:
-        _check(self.every, self.persist_s)
+        _check(1 if self.every is None else self.every, self.persist_s)
         if self.protect_every != "auto" and self.protect_every < 1:
             raise ConfigError(f"one of {self.protect_every} snapshots protected: use 1 or more, or 'auto'")
         if self.protect_every != 1 and self.slots < SLOTS_TO_SEAL:
@@ -134,7 +140,7 @@ class InMemoryCode:
         some = {1: "", "auto": ", one at a time protected"}.get(
             self.protect_every, f", 1 of {self.protect_every} protected"
         )
-        return f"holdfast {code}" + (f", every {self.every}" if self.every > 1 else "") + some
+        return f"holdfast {code}" + (f", every {self.every}" if self.every else "") + some
 
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
@@ -146,6 +152,7 @@ class InMemoryCode:
             saves=_in_memory(
                 job,
                 site,
+                mtbf_s,
                 encode_s,
                 self.every,
                 self.slots,
@@ -174,17 +181,17 @@ class PairReplication:
     Attributes:
         copies: m, the number of copies, including the node's own. Any m - 1 nodes of a group may be lost.
         spread: whether groups keep the nodes of a rack apart. The published placement groups neighbours.
-        every: steps between snapshots. It is raised if the traffic does not fit, or costs more than `BUDGET`.
+        every: steps between snapshots; None: chosen as holdfast does. It is raised if the traffic does not fit.
         persist_s: time between snapshots that are also written to storage; infinite: none are.
     """
 
     copies: int = 2
     spread: bool = False
-    every: int = 1
+    every: int | None = None
     persist_s: float = PERSIST_S
 
     def __post_init__(self) -> None:
-        _check(self.every, self.persist_s)
+        _check(1 if self.every is None else self.every, self.persist_s)
         if self.copies < 2:
             raise ConfigError(f"{self.copies} copies: a node's own and at least one other's make 2")
 
@@ -198,7 +205,7 @@ class PairReplication:
         others = self.copies - 1
         send_s = others * job.node_bytes / site.network_rate
         return Design(
-            saves=_in_memory(job, site, send_s, self.every, 2, self.persist_s),
+            saves=_in_memory(job, site, mtbf_s, send_s, self.every, 2, self.persist_s),
             groups=place(job.nodes, self.copies, others, site.rack, spread=self.spread),
             load_s=_loads(job, site),
             group_repair_s=send_s,
@@ -219,7 +226,7 @@ class DiskSync:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.every or 1 if self.every is None else self.every, math.inf)
+        _check(1 if self.every is None else self.every, math.inf)
 
     @property
     def name(self) -> str:
@@ -245,7 +252,7 @@ class DiskAsync:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.every or 1 if self.every is None else self.every, math.inf)
+        _check(1 if self.every is None else self.every, math.inf)
 
     @property
     def name(self) -> str:
@@ -280,8 +287,9 @@ class Nothing:
 def _in_memory(
     job: FleetJob,
     site: Site,
+    mtbf_s: float,
     send_s: float,
-    every: int,
+    every: int | None,
     slots: int,
     persist_s: float,
     seal_s: float = 0.0,
@@ -289,8 +297,8 @@ def _in_memory(
     held_s: float = 0.0,
     protect_every: ProtectEvery = 1,
 ) -> tuple[Save, ...]:
-    """The saves of a strategy in memory: snapshots every `every` steps, or more rarely, so that they are done in time
-    and cost no more than `BUDGET`; and some of them to storage.
+    """The saves of a strategy in memory: snapshots every `every` steps, or more rarely, so that they are done in time;
+    and some of them to storage.
 
     Args:
         send_s: time to send what protects a snapshot.
@@ -303,13 +311,18 @@ def _in_memory(
     protected_s = sealed_s + send_s + agreement_s
     seal_cost_s, send_cost_s = COPY_COST * copy_s + held_s, NETWORK_COST * send_s
     snapshots: tuple[Save, ...]
+    wanted = protect_every if isinstance(protect_every, int) else 1
+    if every is None:
+        rate = (1 + NODE_LOST * (wanted - 1)) / min(mtbf_s, NEVER_S)
+        cost_s = seal_cost_s + send_cost_s / wanted
+        every = choose(step_s=job.step_s, cost_s=cost_s, failure_rate=rate, budget=DEFAULT_BUDGET, done=OLD).steps
+        if protect_every == 1:
+            every = max(every, _at_least(protected_s, job) + 1)  # a step in between has none
     if protect_every == 1:
-        least_s = max(sealed_s, send_s, (sealed_s + send_s) / (slots - 1), (seal_cost_s + send_cost_s) / BUDGET)
-        steps = max(every, _at_least(least_s, job))
+        steps = max(every, _at_least(max(sealed_s, send_s, (sealed_s + send_s) / (slots - 1)), job))
         snapshots = (Save(steps, seal_cost_s + send_cost_s, sealed_s=sealed_s, protected_s=protected_s),)
     else:
-        wanted = protect_every if isinstance(protect_every, int) else 1
-        steps = max(every, _at_least(max(sealed_s, (seal_cost_s + send_cost_s / wanted) / BUDGET), job))
+        steps = max(every, _at_least(sealed_s, job))
         rarer = max(wanted, math.ceil(send_s / (steps * job.step_s) - 1e-9))
         snapshots = (
             Save(steps, seal_cost_s, sealed_s=sealed_s),
@@ -342,8 +355,8 @@ def _copy_s(job: FleetJob, site: Site) -> float:
 
 
 def _best(job: FleetJob, cost_s: float, mtbf_s: float) -> int:
-    """Steps between saves that lose least time. A job that never fails saves as if it failed every hundred years."""
-    return max(1, round(optimal(cost_s, min(mtbf_s, 3.2e9)) / job.step_s))
+    """Steps between saves that lose least time."""
+    return max(1, round(optimal(cost_s, min(mtbf_s, NEVER_S)) / job.step_s))
 
 
 def _at_least(seconds: float, job: FleetJob) -> int:

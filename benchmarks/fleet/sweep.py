@@ -11,8 +11,8 @@ from benchmarks.fleet.engine import FleetOutcome, simulate
 from benchmarks.fleet.failures import Failure, FailureProcess
 from benchmarks.fleet.job import SPARES_PER_NODE, STORAGE_RATE_PER_GPU, FleetJob, Site, restart_s
 from benchmarks.fleet.strategies import Strategy
+from holdfast.planner.failures import DAY_S
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.failures import DAY_S
 
 
 @dataclass(frozen=True, slots=True)

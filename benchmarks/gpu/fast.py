@@ -198,7 +198,7 @@ def training(machine: Machine) -> Figures:
         for turn in range(3):
             alone = _steps(device, model, optimizer, given, range(steps))
             before = before or _allocated(machine)
-            hook = InMemorySnapshot(model, optimizer, job=f"fast{turn}", arena=base / f"{turn}", overhead_budget=0.0)
+            hook = InMemorySnapshot(model, optimizer, job=f"fast{turn}", arena=base / f"{turn}", every=1)
             with hook as snap:
                 beside = _steps(device, model, optimizer, given, _with_memory(snap, steps))
             ratios.append(statistics.median(beside[-(steps // 2) :]) / statistics.median(alone[steps // 2 :]))

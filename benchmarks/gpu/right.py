@@ -115,7 +115,7 @@ def moved(machine: Machine) -> Figures:
     with arena() as base, device.installed():
         model = torch.nn.Linear(64, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        hook = InMemorySnapshot(model, optimizer, job="moved", arena=base / "moved", strict=True, overhead_budget=0.0)
+        hook = InMemorySnapshot(model, optimizer, job="moved", arena=base / "moved", strict=True, every=1)
         with hook as snap:
             for step in snap.steps(8):
                 snap.drain(10.0)
@@ -151,7 +151,7 @@ def leaks(machine: Machine) -> Figures:
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size))]).to(device.name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         early: Figures = {}
-        with InMemorySnapshot(model, optimizer, job="leaks", arena=base / "leaks", overhead_budget=0.0) as snap:
+        with InMemorySnapshot(model, optimizer, job="leaks", arena=base / "leaks", every=1) as snap:
             for step in snap.steps(count):
                 model[0].sum().backward()
                 optimizer.step()

@@ -1,7 +1,7 @@
 """holdfast: `Alone` survives the death of processes; with `Protected` each rank is a node, and any one may be lost.
 
-The hook is the public one with default options, except that the overhead budget is off: the loop decides when a
-snapshot is due. Each node has its own SMP process, on loopback.
+The hook is the public one with default options, except that the loop decides when a snapshot is due. Each node has its
+own SMP process, on loopback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.systems.common import DEADLINE_S, Memory, files_below, until
 from holdfast import InMemorySnapshot, __version__
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.snapshot.interval.governor import Governor
+from holdfast.snapshot.interval.rule import IntervalRule
 from holdfast.snapshot.step.copier import CopyJob
 
 
@@ -31,16 +31,13 @@ class _Taken:
     copy: CopyJob | None
 
 
-class OnDemand(Governor):
+class OnDemand(IntervalRule):
     """Lets the loop decide which steps are followed by a snapshot."""
 
-    def __init__(self) -> None:
-        super().__init__(None, 1)
-        self.due = False
+    due = False
 
-    @property
-    def interval(self) -> int:
-        return 1 if self.due else 1 << 62
+    def is_due(self, step: int, encodes: bool) -> bool:
+        return self.due
 
 
 class Alone:
@@ -59,7 +56,7 @@ class Alone:
             "HOLDFAST_JOB": "stall",
             "HOLDFAST_NODE": self._node,
             "HOLDFAST_ARENA": str(self._base),
-            "HOLDFAST_OVERHEAD_BUDGET": "0",
+            "HOLDFAST_EVERY": "1",
         }
         self._newest = self._before = _Taken(None, None)
         self._accepted = False
@@ -72,7 +69,7 @@ class Alone:
         self._enter()
 
     def save(self, step: int) -> None:
-        self._governor.due = True
+        self._on_demand.due = True
         self._accepted = False
 
     def poll(self) -> None:
@@ -87,7 +84,7 @@ class Alone:
             self._before = self._newest
             self._newest = _Taken(SnapshotId(session.progress.epoch, session.progress.step), session.protecting.newest)
             self._accepted = True
-        self._governor.due = False
+        self._on_demand.due = False
 
     def accepted(self) -> bool:
         """Whether the newest snapshot was begun.
@@ -144,9 +141,9 @@ class Alone:
         self._snap = InMemorySnapshot(
             self._model, self._optimizer, protect=self._options, deadline_s=DEADLINE_S, strict=True
         )
-        self._governor = OnDemand()
+        self._on_demand = OnDemand()
         self._snap.__enter__()
-        self._snap._session.intervals.policy = self._governor
+        self._snap._session.intervals._rule = self._on_demand
         self._snap._session.boundary.remove()
 
 

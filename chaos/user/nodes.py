@@ -29,7 +29,7 @@ class CommandNode(LocalNode):
 
     def start(self, plan: CommandPlan, extra: dict[str, str]) -> None:
         """Start the command. `extra`: more environment variables."""
-        ours = self.environment() | {"HOLDFAST_OVERHEAD_BUDGET": "0"}
+        ours = self.environment() | {"HOLDFAST_EVERY": "1"}
         if plan.nodes == 1:
             ours.pop("HOLDFAST_NODE")
         else:

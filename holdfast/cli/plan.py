@@ -12,15 +12,7 @@ from holdfast.cli.arguments import input_file, rate, size, some_time
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.rates import add_measured, add_rates, cores_here, read_measured, smp_of
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
-from holdfast.planner.model import PRESETS, STATE_BYTES, parse_shape, state_bytes
-from holdfast.planner.plan import CORES, Recommendation, Targets, recommend
-from holdfast.planner.rates import KIND, SmpRates, basis
-from holdfast.planner.reasons import reasons, survival_text
-from holdfast.planner.survival import PLACEMENTS, Domains
-from holdfast.report import Report, say
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.quantities import amount, duration
-from holdfast.snapshot.interval.failures import (
+from holdfast.planner.failures import (
     CLASSES,
     DAY_S,
     FailureModel,
@@ -29,8 +21,16 @@ from holdfast.snapshot.interval.failures import (
     parse_log,
     span,
 )
-from holdfast.snapshot.interval.measured import Measured
-from holdfast.snapshot.interval.profiles import PROFILES, PUBLISHED, profile
+from holdfast.planner.measured import Measured
+from holdfast.planner.model import PRESETS, STATE_BYTES, parse_shape, state_bytes
+from holdfast.planner.plan import CORES, Recommendation, Targets, recommend
+from holdfast.planner.profiles import PROFILES, PUBLISHED, profile
+from holdfast.planner.rates import KIND, SmpRates, basis
+from holdfast.planner.reasons import reasons, survival_text
+from holdfast.planner.survival import PLACEMENTS, Domains
+from holdfast.report import Report, say
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.resume.arrange import parse_protect
 
 DEFAULT_NODES = 8

@@ -18,14 +18,15 @@ from rich.console import Console
 from holdfast import sessions
 from holdfast.cli.arguments import deadline, output_file
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.planner import recorder
+from holdfast.planner.measured import Measured
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
-from holdfast.snapshot.interval.measured import Measured
-from holdfast.snapshot.interval.profile import RecordingOrders
+from holdfast.snapshot.interval.recording import RecordingOrders
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ def run(plan: ProfilePlan) -> Measured:
                     f"the command ended before {plan.steps} steps were recorded, or never entered InMemorySnapshot: "
                     f"let it train longer, or give fewer --steps\n{tail(log)}"
                 )
-            measured = Measured.from_json(json.loads(written.read_text()))
-            written.replace(output)
+            measured = recorder.read(written.read_bytes())
+            output.write_text(json.dumps(measured.to_json(), indent=2) + "\n")
         finally:
             written.unlink(missing_ok=True)
             for leftover in find_leftovers(folder):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.planner.checks import not_negative, positive, within
+from holdfast.planner.measured import Measured
 from holdfast.planner.rates import SmpRates
+from holdfast.planner.waste import Level
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import duration
-from holdfast.snapshot.interval.checks import not_negative, positive, within
-from holdfast.snapshot.interval.measured import Measured
-from holdfast.snapshot.interval.waste import Level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

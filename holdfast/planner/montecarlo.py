@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.snapshot.interval.checks import positive
-from holdfast.snapshot.interval.waste import Level
+from holdfast.planner.checks import positive
+from holdfast.planner.waste import Level
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.planner.checks import positive, within
 from holdfast.planner.costs import Costs
+from holdfast.planner.failures import DAY_S, FailureModel, spare_nodes
 from holdfast.planner.montecarlo import Played, play
+from holdfast.planner.periods import LONGEST_STEPS, Interval, choose_interval, slots_needed, young
 from holdfast.planner.survival import Code, Domains, candidates, judge
+from holdfast.planner.waste import ENCODE_EVERY, Level, first_order, lost, overhead
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.checks import positive, within
-from holdfast.snapshot.interval.failures import DAY_S, FailureModel, spare_nodes
-from holdfast.snapshot.interval.periods import LONGEST_STEPS, Interval, choose_interval, slots_needed, young
-from holdfast.snapshot.interval.waste import ENCODE_EVERY, Level, first_order, lost, overhead
+from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.step.ledger import parity_slots
 

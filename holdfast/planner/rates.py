@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
+from holdfast.planner.checks import positive
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.quantities import amount
-from holdfast.snapshot.interval.checks import positive
 
 KIND = "holdfast bench node"
 FORMAT = 1

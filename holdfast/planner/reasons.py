@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from holdfast.planner.failures import DAY_S, FailureModel
 from holdfast.planner.plan import CLOSE, Recommendation, Targets, window
 from holdfast.planner.rates import count_cores
 from holdfast.planner.survival import Code, Domains, judge
 from holdfast.smp_daemon.shared.quantities import amount, duration
-from holdfast.snapshot.interval.failures import DAY_S, FailureModel
 
 FEW = 0.05
 """If first order and Monte Carlo differ by more than this share of the waste, the reasons say so."""

@@ -14,9 +14,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 from holdfast.ec import plan_groups
+from holdfast.planner.checks import not_negative, within
+from holdfast.planner.failures import DAY_S, FailureModel
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.checks import not_negative, within
-from holdfast.snapshot.interval.failures import DAY_S, FailureModel
 
 SURVIVAL_S = 30 * DAY_S
 """The time that survival is computed for, in seconds."""

@@ -12,12 +12,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from holdfast.smp_daemon.shared.addresses import parse_hosts, parse_http, parse_spares
 from holdfast.smp_daemon.shared.deadlines import parse_deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS, MAX_LINKS
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_GENERATIONS, MAX_LINKS
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
 
 T = TypeVar("T")
@@ -178,6 +178,17 @@ def _grace(text: str) -> float:
     return seconds
 
 
+def _mtbf(text: str) -> float:
+    seconds = parse_time(text)
+    if not seconds:
+        raise ConfigError(f"{text!r}: give more than 0")
+    return seconds
+
+
+def _every(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else whole(1, MAX_COUNT).read(text)
+
+
 def _interval(text: str) -> float:
     seconds = parse_time(text)
     if seconds < LEAST_PERSIST_S:
@@ -242,21 +253,27 @@ TRAINERS = Section(
     "Taking and restoring snapshots",
     "Read by trainers. An argument of `InMemorySnapshot` of the same meaning takes precedence.",
 )
+EVERY = Setting(
+    TRAINERS,
+    "HOLDFAST_EVERY",
+    ValueKind("STEPS", _every),
+    "auto",
+    "Steps from one snapshot to the next; auto: [the interval that loses least](interval.md).",
+)
 OVERHEAD_BUDGET = Setting(
     TRAINERS,
     "HOLDFAST_OVERHEAD_BUDGET",
     ValueKind("FRACTION", _fraction),
     "0.01",
-    "Fraction of training time that snapshots may take before the ranks lengthen the interval together; 0: no budget, "
-    "and every= always holds.",
+    "Fraction of training time that snapshots may take, unless their interval is given; 0: any.",
 )
 MTBF = Setting(
     TRAINERS,
     "HOLDFAST_MTBF",
-    or_none(TIME),
+    or_none(ValueKind("TIME", _mtbf)),
     "",
-    'With every="auto": how often one node fails, such as 1000d, until the job has failures of its own to go by.',
-    shown="published failure rates",
+    "Mean time between failures of one node, such as 1000d, unless this job has failed more often.",
+    shown="435 days",
 )
 GENERATIONS = Setting(
     TRAINERS,

@@ -1,13 +1,3 @@
 """How often a snapshot is taken, and how that is decided."""
 
-__all__ = [
-    "checks",
-    "failures",
-    "measured",
-    "overlap",
-    "periods",
-    "policy",
-    "profile",
-    "profiles",
-    "waste",
-]
+__all__ = ["control", "recording"]

@@ -16,7 +16,7 @@ accelerate = pytest.importorskip("accelerate")
 
 SCRIPT = """
 import hashlib, os, random, signal, sys
-os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
+os.environ["HOLDFAST_EVERY"] = "1"
 os.environ["ACCELERATE_USE_CPU"] = "true"
 import torch
 from accelerate import Accelerator

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 
 SCRIPT = """
 import copy, hashlib, os, random, signal, sys, tempfile, warnings
-os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
+os.environ["HOLDFAST_EVERY"] = "1"
 warnings.filterwarnings("ignore")
 import numpy, torch
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments

@@ -27,7 +27,7 @@ from holdfast.integrations.adapters import adapter_for
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.interval.profile import RecordingOrders
+from holdfast.snapshot.interval.recording import RecordingOrders
 from holdfast.snapshot.options import Options
 
 TARGET = "tests.proof.overhead:train"
@@ -121,7 +121,7 @@ def train() -> None:
             step(number)
         return
     adapter = adapter_for(model, optim, None, {})
-    with SnapshotHook(adapter, Options(start=False, every=args["every"], overhead_budget=0)) as snap:
+    with SnapshotHook(adapter, Options(start=False, every=args["every"])) as snap:
         trainer.report("started", step=snap.step)
         for number in range(snap.step + 1, args["steps"] + 1):
             step(number)

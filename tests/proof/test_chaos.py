@@ -20,7 +20,7 @@ from holdfast.chaos.faults import Fault, Where, due_at, injected_by
 from holdfast.chaos.findings import CHECKS
 from holdfast.chaos.user import command as user_command
 from holdfast.cli.main import main
-from holdfast.snapshot.interval.profiles import PROFILES
+from holdfast.planner.profiles import PROFILES
 from tests.proof.chaos.__main__ import line, make_parser, shard
 from tests.proof.chaos.campaign import Campaign, summary
 from tests.proof.chaos.report import markdown, page

@@ -25,8 +25,8 @@ from benchmarks.fleet.strategies import (
 )
 from benchmarks.fleet.sweep import SeedMean, Sweep, run
 from holdfast import ConfigError
-from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.profiles import PROFILES
+from holdfast.planner.failures import DAY_S
+from holdfast.planner.profiles import PROFILES
 
 JOB = FleetJob(8, step_s=10.0, state_bytes=0.0, detect_s=5.0, restart_s=25.0)
 SITE = Site(spares=2, replace_s=100.0, repair_s=5000.0)

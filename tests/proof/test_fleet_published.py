@@ -12,9 +12,9 @@ from benchmarks.fleet.failures import FailureProcess
 from benchmarks.fleet.groups import place
 from benchmarks.fleet.job import restart_s
 from benchmarks.fleet.published import POINTS, PublishedPoint
+from holdfast.planner.failures import DAY_S
+from holdfast.planner.profiles import PROFILES
 from holdfast.planner.survival import simultaneous
-from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.profiles import PROFILES
 
 
 @pytest.mark.parametrize("point", POINTS, ids=[point.name for point in POINTS])

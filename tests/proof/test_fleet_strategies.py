@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.strategies import (
-    BUDGET,
     COPY_COST,
     ENTERING_S,
     HELD_S,
@@ -21,6 +20,8 @@ from benchmarks.fleet.strategies import (
     Nothing,
     PairReplication,
 )
+from holdfast.snapshot.interval.control import DEFAULT_BUDGET
+from holdfast.snapshot.interval.rule import choose
 
 JOB = FleetJob(64, gpus_per_node=8, step_s=10.0, state_bytes=64 * 2e11)
 """200 GB per node: 1 s from its GPUs, 2 s to digest, 8 s over its network."""
@@ -52,12 +53,21 @@ def test_a_snapshot_is_sealed_when_it_is_digested_and_protected_when_it_is_sent(
     assert save.stall_s == pytest.approx(COPY_COST * 1 + NETWORK_COST * 16 + HELD_S)
 
 
-def test_the_interval_grows_until_snapshots_cost_no_more_than_their_budget() -> None:
-    for every in (1, 5, 500):
-        save = InMemoryCode(6, 2, every=every).design(JOB, SITE, 1e5).saves[0]
-        least = math.ceil(save.stall_s / BUDGET / JOB.step_s)
-        assert least > 5
-        assert save.every == max(every, least)
+def test_the_default_interval_is_the_one_that_trainers_choose() -> None:
+    for mtbf_s in (1.0, 1e4, 1e6):
+        save = InMemoryCode(6, 2).design(JOB, SITE, mtbf_s).saves[0]
+        rule = choose(
+            step_s=JOB.step_s, cost_s=save.stall_s, failure_rate=1 / mtbf_s, budget=DEFAULT_BUDGET, done=10**9
+        )
+        assert save.every == rule.steps > math.ceil(save.protected_s / JOB.step_s)
+        assert save.stall_s / (save.every * JOB.step_s) <= DEFAULT_BUDGET
+    never = InMemoryCode(6, 2).design(JOB, SITE, math.inf).saves[0]
+    assert never.every > save.every
+
+
+def test_a_given_interval_is_kept_if_snapshots_are_done_in_time() -> None:
+    for every in (5, 500):
+        assert InMemoryCode(6, 2, every=every).design(JOB, SITE, 1e5).saves[0].every == every
 
 
 def test_a_snapshot_is_done_before_its_slot_is_needed() -> None:
@@ -67,8 +77,8 @@ def test_a_snapshot_is_done_before_its_slot_is_needed() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in free.items():
             patch.setattr(f"benchmarks.fleet.strategies.{name}", value)
-        assert InMemoryCode(6, 2).design(quick, SITE, 1e5).saves[0].every == 16
-        assert InMemoryCode(6, 2).design(JOB, SITE, 1e5).saves[0].every == 2
+        assert InMemoryCode(6, 2, every=1).design(quick, SITE, 1e5).saves[0].every == 16
+        assert InMemoryCode(6, 2, every=1).design(JOB, SITE, 1e5).saves[0].every == 2
 
 
 def test_snapshots_go_to_storage_as_often_as_asked_and_as_it_can_take() -> None:

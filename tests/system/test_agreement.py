@@ -149,7 +149,7 @@ def run(arena: Path, folder: Path, how: str, steps: int) -> list[list[str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    more |= {"HOLDFAST_ARENA": str(arena), "HOLDFAST_JOB": "parting", "HOLDFAST_OVERHEAD_BUDGET": "0"}
+    more |= {"HOLDFAST_ARENA": str(arena), "HOLDFAST_JOB": "parting", "HOLDFAST_EVERY": "1"}
     command = [sys.executable, "-c", PARTING, how, str(folder), str(steps)]
     pipe = subprocess.PIPE
     ranks = [

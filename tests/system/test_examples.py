@@ -108,7 +108,7 @@ def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
     seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
     print(f"{SEED}={seed}")
     drawn = random.Random(seed)
-    monkeypatch.setenv("HOLDFAST_OVERHEAD_BUDGET", "0")
+    monkeypatch.setenv("HOLDFAST_EVERY", "1")
     output, _ = start("dataloader", "alone", tmp_path).communicate(timeout=LONG_S)
     alone = output.decode().strip().splitlines()
     expected = dict(noted(alone))

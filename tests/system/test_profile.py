@@ -7,6 +7,7 @@ import os
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,22 @@ import pytest
 from holdfast import ConfigError, HoldfastError
 from holdfast.cli.main import main
 from holdfast.cli.profile import ProfilePlan, run
+from holdfast.planner.measured import Measured
+from holdfast.planner.recorder import merge
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
-from holdfast.snapshot.interval.measured import Measured
-from holdfast.snapshot.interval.recorder import LEAST, Alternation, Location, RankRecording, merge
-from holdfast.snapshot.interval.samples import Timing
+from holdfast.snapshot.interval.control import IntervalController
+from holdfast.snapshot.interval.recording import (
+    LEAST,
+    Location,
+    RankRecording,
+    Recording,
+    RecordingOrders,
+    Timing,
+)
+from tests.deadlines import DEADLINE_S
 
 SCRIPT = """
 import os, sys
@@ -107,41 +119,53 @@ def test_an_impossible_profile_is_refused(arguments: dict[str, Any], message: st
 # ---------------------------------------------------------------------- what is recorded
 
 
-def train(policy: Alternation, steps: int, span: int, slots: int = 3) -> list[int]:
-    """Simulate a job whose snapshots keep `span` steps busy; return the steps after which one was taken."""
-    taken = []
-    left = 0
+def record(steps: int, span: int, slots: int = 3) -> tuple[Recording, list[int]]:
+    """Record a simulated job whose snapshots keep `span` steps busy; also return after which steps they were taken."""
+    recording = Recording(RecordingOrders("", 1), slots, lambda snapshot: SnapshotOutcome.PROTECTED)
+    intervals = IntervalController("auto", 0.01, 1, recording, step=None, notes={})
+    taken: list[int] = []
+    left, now_s, stalled_s = 0, 0.0, 0.0
     for step in range(1, steps + 1):
-        if step > 1:
-            policy.observe(1.5 if left else 1.0, 0.25 if left else 0.0, bool(left))
-            left = max(0, left - 1)
-        if policy.takes(step):
+        now_s += 1.5 if left else 1.0
+        stalled_s += 0.25 if left else 0.0
+        intervals.observe(step, now_s, stalled_s, bool(left))
+        left = max(0, left - 1)
+        intervals.agree(intervals.wanted())
+        if intervals.is_due(step, True):
+            intervals.begun(step, True)
             taken.append(step)
             left = span
-    return taken
+    recording.close(DEADLINE_S)
+    return recording, taken
 
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_snapshots_alternate_with_quiet_steps(span: int) -> None:
-    policy = Alternation(slots=3)
-    taken = train(policy, 60, span)
+    recording, taken = record(60, span)
     assert {later - earlier for earlier, later in pairwise(taken)} == {span + 1}
-    assert set(policy.baseline) == {1.0}
-    assert set(policy.overlapped) == {1.5}
-    assert abs(len(policy.overlapped) - span * len(policy.baseline)) <= span
-    assert next(iter(policy.stalls)) > taken[3]  # by then every slot had been written once
-    assert set(list(policy.stalls.values())[:-1]) == {0.25 * span}
+    assert set(recording.baseline) == {1.0}
+    assert set(recording.overlapped) == {1.5}
+    assert abs(len(recording.overlapped) - span * len(recording.baseline)) <= span
+    assert next(iter(recording.stalls)) > taken[3]  # by then every slot had been written once
+    assert set(list(recording.stalls.values())[:-1]) == {0.25 * span}
 
 
 def test_where_snapshots_keep_many_steps_busy_enough_of_them_are_waited_for() -> None:
-    policy = Alternation(slots=2)
-    counts = []
-    for steps in range(1, 120):
-        policy = Alternation(slots=2)
-        train(policy, steps, 9, slots=2)
-        counts.append(policy.recorded())
-    first = next(count for count in counts if count)
-    assert first == LEAST * 10
+    first = next(found for steps in range(1, 120) if (found := record(steps, 9, slots=2)[0]).over)
+    assert len(first.baseline) + len(first.overlapped) == LEAST * 10
+
+
+def test_only_what_becomes_protected_is_timed() -> None:
+    outcomes = {SnapshotId(1, 4): SnapshotOutcome.PROTECTED, SnapshotId(1, 6): SnapshotOutcome.FAILED}
+    recording = Recording(RecordingOrders("", 1), 3, outcomes.__getitem__)
+    for snapshot in outcomes:
+        job: Any = SimpleNamespace(snapshot=snapshot, encode=True, error=None, begun_s=1.0, filled_s=1.5, sealed_s=1.75)
+        recording.sealed(job)
+    only_sealed: Any = SimpleNamespace(snapshot=SnapshotId(1, 8), encode=False, error=None)
+    recording.sealed(only_sealed)
+    recording.close(DEADLINE_S)
+    [timing] = recording.timings
+    assert (timing.step, timing.copy_s, timing.seal_s) == (4, 0.5, 0.25) and timing.encode_s > 0
 
 
 def part(node: str, shard: int, copy_s: float, more: tuple[int, ...] = ()) -> RankRecording:

@@ -17,18 +17,16 @@ from benchmarks.fleet.strategies import InMemoryCode
 from benchmarks.played_slots import play
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.cli.status import gather
+from holdfast.planner.periods import slots_needed
 from holdfast.smp_daemon.recovery import repairs
 from holdfast.smp_daemon.recovery.repairs import ParityRepairs
 from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.errors import SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.smp_daemon.storage.holdings import ParityKey
-from holdfast.snapshot.interval.governor import Governor
-from holdfast.snapshot.interval.online import Online
-from holdfast.snapshot.interval.overlap import OverlapLog
-from holdfast.snapshot.interval.periods import slots_needed
-from holdfast.snapshot.interval.rates import FailureRate
+from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
@@ -179,33 +177,22 @@ def test_both_are_told(arena: Path) -> None:
 # ---------------------------------------------------------------------- what it costs
 
 
-def test_what_a_few_snapshots_cost_more_is_shared_out_over_all() -> None:
-    log = OverlapLog(protect_every=4)
-    took = [log.observe(step_s, 0.0, step_s > 1.0, 1) for step_s in (1.0, 1.1, 1.1, 1.1, 1.9, 1.0)]
-    [sample] = [each for each in took if each is not None]
-    assert sample.steps == 1.0 and sample.took_s == pytest.approx(1.3)
-
-
-@pytest.mark.parametrize("together", [1, 8])
-def test_the_budget_counts_what_encoding_one_of_eight_costs(together: int) -> None:
-    """The cost is in one of eight samples, which a trimmed mean would drop."""
-    governor = Governor(0.01, 8, protect_every=together)
-    for step in range(8 * 200):
-        at, number = step % governor.interval, step // governor.interval
-        cost_s = 1.0 if number % 8 == 0 else 0.0
-        governor.observe(1.0 + cost_s * (at == 0), 0.0, at == 0)
-        governor.agree(governor.wanted())
-    assert governor.interval == (8 if together == 1 else pytest.approx(1 / 8 / 0.01, abs=2))
-
-
-def test_the_longer_the_way_back_of_a_lost_node_the_more_often_a_snapshot_is_taken() -> None:
-    plans = []
-    for every, lost in ((1, 0.5), (8, 0.0), (8, 0.5)):
-        online = Online(None, FailureRate(1e-4), 4, protect_every=every, lost=lost)
-        online.resume({"interval": 4, "seen": [1.0, 0.5, 0.1, 0.1], "failures": [0.0, 0.0]})
-        plans.append(online.wanted())
-    assert plans[0] == plans[1]
-    assert plans[2] == pytest.approx(plans[0] / math.sqrt(1 + 0.5 * 7), rel=0.1)
+def test_the_longer_the_way_back_of_a_lost_node_the_more_often_a_snapshot_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(MTBF.variable, "10000s")
+    wanted = []
+    for every in (1, 8):
+        intervals = IntervalController("auto", None, every, None, step=None, notes={})
+        now_s, overlapped = 0.0, False
+        for step in range(10**6, 10**6 + 50):
+            intervals.observe(step, now_s := now_s + (1.5 if overlapped else 1.0), 0.0, overlapped)
+            overlapped = intervals.is_due(step, True)
+            if overlapped:
+                intervals.begun(step, True)
+        wanted.append(intervals.wanted())
+    assert wanted[0] == pytest.approx(math.sqrt(2 * 0.5 * 10_000), abs=1)
+    assert wanted[1] == pytest.approx(wanted[0] / math.sqrt(1 + 0.13 * 7), abs=1)
 
 
 # ---------------------------------------------------------------------- few slots, played

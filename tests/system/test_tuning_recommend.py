@@ -16,6 +16,8 @@ import pytest
 from holdfast import InMemorySnapshot
 from holdfast.cli.main import main
 from holdfast.planner.costs import Assumptions, Costs, assume
+from holdfast.planner.failures import DAY_S, FailureModel, from_profile
+from holdfast.planner.periods import optimal
 from holdfast.planner.plan import (
     CLOSE,
     CORES,
@@ -27,16 +29,13 @@ from holdfast.planner.plan import (
     memory,
     recommend,
 )
+from holdfast.planner.profiles import profile
 from holdfast.planner.rates import SmpRates
 from holdfast.planner.reasons import reasons, survival_text
 from holdfast.planner.survival import Domains, candidates, judge
+from holdfast.planner.waste import first_order, overhead
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.failures import DAY_S, FailureModel, from_profile
-from holdfast.snapshot.interval.online import Online
-from holdfast.snapshot.interval.periods import optimal
-from holdfast.snapshot.interval.profiles import profile
-from holdfast.snapshot.interval.rates import FailureRate
-from holdfast.snapshot.interval.waste import first_order, overhead
+from holdfast.snapshot.interval.rule import choose
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_tuning_measured import FULL
 
@@ -105,25 +104,17 @@ def test_more_nodes_take_snapshots_more_often() -> None:
 @pytest.mark.parametrize("every", [1, 6])
 @pytest.mark.parametrize("nodes", [8, 512])
 def test_the_interval_is_the_one_that_trainers_choose(nodes: int, every: int) -> None:
-    """The hook's own policy, told the same costs and rates, asks for the same number of steps."""
+    """The hook's own rule, told the same costs and rates, asks for the same number of steps."""
     encode = (0.0, 0.5) if every == 1 else (60.0, 30.0)
     costs = replace(COSTS, snapshot_cost_s=0.5, encode_cost_s=encode[0], encode_s=encode[1])
     result = found(nodes=nodes, costs=costs, code=(7, 1), overhead_budget=None)
     setting, rates = result.setting, MODEL.job(nodes)
     restored = sum(rates.values()) - rates["beyond"]
-    online = Online(
-        None,
-        FailureRate(restored),
-        setting.slots,
-        longest=10**6,
-        protect_every=setting.encode_every,
-        lost=1 - rates["process"] / restored,
-    )
+    # A failure that takes a node's memory loses half of as many intervals as are protected together.
+    counted = rates["process"] + setting.encode_every * (restored - rates["process"])
     cost_s = 0.5 + encode[0] / setting.encode_every
-    online.resume({"interval": 1, "seen": [12.0, cost_s, costs.commit_s, encode[1]], "failures": [0.0, 0.0]})
-    # The trainer's estimate of the rate counts the restart itself as one failure more than was expected.
-    ratio = (online.rate.per_second / restored) ** 0.5
-    assert online.wanted() == pytest.approx(setting.periods[0] / ratio, rel=0.02, abs=1)
+    found_by_hook = choose(step_s=costs.step_s, cost_s=cost_s, failure_rate=counted, budget=None, done=10**9)
+    assert found_by_hook.steps == pytest.approx(setting.periods[0], rel=0.02, abs=1)
     assert (every > 1) == (setting.encode_every > 1)
 
 
@@ -358,8 +349,7 @@ def test_a_survival_near_one_is_legible() -> None:
 
 def test_the_planner_runs_without_torch_and_scipy() -> None:
     code = (
-        "import sys; from holdfast.planner import model, reasons\n"
-        "from holdfast.snapshot.interval import measured\n"
+        "import sys; from holdfast.planner import measured, model, reasons\n"
         "print([m for m in ('torch', 'scipy', 'grpc') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)

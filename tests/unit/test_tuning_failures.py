@@ -7,8 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.failures import (
+from holdfast.planner.failures import (
     CLASSES,
     DAY_S,
     MEMORY_CAUSES,
@@ -22,7 +21,8 @@ from holdfast.snapshot.interval.failures import (
     span,
     spare_nodes,
 )
-from holdfast.snapshot.interval.profiles import PROFILES, profile
+from holdfast.planner.profiles import PROFILES, profile
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 PRIOR = from_profile(profile("llama3"))
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.periods import (
+from holdfast.planner.periods import (
     choose_interval,
     daly,
     expected_time,
@@ -17,6 +16,7 @@ from holdfast.snapshot.interval.periods import (
     slots_needed,
     young,
 )
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 MINUTE = 60.0
 

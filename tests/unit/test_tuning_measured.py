@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
+from holdfast.planner.measured import Measured
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.measured import Measured
 
 RUN = Measured(
     step_s=2.0,

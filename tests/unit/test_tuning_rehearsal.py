@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.rehearsal import Climate, by_daly, draw, play_fixed, play_online
-from holdfast.snapshot.interval.failures import DAY_S
+from benchmarks.rehearsal import Climate, by_daly, draw, play_fixed, play_rule
+from holdfast.planner.failures import DAY_S
 
 CLIMATE = Climate(step_s=60.0)
 SEEDS = (1, 2, 3)
@@ -19,7 +19,7 @@ def wasted() -> dict[str, float]:
     found = {"auto": 0.0, "best": 0.0, "visible": 0.0, "whole": 0.0}
     for seed in SEEDS:
         weather = draw(CLIMATE, seed)
-        found["auto"] += play_online(weather, seed).total
+        found["auto"] += play_rule(weather, seed).total
         found["best"] += min(play_fixed(weather, interval).total for interval in (1, 2, 3, 4, 5, 7))
         found["visible"] += play_fixed(weather, by_daly(weather, whole=False)).total
         found["whole"] += play_fixed(weather, by_daly(weather, whole=True)).total
@@ -56,7 +56,7 @@ def test_the_same_seed_is_the_same_month() -> None:
     week = replace(CLIMATE, month_s=7 * DAY_S)
     first, second, other = (draw(week, seed) for seed in (1, 1, 2))
     assert first == second != other
-    assert play_online(first, 1) == play_online(second, 1) != play_online(first, 2)
+    assert play_rule(first, 1) == play_rule(second, 1) != play_rule(first, 2)
 
 
 def test_a_snapshot_without_a_free_slot_is_not_taken() -> None:

@@ -10,6 +10,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from holdfast.planner.failures import DAY_S
 from holdfast.planner.survival import (
     job_loss_rate,
     loss_rate,
@@ -20,7 +21,6 @@ from holdfast.planner.survival import (
     simultaneous,
     survive,
 )
-from holdfast.snapshot.interval.failures import DAY_S
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from itertools import product
 
 import pytest
 
+from holdfast.planner.failures import DAY_S
 from holdfast.planner.montecarlo import play
+from holdfast.planner.periods import expected_time, young
+from holdfast.planner.waste import Level, Limits, best_periods, first_order, overhead
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.periods import expected_time, young
-from holdfast.snapshot.interval.waste import Level, Limits, best_periods, first_order, overhead
 
 LEVELS = (
     Level("process", 0.3, 1.0, 60.0, 1 / 7200),

@@ -48,7 +48,7 @@ def train(node: VirtualNode, rank: int, world: int, store: str, port: int, stop:
     dist.init_process_group("gloo", init_method=f"tcp://{store}:{port}", rank=rank, world_size=world)
     model = torch.nn.Linear(64, 64)
     optim = torch.optim.Adam(model.parameters())
-    with InMemorySnapshot(model, optim, start=False, overhead_budget=0) as snap:
+    with InMemorySnapshot(model, optim, start=False, every=1) as snap:
         for _ in snap.steps(1 << 30):
             model(torch.ones(64)).sum().backward()
             optim.step()

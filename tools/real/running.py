@@ -192,7 +192,7 @@ def _environment(run: Run, python: Path, arena: Path, more: Mapping[str, str]) -
         "PATH": f"{config.parent}:{python.parent}:{mine['PATH']}",
         "HOLDFAST_JOB": run.name,
         "HOLDFAST_ARENA": str(arena / "arena"),
-        "HOLDFAST_OVERHEAD_BUDGET": "0",  # with steps of milliseconds, snapshots would be rare
+        "HOLDFAST_EVERY": "1",  # with steps of milliseconds, snapshots would be rare
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",

@@ -59,7 +59,7 @@ def launch(script: Path, asked: argparse.Namespace) -> None:
 
 
 def _environment(out: Path) -> dict[str, str]:
-    defaults = {"HOLDFAST_JOB": f"real-{os.getpid()}", "HOLDFAST_OVERHEAD_BUDGET": "0"}
+    defaults = {"HOLDFAST_JOB": f"real-{os.getpid()}", "HOLDFAST_EVERY": "1"}
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return {**defaults, **os.environ, **fixed}
 

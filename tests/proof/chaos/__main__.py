@@ -81,7 +81,7 @@ def show_list(parsed: argparse.Namespace) -> int:
 
 def run_scenarios(parsed: argparse.Namespace) -> int:
     """``run``."""
-    from holdfast.snapshot.interval.profiles import profile
+    from holdfast.planner.profiles import profile
     from tests.proof.chaos.scenario import choose, draw, several
 
     mix = profile(parsed.profile) if parsed.profile else None

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chaos.faults import CATALOGUE, STEP_POINTS, Fault, check
+from holdfast.planner.profiles import FailureProfile
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
-from holdfast.snapshot.interval.profiles import FailureProfile
 from holdfast.snapshot.resume.arrange import parse_protect
 
 IDENTICAL, UNRECOVERABLE, PERSISTED = "identical", "unrecoverable", "persisted"

@@ -305,9 +305,7 @@ def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena:
 
     with device.installed(), device.own_stream() if loop.own_stream else nullcontext():
         training = Training(device, loop)
-        hook = InMemorySnapshot(
-            training.model, training.optimizer, job=job, arena=arena, overhead_budget=0.0, strict=True
-        )
+        hook = InMemorySnapshot(training.model, training.optimizer, job=job, arena=arena, every=1, strict=True)
         hook.track("average", tensors=training.average, changes="after step")
         try:
             with patch.object(Copier, "_seal", sealing), hook as snap:

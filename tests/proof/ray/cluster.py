@@ -138,7 +138,7 @@ class VirtualRay(Runner):
             NODE_ENV: name,
             ARENA_ENV: str(self.memory(name)),
             "HOLDFAST_HOST": loopback_of(name),
-            "HOLDFAST_OVERHEAD_BUDGET": "0",
+            "HOLDFAST_EVERY": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         } | Wiring(str(self._folder / "points.sock"), [("train.step", None)]).environment(name)

@@ -98,7 +98,7 @@ KINDS_OF_STATE = (
 
 OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adagrad")
 PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 1, 1, 2, 2, 3, "auto", "auto")
-PACES = ("steady", "steady", "budget", "auto")
+PACES = ("steady", "steady", "auto", "auto")
 LOOPS = ("counted", "counted", "data", "probes")
 
 
@@ -113,8 +113,8 @@ class DrawnState:
         declared: whether the loop says where its steps begin.
         thaws: the step after which a frozen layer is trained, if `kinds` has ``thaws``: this adds optimizer state.
         sizes: the number of ranks of each life in turn, on the same nodes; empty: as many as the plan says.
-        pace: one of `PACES`. ``steady`` takes a snapshot every `SeedPlan.every` steps whatever it costs, ``budget``
-            does so within the default budget, and ``auto`` uses ``every="auto"``.
+        pace: one of `PACES`. ``steady`` takes a snapshot every `SeedPlan.every` steps, ``auto`` as often as holdfast
+            does by default.
         loop: one of `LOOPS`. ``counted`` counts its turns, and ``data`` goes through a shuffled `DataLoader` by
             ``snap.data``. ``probes`` also runs forward between two steps, in training mode and with gradients, and then
             writes to weights.

@@ -18,7 +18,6 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unreco
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.resume.choice import PERSISTED
 from holdfast.snapshot.session import Checks
@@ -351,7 +350,6 @@ class World:
             generations=plan.generations,
             keep=not ends,
             arena=arena,
-            overhead_budget=0.0 if pace == "steady" else DEFAULT_BUDGET,
             elastic=state is not None and bool(state.sizes),
             run=self.wanted,
             give_up=tuple(sorted(self.over)),

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from holdfast.planner.periods import LONGEST_STEPS, slots_needed
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.periods import LONGEST_STEPS, slots_needed
 
 ENCODE_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 """Candidates for n where one of n snapshots is encoded. Between these, waste hardly changes."""

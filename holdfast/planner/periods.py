@@ -1,7 +1,7 @@
 """The best time between snapshots of one level, computed exactly. Pure; cheap enough to run every few minutes.
 
 All rates are failures per second of the whole job; all intervals are useful work, in seconds or in steps. For several
-levels see `snapshot.interval.waste`.
+levels see `planner.waste`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from holdfast.snapshot.interval.checks import not_negative, positive
+from holdfast.planner.checks import not_negative, positive
 
 LONGEST_STEPS = 1_000_000
 """Maximum interval, for jobs that fail so rarely that hardly any interval is too long."""

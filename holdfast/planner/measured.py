@@ -6,9 +6,9 @@ import types
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_args, get_type_hints
 
+from holdfast.planner.checks import not_negative, positive, within
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
-from holdfast.snapshot.interval.checks import not_negative, positive, within
 
 FORMAT = 1
 """Version of the JSON; other versions are refused."""

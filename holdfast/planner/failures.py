@@ -1,6 +1,6 @@
 """Failure rates by class, from a published profile, an MTBF, or a job's own incidents. Pure.
 
-Classes are those of `snapshot.interval.profiles`, and *beyond*: the memory of the whole job is lost at once, as in a
+Classes are those of `planner.profiles`, and *beyond*: the memory of the whole job is lost at once, as in a
 power cut or at the end of an allocation. No code helps against that.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from holdfast.planner.checks import not_negative, positive, within
+from holdfast.planner.profiles import PROFILES, FailureProfile
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.checks import not_negative, positive, within
-from holdfast.snapshot.interval.profiles import PROFILES, FailureProfile
 
 DAY_S = 86400.0
 

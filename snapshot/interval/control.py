@@ -1,0 +1,167 @@
+"""After which steps a rank takes snapshots: gives `IntervalRule` the times of steps, and tells of its decisions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.settings import MTBF
+from holdfast.snapshot.interval.recording import Recording
+from holdfast.snapshot.interval.rule import NODE_LOST, NODE_MTBF_S, SHORTEST, IntervalRule
+from holdfast.snapshot.step.ledger import ProtectEvery
+
+if TYPE_CHECKING:
+    from holdfast.snapshot.step.copier import CopyJob
+
+DEFAULT_BUDGET = 0.01
+Every = int | Literal["auto"]
+log = get_log(__name__)
+
+
+class IntervalController:
+    """Decides for one rank. Called by the hook, in the training thread."""
+
+    def __init__(
+        self,
+        every: Every,
+        budget: float | None,
+        protect_every: ProtectEvery,
+        recording: Recording | None,
+        *,
+        step: int | None,
+        notes: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            budget: largest fraction of training time that snapshots may take; None: any.
+            protect_every: which snapshots are protected.
+            recording: the recording of a profile, if there is one; then `every` and `budget` do not matter.
+            step, notes: of the restored snapshot; None and empty if there is none.
+
+        Raises:
+            ConfigError: ``HOLDFAST_MTBF`` or the notes are malformed.
+        """
+        fixed = every if every != "auto" and recording is None else None
+        # A failure loses half an interval on average; one that needs a protected snapshot, `protect_every` times that.
+        back = 1 + NODE_LOST * (protect_every - 1) if isinstance(protect_every, int) else 1.0
+        self._node_rate = back / (MTBF.value() or NODE_MTBF_S)
+        self._rule = IntervalRule(fixed, budget, self._node_rate)
+        if step is not None:
+            self._rule.resume(step, notes)
+        self._fixed = fixed
+        self._budget = budget
+        self._protect_every = protect_every
+        self._recording = recording
+        self._told: int | None = None  # the interval that this rank told operators last
+        self._begins = True  # whether it was that of a young job
+        self._boundary_s: float | None = None
+        self._stalled_s = 0.0
+
+    @property
+    def interval(self) -> int:
+        """Steps from one snapshot to the next, as the ranks agreed."""
+        return self._rule.interval
+
+    @property
+    def overhead(self) -> float | None:
+        """See `IntervalRule.overhead`."""
+        return self._rule.overhead
+
+    @property
+    def why(self) -> str:
+        """The reason for the interval, in words."""
+        return self._rule.why()
+
+    def placed(self, nodes: int) -> None:
+        """The job has so many nodes now, each of which may fail."""
+        self._rule.assumed = nodes * self._node_rate
+
+    def observe(self, step: int, now_s: float, stalled_s: float, overlapped: bool) -> None:
+        """A step is done.
+
+        Args:
+            now_s: the time of the boundary after it.
+            stalled_s: how long the loop was held up in total since the hook was entered.
+            overlapped: a snapshot was worked on at some time during the step.
+        """
+        step_s = now_s - self._boundary_s if self._boundary_s is not None else None
+        stall_s = stalled_s - self._stalled_s
+        self._boundary_s, self._stalled_s = now_s, stalled_s
+        if step_s is not None:
+            self._rule.observe(step, step_s, stall_s, overlapped)
+            if self._recording is not None:
+                self._recording.observe(step_s, stall_s, overlapped)
+
+    def is_due(self, step: int, encodes: bool) -> bool:
+        """Whether a snapshot is taken after this step; the same on every rank. `encodes`: it would be encoded."""
+        return self._rule.is_due(step, encodes)
+
+    def begun(self, step: int, encodes: bool) -> None:
+        """A snapshot is taken after this step."""
+        self._rule.begun(step, encodes)
+        if self._recording is not None:
+            self._recording.begun(step)
+
+    def wanted(self) -> int:
+        """The interval that this rank asks for."""
+        return self._rule.wanted().steps if self._recording is None else SHORTEST
+
+    def agree(self, interval: int) -> str | None:
+        """All ranks use `interval` from now on: the longest that any of them `wanted`. Returns what to tell operators,
+        if there is news, on the rank that has told of the plan."""
+        self._rule.interval = interval
+        if not self._is_news():
+            return None
+        text = self.plan_in_words()
+        log.log(logging.WARNING if self._rule.wanted().limit == "budget" else logging.INFO, "from now on %s", text)
+        return text
+
+    def met(self, interval: int) -> None:
+        """See `IntervalRule.met`."""
+        self._rule.met(interval)
+
+    def plan_in_words(self) -> str:
+        """How often snapshots are taken now, and why."""
+        limit = self._rule.wanted().limit
+        self._told, self._begins = self.interval, limit in ("unknown", "young")
+        every = "every step" if self.interval == 1 else f"every {self.interval} steps"
+        if self._protect_every != 1:
+            some = "one at a time" if self._protect_every == "auto" else f"one of {self._protect_every}"
+            every += f", of which {some} is protected"
+        text = f"a snapshot {every}: {self.why}"
+        if limit == "unknown":
+            within = f", within {self._budget:.1%} of the time" if self._budget else ""
+            text += f"; later the interval that loses least{within}"
+        return text
+
+    def say_plan(self) -> str:
+        """Log `plan_in_words`, once, and return it."""
+        is_new = self._told is None
+        text = self.plan_in_words()
+        if is_new:
+            log.warning("%s", text)
+        return text
+
+    def sealed(self, job: CopyJob) -> None:
+        """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
+        if self._recording is not None:
+            self._recording.sealed(job)
+
+    def notes(self) -> dict[str, Any]:
+        """What the next start of the job must know; stored in every snapshot."""
+        return self._rule.notes()
+
+    def _is_news(self) -> bool:
+        """Whether the interval has become half or twice what was told, or the beginning is over."""
+        begins = self._rule.wanted().limit in ("unknown", "young")
+        return self._told is not None and (not 1 / 2 < self.interval / self._told < 2 or begins < self._begins)
+
+
+def check_budget(budget: float | None) -> float | None:
+    """`budget`, a fraction of training time, or None. Raises `ConfigError` if it is not between 0 and 1."""
+    if budget is not None and not 0 < budget < 1:
+        raise ConfigError(f"overhead budget {budget}: give a fraction between 0 and 1, such as 0.01, or None")
+    return budget

@@ -1,0 +1,185 @@
+"""The interval between snapshots, in steps. Pure: no clock.
+
+`choose` is the rule. `IntervalRule` follows it on one rank while the job runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.quantities import duration
+from holdfast.snapshot.interval.cost import SnapshotCost
+
+SHORTEST, LONGEST = 2, 1000
+"""Bounds in steps. The step between two snapshots shows how long steps take without one. The longest interval limits
+how long changes go unnoticed."""
+
+AT_RISK = 0.1
+"""Share of the steps done so far that a crash may undo."""
+
+YOUNG_S = 600.0
+"""Age of a job from which the overhead budget holds strictly, in seconds."""
+
+NODE_MTBF_S = 1000 / 2.3 * 86400.0
+"""Assumed time between failures of one node: 2.3 per 1,000 node-days on 32,768 GPUs (FT-HSDP, arXiv 2602.00277)."""
+
+NODE_LOST = 0.13
+"""Share of failures that take the memory of a node with them, in the same study."""
+
+REMEMBERED = 8
+"""Number of failures of the job itself that are remembered, the newest, so that a changing rate is followed."""
+
+LEAST_EXPOSURE_S = 60.0
+"""Failures within less training time than this count as if they had taken so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spacing:
+    """An interval in steps, and what it is limited by: ``optimum``, ``budget``, ``young``, ``longest``; or ``fixed`` by
+    the user, or ``unknown`` as long as the cost of a snapshot is."""
+
+    steps: int
+    limit: str
+
+
+def choose(*, step_s: float, cost_s: float, failure_rate: float, budget: float | None, done: int) -> Spacing:
+    """The interval that loses least time, within the budget, and dense in a young job.
+
+    A snapshot costs ``c`` seconds of training, and each failure loses half an interval ``T`` on average. With ``r``
+    failures a second, the share of time that is lost, ``c / T + r T / 2``, is least at ``T = sqrt(2 c / r)`` (Young,
+    CACM 17(9), 1974).
+
+    In a young job that is longer than all it has done, so at most `AT_RISK` of the steps done is at risk. Each interval
+    then begins 1.1 times as late as the one before, and the number of snapshots only grows with the logarithm of the
+    job's age: until the optimum is reached, after `T / AT_RISK`, all of them together cost as much as ten for every
+    time that the age grows e-fold.
+
+    Snapshots never take more than ``budget`` of the time: ``T >= c / budget``, which wins over everything else. In its
+    first ten minutes a job may spend what the budget allows for ten minutes: at age ``t`` the bound is
+    ``c / budget * t / YOUNG_S``. Otherwise a minute might pass without any.
+
+    Args:
+        step_s, cost_s: duration of a step without snapshots, more than 0, and training time that one takes, in seconds.
+        failure_rate: failures per second of the whole job, more than 0.
+        budget: largest fraction of training time that snapshots may take; None: any.
+        done: number of steps that the job has done, earlier starts included.
+    """
+    best = round(min(math.sqrt(2.0 * cost_s / failure_rate) / step_s, LONGEST + 1))
+    bounds = {"optimum": best, "young": int(AT_RISK * done), "longest": LONGEST}
+    limit = min(bounds, key=lambda name: bounds[name])
+    steps = max(SHORTEST, bounds[limit])
+    affordable = cost_s / (budget * step_s) * min(1.0, done * step_s / YOUNG_S) if budget else 0.0
+    if affordable > steps:
+        return Spacing(math.ceil(affordable - 1e-9), "budget")
+    return Spacing(steps, limit)
+
+
+class IntervalRule:
+    """One rank's part in the decision. All ranks use the longest interval that any of them wants, and take snapshots
+    after the same steps: that depends only on what they agreed on. Not thread-safe; nothing blocks.
+
+    Unless the interval is fixed, no snapshot that will be encoded begins before a step has passed in which none was
+    worked on. So there are always steps to compare with.
+
+    Attributes:
+        interval: steps from one snapshot to the next, as the ranks agreed.
+        assumed: failures per second of the whole job, before any were seen.
+    """
+
+    def __init__(self, every: int | None = None, budget: float | None = None, assumed: float = 1 / NODE_MTBF_S) -> None:
+        """`every`: fixed interval; None: the interval follows the rule."""
+        self.interval = every or SHORTEST
+        self.assumed = assumed
+        self.cost = SnapshotCost()
+        self._every = every
+        self._budget = budget
+        self._done = 0
+        self._newest: int | None = None  # step of the newest snapshot
+        self._overlapped = False
+        self._trained_s = 0.0
+        self._failures: list[float] = []  # the newest ones, by the time trained until then
+
+    @property
+    def overhead(self) -> float | None:
+        """Fraction of training time that snapshots take at this interval; None as long as it is unknown."""
+        step_s, cost_s = self.cost.step_s, self.cost.cost_s
+        return cost_s / (self.interval * step_s) if cost_s is not None and step_s else None
+
+    @property
+    def failure_rate(self) -> float:
+        """Failures per second of the whole job: what is assumed, or what was seen in this job if that is more.
+
+        It is cheaper to expect too many failures than too few, since the budget limits what snapshots cost.
+        """
+        count = len(self._failures)
+        since_s = self._failures[0] if count == REMEMBERED else 0.0
+        return max(self.assumed, (count - (since_s > 0)) / max(LEAST_EXPOSURE_S, self._trained_s - since_s))
+
+    def is_due(self, step: int, encodes: bool) -> bool:
+        """Whether a snapshot is taken after this step. `encodes`: it would be encoded."""
+        if self._every is not None:
+            return step % self._every == 0
+        is_time = self._newest is None or step - self._newest >= self.interval
+        return is_time and not (encodes and self._overlapped)
+
+    def begun(self, step: int, encodes: bool) -> None:
+        """A snapshot is taken after this step."""
+        self._newest = step
+        self.cost.begun(encodes)
+
+    def observe(self, step: int, step_s: float, stall_s: float, overlapped: bool) -> None:
+        """Take note of a finished step; see `SnapshotCost.observe`."""
+        self._done, self._overlapped = step, overlapped
+        self._trained_s += step_s
+        self.cost.observe(step_s, stall_s, overlapped)
+
+    def wanted(self) -> Spacing:
+        """The interval that this rank asks for. Changes nothing."""
+        if self._every is not None:
+            return Spacing(self._every, "fixed")
+        step_s, cost_s = self.cost.step_s, self.cost.cost_s
+        if cost_s is None or not step_s:
+            return Spacing(SHORTEST, "unknown")
+        rate = self.failure_rate
+        return choose(step_s=step_s, cost_s=cost_s, failure_rate=rate, budget=self._budget, done=self._done)
+
+    def why(self) -> str:
+        """The reason for the interval, in words."""
+        wish, cost_s = self.wanted(), self.cost.cost_s
+        reason = {
+            "fixed": "as `every` says",
+            "unknown": "what one costs is measured first",
+            "young": f"the job is young, and at most {AT_RISK:.0%} of what it has done is to be at risk",
+            "longest": "more is never at risk",
+            "budget": f"more would take over {self._budget or 0:.1%} of the time",
+            "optimum": f"with a failure every {duration(1 / self.failure_rate)} that loses least",
+        }[wish.limit]
+        costs = f"one costs {duration(cost_s)} of training; " if cost_s is not None else ""
+        return costs + ("another rank asked for it" if wish.steps < self.interval else reason)
+
+    def notes(self) -> dict[str, Any]:
+        """What the next start of the job must know, as plain values."""
+        return {"trained_s": self._trained_s, "failures": list(self._failures)}
+
+    def resume(self, step: int, notes: Mapping[str, Any]) -> None:
+        """Go on from the snapshot of `step`, and from its notes. Counts a failure: the job has failed since.
+
+        Raises:
+            ConfigError: the notes are malformed.
+        """
+        self._newest = self._done = step
+        try:
+            if notes:
+                self._trained_s = float(notes["trained_s"])
+                self._failures = [float(at) for at in notes["failures"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"the snapshot's notes on failures are {notes!r}: {error!r}") from error
+        self._failures = [*self._failures, self._trained_s][-REMEMBERED:]
+
+    def met(self, interval: int) -> None:
+        """All ranks have met again after they lost each other. A snapshot is due, whatever each had seen."""
+        self.interval, self._newest, self._overlapped = interval, None, False
