@@ -28,15 +28,17 @@
 # make proof   the tests that prove the promises of README and docs, and a table of the results
 # make pictures   take the pictures of the page in docs/, with Chromium
 # make docs    generate the reference from the code, build the documentation, check every link: build/docs/index.html
-# make setup   the environment in .venv that the other targets use; they make it themselves
+# make setup   the environment in .venv that the other targets use; they make it themselves: 1.3 GB
+# make frameworks   what test-rest, test-all and a few others need besides: Lightning, Hugging Face, Ray and more
 # make clean   delete the environments in .venv and .venv-peers
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FRAMEWORKS := $(VENV)/.frameworks
 
-.PHONY: help demo demo-torchrun demo-ray test test-rest test-all test-other proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
+.PHONY: help demo demo-torchrun demo-ray test test-rest test-all test-other proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup frameworks
 .DEFAULT_GOAL := help
 
 help:  # the lines at the top of this file
@@ -51,7 +53,7 @@ demo-torchrun: setup
 		$(BIN)/torchrun --nnodes=3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d \
 		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m tests.proof.jobs.acp_sgd
 
-demo-ray: setup
+demo-ray: frameworks
 	@$(BIN)/python -m tests.proof.ray.drill again
 
 CANARIES := tests/canaries.txt
@@ -60,12 +62,12 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=
 test: setup
 	@$(PYTEST) $(or $(TESTS),@$(CANARIES) tests/unit)
 
-test-rest: setup
+test-rest: frameworks
 	@mkdir -p build
 	@sed 's/^/--deselect=/' $(CANARIES) >build/canaries.txt
 	@$(PYTEST) @build/canaries.txt $(or $(TESTS),tests/system tests/frameworks tests/proof)
 
-test-all: setup
+test-all: frameworks
 	@$(PYTEST) -m "" --hypothesis-profile=all $(TESTS)
 
 test-other: setup
@@ -80,7 +82,7 @@ matrix: setup
 	$(BIN)/python -m tests.proof.matrix --markdown benchmarks/results/matrix-$$(date +%F).md \
 		--json benchmarks/results/matrix-$$(date +%F).json
 
-real: setup
+real: frameworks
 	@$(BIN)/python -m tools.real $(if $(REAL),--real $(REAL)) $(if $(ONLY),--only $(ONLY)) \
 		--json benchmarks/results/real-$$(date +%F).json --markdown benchmarks/results/real-$$(date +%F).md
 
@@ -148,10 +150,10 @@ wheels: setup
 wheels-check: setup
 	@$(BIN)/python -m tools.wheels check dist/*.whl $(WHEELS_CHECK)
 
-journeys: setup
+journeys: frameworks
 	@$(BIN)/python -m tools.journeys $(JOURNEYS)
 
-proof: setup
+proof: frameworks
 	@$(BIN)/python -m tools.proof
 
 pictures: setup
@@ -168,7 +170,14 @@ $(READY): pyproject.toml constraints.txt snapshot/stream.c
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[megatron,dev,frameworks]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[megatron,dev]'
+	@touch $@
+
+frameworks: $(FRAMEWORKS)
+
+$(FRAMEWORKS): $(READY)
+	@echo "setting up frameworks in $(VENV) (once)"
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[frameworks]'
 	@touch $@
 
 clean:
