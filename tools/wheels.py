@@ -8,7 +8,6 @@ for another architecture is checked under QEMU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -39,6 +39,36 @@ DEBIAN = (
     *("libffi8", "libssl3", "libgcc-s1", "libstdc++6", "libuuid1", "libbz2-1.0", "liblzma5", "libsqlite3-0"),
 )
 """Packages of Debian 12 that together contain a Python."""
+
+EXAMPLE = "holdfast.examples.dataloader"
+NODE = "node0"
+JOB = "wheel-called"
+
+NOT_PROTECTED = 1
+
+CALLS: dict[tuple[str, ...], int] = {
+    ("doctor",): 0,
+    ("status",): NOT_PROTECTED,
+    ("top", "--count", "1"): NOT_PROTECTED,
+    ("smp", "status"): 0,
+    ("export", "exported"): 0,
+    ("give-up",): 0,
+    ("gc", "--job", JOB): 0,
+    ("smp", "start", "--detach"): 0,
+    ("drain", NODE): 0,
+    ("deploy", "slurm", "--to", "deployed"): 0,
+    ("plan", "--model", "7b", "--nodes", "8", "--step", "2s"): 0,
+    ("profile", "--steps", "12", "--output", "profile.json"): 0,
+    ("tune", "--measured", "profile.json"): 0,
+    ("bench", "node", "--quick"): 0,
+    ("audit",): 0,
+    ("chaos", "run", "--seed", "7", "--faults", "2"): 0,
+}
+"""A real call of every installed command but `demo`, after a job was killed whose SMP still runs, and its status."""
+
+TAKES_A_SCRIPT = {"profile", "audit", "chaos"}
+
+NOT_PACKAGED = (".*", "build", "dist", "benchmarks", "tests", "tools", "docs", "*.egg-info", "__pycache__", "*.so")
 
 OLDEST_LIBC = "manylinux_2_17_"
 RUN_S = 300.0
@@ -106,6 +136,23 @@ def _wheel(tools: Path, source: Path, machine: str, cross: dict[str, str]) -> No
         raise SystemExit(f"no wheel for {machine} runs with {OLDEST_LIBC.rstrip('_')}: see {DIST}")
 
 
+def build_offline(folder: Path) -> Path:
+    """The wheel for this machine, built in `folder` by the setuptools that is installed here, without a network."""
+    source = folder / "source"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_PACKAGED))
+    pip = ("-m", "pip", "wheel", "-qq", "--disable-pip-version-check", "--no-build-isolation", "--no-deps")
+    run(Path(sys.executable), *pip, "--wheel-dir", str(folder), str(source))
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+def installed_offline(wheel: Path, home: Path) -> Path:
+    """The interpreter of a new environment with the wheel. Its requirements are those of this environment."""
+    own = pythons.environment(Path(sys.executable), home, also=Path(sysconfig.get_path("purelib")))
+    run(own, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--no-index", str(wheel))
+    return own
+
+
 # ------------------------------------------------------------------ checking
 
 
@@ -165,32 +212,64 @@ def installed(wheel: Path, python: Path, name: str, torch: Path | None = None, *
 def _as_readme_says(own: Path, home: Path) -> dict[str, bool]:
     """Check that a killed trainer resumes exactly, that a lost node is recovered, and that the demo runs or explains
     which extra it needs."""
-    command = own.parent / "holdfast"
-    doctor = subprocess.run([command, "doctor"], cwd=home, env=_clean(home), timeout=RUN_S, check=False)
     try:
-        alone, killed, again = (_train(own, home, job, at) for job, at in (("a", 0), ("b", KILLED_AT), ("b", 0)))
-        matrix = [str(command), "matrix", "--cells", "FSDP2", "--json", str(home / "matrix.json")]
-        lost = subprocess.run(matrix, cwd=home, env=_clean(home), timeout=RUN_S, check=False).returncode
+        alone, killed, again = (
+            _train(own, home, f"wheel-{job}", at) for job, at in (("a", 0), ("b", KILLED_AT), ("b", 0))
+        )
     finally:
-        for leftover in find_leftovers(home):  # SMPs outlive trainers that do not end well
-            remove(leftover)
+        _clear(home)
     first = re.match(r"step (\d+)", again)
-    verdicts = json.loads((home / "matrix.json").read_text())["verdicts"] if lost == 0 else []
     return {
-        "doctor has no objection": doctor.returncode == 0,
         "a script is killed": 0 < len(killed) < len(alone),
         "it goes on where it was, exactly": first is not None and int(first[1]) > 0 and alone.endswith(again),
-        "a trainer and a node are lost, and all is identical": [v["difference"] for v in verdicts] == [""],
-        "the demo": _demo(command, home),
+        **commands_work(own, home),
     }
 
 
-def _demo(command: Path, home: Path) -> bool:
-    """Whether the demo passes; without megatron-core, whether it says in one line how to install that."""
-    megatron = run(command.parent / "python", "-c", "from holdfast.extras import has; print(has('megatron'))", cwd=home)
-    done = subprocess.run(
-        [command, "demo"], cwd=home, env=_clean(home), capture_output=True, text=True, timeout=RUN_S, check=False
+def commands_work(own: Path, home: Path) -> dict[str, bool]:
+    """Whether each command that the installed program offers prints its help, and does one real thing.
+
+    Some commands look at what a killed job has left in memory; the last of them ends that job.
+    """
+    offered = re.findall(r"^    ([a-z][a-z-]*) ", _call(own, home, "--help").stdout, re.MULTILINE)
+    found = {f"{name} --help": _call(own, home, name, "--help").returncode == 0 for name in offered}
+    found["every command is called"] = sorted(offered) == sorted({*(words[0] for words in CALLS), "demo"})
+    script = ["--", str(own), "-m", EXAMPLE]
+    try:
+        _train(own, home, JOB, KILLED_AT)
+        for words, status in CALLS.items():
+            done = _call(own, home, *words, *(script if words[0] in TAKES_A_SCRIPT else []))
+            found[f"holdfast {' '.join(words)}"] = done.returncode == status
+            if done.returncode != status:
+                print(done.stdout + done.stderr, flush=True)
+    finally:
+        _clear(home)
+    return found | {"holdfast demo": _demo(own, home)}
+
+
+def _call(own: Path, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [str(own.parent / "holdfast"), *words]
+    return subprocess.run(
+        command,
+        cwd=home,
+        env=_clean(home) | {"HOLDFAST_JOB": JOB},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
     )
+
+
+def _clear(home: Path) -> None:
+    """Remove what SMPs hold, which outlive trainers that do not end well."""
+    for leftover in find_leftovers(home):
+        remove(leftover)
+
+
+def _demo(own: Path, home: Path) -> bool:
+    """Whether the demo passes; without megatron-core, whether it says in one line how to install that."""
+    megatron = run(own, "-c", "from holdfast.extras import has; print(has('megatron'))", cwd=home)
+    done = _call(own, home, "demo")
     if megatron.strip() == "True":
         return done.returncode == 0 and "identical to the last bit" in done.stdout
     said = (done.stdout + done.stderr).strip()
@@ -199,8 +278,8 @@ def _demo(command: Path, home: Path) -> bool:
 
 def _train(python: Path, home: Path, job: str, kill_after: int) -> str:
     """The output of the installed example, which is killed after `kill_after` steps; 0: never."""
-    command = [str(python), "-m", "holdfast.examples.dataloader"]
-    variables = _clean(home) | {"HOLDFAST_JOB": f"wheel-{job}"}
+    command = [str(python), "-m", EXAMPLE]
+    variables = _clean(home) | {"HOLDFAST_JOB": job}
     with subprocess.Popen(command, cwd=home, env=variables, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         late = threading.Timer(RUN_S, process.kill)
@@ -282,8 +361,8 @@ def _where(own: Path, home: Path) -> str:
 def _clean(home: Path) -> dict[str, str]:
     """Environment variables as of a user's shell, with a separate arena for this check."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    own = {"HOLDFAST_ARENA": str(home / "arena"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return clean | own
+    own = {"HOLDFAST_ARENA": str(home / "arena"), "HOLDFAST_NODE": NODE, "CUDA_VISIBLE_DEVICES": ""}
+    return clean | own | {"OMP_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":

@@ -148,37 +148,22 @@ def test_a_restore_says_one_line_with_nothing_set_up(arena: Path) -> None:
         said.append([line for line in done.stderr.splitlines() if "restored" in line])
     cold, (line,) = said
     assert cold == []
-    assert re.fullmatch(
-        r"restored step 3 from the memory of its own nodes in [\d.]+ m?s; no finished step is lost", line
-    )
+    assert re.fullmatch(r"restored step 3 .*own nodes in [\d.]+ m?s; .*", line)
 
 
 @pytest.mark.parametrize(
-    ("more", "line"),
+    ("more", "facts"),
     [
-        (
-            {"steps_again": 0},
-            "restored step 1,200 from the memory of its own nodes in 830 ms; no finished step is lost",
-        ),
-        (
-            {"steps_again": 1, "tier": "group"},
-            "restored step 1,200 from the memory of other nodes in 830 ms; 1 finished step is done again",
-        ),
-        (
-            {"steps_again": 1300, "tier": "persisted"},
-            "restored step 1,200 from storage in 830 ms; 1,300 finished steps are done again",
-        ),
-        (
-            {"tier": "group", "how": "resharded"},
-            "restored step 1,200 from the memory of other nodes, resharded for another number of ranks in 830 ms; how "
-            "many finished steps are done again is not known",
-        ),
+        ({"steps_again": 0}, r"step 1,200 .*its own nodes in 830 ms; no finished step"),
+        ({"steps_again": 1, "tier": "group"}, r"step 1,200 .*other nodes in 830 ms; 1 finished step is"),
+        ({"steps_again": 1300, "tier": "persisted"}, r"step 1,200 .*storage in 830 ms; 1,300 finished steps"),
+        ({"tier": "group", "how": "resharded"}, r"step 1,200 .*other nodes, resharded .*in 830 ms; .*not known"),
     ],
 )
-def test_how_a_rank_started_is_a_line(more: dict[str, Any], line: str) -> None:
+def test_how_a_rank_started_is_a_line(more: dict[str, Any], facts: str) -> None:
     given = {"tier": "local", "how": "held", "clock": {"enter": 1.0, "load": 1.83}} | more
-    assert str(Restored(2, UNNAMED, SnapshotId(1, 1200), **given)) == line
-    assert str(Restored(1, UNNAMED)) == "nothing was restored: the job begins"
+    assert re.search(facts, str(Restored(2, UNNAMED, SnapshotId(1, 1200), **given)))
+    assert "nothing was restored" in str(Restored(1, UNNAMED))
 
 
 def test_restored_tensors_do_not_alias_the_snapshot(arena: Path) -> None:
@@ -401,10 +386,10 @@ def test_the_layout_knows_the_domains_of_a_node(
 @pytest.mark.parametrize(
     ("protect", "data", "parity", "message"),
     [
-        ("4+2", 4, 2, "has no other node to protect it: snapshots survive process crashes only"),
-        ("copies:2", 1, 2, "has no other node to protect it: snapshots survive process crashes only"),
-        ("auto", 1, 1, "has no other node to protect it: snapshots survive process crashes only"),
-        ("none", 1, 0, "protect='none': snapshots survive the death of processes, not the loss of a node"),
+        ("4+2", 4, 2, "no other node to protect it"),
+        ("copies:2", 1, 2, "no other node to protect it"),
+        ("auto", 1, 1, "no other node to protect it"),
+        ("none", 1, 0, "not the loss of a node"),
     ],
 )
 def test_an_operator_is_told_once_what_is_not_protected(

@@ -5,6 +5,7 @@ die.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_a_median_needs_steps() -> None:
 def test_what_is_no_trainer_is_refused() -> None:
     trainer = WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
     assert from_plain(WatchedTrainer, to_plain(trainer)) == trainer
-    assert str(trainer) == "trainer dp0 (pid 1) is hung in the step after 2: quiet for 3.0 s (4 allowed)"
+    assert re.search(r"dp0 \(pid 1\) is hung .*after 2: .*3\.0 s \(4 allowed\)", str(trainer))
     for bad in ({}, {**to_plain(trainer), "health": "fine"}):
         with pytest.raises(ProtocolError, match="not WatchedTrainer"):
             from_plain(WatchedTrainer, bad)

@@ -70,7 +70,7 @@ def test_a_port_that_is_taken_moves_the_page(ground: Ground, taken: int, capsys:
     owner = read_owner(smp.arena)
     assert owner is not None and owner.http_port not in (0, taken)
     (said,) = status_of(smp).impaired
-    assert f"at http://127.0.0.1:{owner.http_port}/, not at 127.0.0.1:{taken} (Address already in use)" in said
+    assert f":{owner.http_port}/, not at 127.0.0.1:{taken}" in said
     assert said in " ".join(line.replace("\\", "") for line in (smp.arena / "smp.log").read_text().splitlines())
     assert 'holdfast_impaired_parts{job="testrun",node="node0"} 1.0' in metrics_at(owner.http_port)
     assert main(["status", "--arena", str(ground.base)]) == 0

@@ -207,4 +207,4 @@ def launch(*nodes: VirtualNode) -> None:
 def test_the_rows_of_a_sub_batch_are_missed_if_left_out(launcher: Launcher) -> None:
     cell = Cell("left out", JOB, NODES, {"without": "rows"}, drain=True)
     difference = drill(launcher, cell, seed=1234).difference
-    assert "was given another batch than when the snapshot was taken" in difference
+    assert "given another batch" in difference

@@ -501,7 +501,7 @@ def test_data_of_another_shape_that_comes_while_it_is_copied_is_named(rig: Rig) 
     rig.engine.after_copy = widen
     error = rig.fail(job)
     assert isinstance(error, LayoutChanged)
-    assert str(error) == "model.weight: of another shape than when the layout was made"
+    assert "model.weight: of another shape" in str(error)
 
 
 @pytest.mark.parametrize("when", ["before the step", "while it is copied"])

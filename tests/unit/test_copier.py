@@ -371,7 +371,7 @@ def test_a_tensor_of_another_shape_is_named_before_its_copy_is_trusted(rig: Rig)
     rig.submit(made)
     assert made.done.wait(DEADLINE_S)
     assert isinstance(made.error, LayoutChanged)
-    assert str(made.error) == "w: of another shape than when the layout was made"
+    assert "w: of another shape" in str(made.error)
     assert rig.slots.abandoned == [made.snapshot]
 
 
