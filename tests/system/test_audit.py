@@ -22,13 +22,13 @@ from holdfast.snapshot.state.reach import reachable
 ROOT = Path(__file__).parents[2]
 
 
-def audit(job: str, *options: str, ranks: int = 1, **more: Any) -> AuditReport:
+def audit(module: str, *options: str, ranks: int = 1, **more: Any) -> AuditReport:
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
     command = (
         sys.executable,
         *launcher,
         "-m",
-        f"holdfast.examples.{job}",
+        module,
         *(f"--option={option}" for option in options),
     )
     return run(AuditPlan(command, deadline_s=60, **more), lambda name: None)
@@ -42,7 +42,7 @@ def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_a_job_that_tracks_all_of_its_state_is_exact() -> None:
-    report = audit("acp_sgd")
+    report = audit("tests.proof.jobs.acp_sgd")
     assert report.exact, report.differences
     assert len(report.resumed) == 2
     assert report.compared > 100
@@ -74,7 +74,7 @@ def test_a_job_that_tracks_all_of_its_state_is_exact() -> None:
 )
 @pytest.mark.proves("forgotten")
 def test_what_was_forgotten_is_named(job: str, piece: str, ranks: int, name: str) -> None:
-    report = audit(job, f"without={piece}", ranks=ranks)
+    report = audit(f"tests.proof.jobs.{job}", f"without={piece}", ranks=ranks)
     named = [each.name for each in report.differences if each.kind in ("not restored", "absent")]
     assert any(each.endswith(name) for each in named), named
     assert not report.exact
@@ -164,7 +164,7 @@ def test_generators_that_drifted_are_named_with_the_reason(tmp_path: Path) -> No
 @pytest.mark.cluster
 @pytest.mark.slow  # `test_examples` also kills it
 def test_a_loop_over_a_data_loader_with_workers_is_exact() -> None:
-    report = audit("dataloader")
+    report = audit("holdfast.examples.dataloader")
     assert report.exact, report.differences
 
 
