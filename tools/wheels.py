@@ -59,7 +59,7 @@ CALLS: dict[tuple[str, ...], int] = {
     ("deploy", "slurm", "--to", "deployed"): 0,
     ("plan", "--model", "7b", "--nodes", "8", "--step", "2s"): 0,
     ("profile", "--steps", "12", "--output", "profile.json"): 0,
-    ("tune", "--measured", "profile.json"): 0,
+    ("tune", "--profile", "profile.json"): 0,
     ("bench", "node", "--quick"): 0,
     ("audit",): 0,
     ("chaos", "run", "--seed", "7", "--faults", "2"): 0,
@@ -231,7 +231,8 @@ def commands_work(own: Path, home: Path) -> dict[str, bool]:
 
     Some commands look at what a killed job has left in memory; the last of them ends that job.
     """
-    offered = re.findall(r"^    ([a-z][a-z-]*) ", _call(own, home, "--help").stdout, re.MULTILINE)
+    told = re.findall(r"^    ([a-z][a-z-]*(?: \([a-z-]+\))?)(?:  |$)", _call(own, home, "--help").stdout, re.MULTILINE)
+    offered = [name for names in told for name in re.findall("[a-z-]+", names)]  # such as ``plan (tune)``
     found = {f"{name} --help": _call(own, home, name, "--help").returncode == 0 for name in offered}
     found["every command is called"] = sorted(offered) == sorted({*(words[0] for words in CALLS), "demo"})
     script = ["--", str(own), "-m", EXAMPLE]
