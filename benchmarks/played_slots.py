@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState, parity_slots
 
@@ -95,3 +96,12 @@ def play(
         sum(crashes) / len(crashes),
         sum(losses) / len(losses),
     )
+
+
+def parse_protect_every(text: str) -> ProtectEvery:
+    """A number of snapshots, or ``auto``. Raises `ConfigError`."""
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--protect-every {text!r}: give a whole number of 1 or more, or auto")
+    return int(text)

@@ -25,10 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks.played_slots import play
+from benchmarks.played_slots import parse_protect_every, play
 from holdfast import InMemorySnapshot
 from holdfast.bench.machine import describe, machine
-from holdfast.cli.arguments import parse_protect_every
 from holdfast.smp_daemon.shared.paths import arena_base
 
 WARM = 20

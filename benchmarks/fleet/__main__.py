@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.arguments import Parser, or_none, output_file, parse_protect_every, rate, some_time, time
+from benchmarks.played_slots import parse_protect_every
+from holdfast.cli.arguments import Parser, output_file, rate, some_time, time
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.rates import add_measured, add_rates, cores_here, smp_of
@@ -71,17 +72,21 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--restart",
         default="auto",
-        type=or_none("auto", time),
+        type=or_auto(time),
         metavar="TIME",
         help="how long new processes on all nodes take to be ready, such as 5min (default auto: by size)",
     )
     parser.add_argument("--rack", type=int, default=2, help="nodes that one shock takes (default 2)")
     add_measured(parser)
     add_rates(parser)
+    for option, what in (("--network-rate", "encoding sends out of a node"), ("--digest-rate", "an SMP digests")):
+        parser.add_argument(
+            option, type=rate, metavar="RATE", help=f"how fast {what} (default: computed from cores and --line-rate)"
+        )
     parser.add_argument(
         "--storage-rate",
         default="auto",
-        type=or_none("auto", rate),
+        type=or_auto(rate),
         metavar="RATE",
         help="of the storage (default auto: 3MB/s for each GPU)",
     )
@@ -95,6 +100,11 @@ def make_parser() -> Parser:
     add_json(parser)
     parser.set_defaults(run=run)
     return parser
+
+
+def or_auto(read: Callable[[str], float]) -> Callable[[str], float | None]:
+    """An option type that also accepts ``auto``, which means None."""
+    return lambda text: None if text == "auto" else read(text)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -134,7 +144,11 @@ def _sweep(parsed: argparse.Namespace, smp: SmpRates) -> Sweep:
     from benchmarks.fleet.sweep import Sweep
 
     state = state_bytes(parse_shape(parsed.model), "adam")
-    site = Site(network_rate=smp.network, rack=parsed.rack, digest_rate=smp.digest)
+    site = Site(
+        network_rate=smp.network if parsed.network_rate is None else parsed.network_rate,
+        rack=parsed.rack,
+        digest_rate=smp.digest if parsed.digest_rate is None else parsed.digest_rate,
+    )
     return Sweep(
         gpus=_numbers("--gpus", parsed.gpus),
         strategies=_strategies(parsed),

@@ -6,14 +6,11 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
 from holdfast.smp_daemon.shared.settings import ARENA
-
-if TYPE_CHECKING:
-    from holdfast.snapshot.step.ledger import ProtectEvery
 
 T = TypeVar("T")
 
@@ -35,11 +32,6 @@ def checked(read: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
-
-
-def or_none(word: str, read: Callable[[str], T]) -> Callable[[str], T | None]:
-    """An option type that also accepts `word`, which means None."""
-    return lambda text: None if text == word else read(text)
 
 
 size = checked(parse_size)
@@ -106,15 +98,6 @@ def arena_folder(text: str) -> Path:
 def add_arena(parser: argparse.ArgumentParser) -> None:
     """Add ``--arena`` to a command that looks for the SMPs of this machine."""
     parser.add_argument("--arena", metavar=ARENA.kind.shown, type=arena_folder, help=ARENA.help)
-
-
-def parse_protect_every(text: str) -> ProtectEvery:
-    """A number of snapshots, or ``auto``. Raises `ConfigError`."""
-    if text == "auto":
-        return "auto"
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--protect-every {text!r}: give a whole number of 1 or more, or auto")
-    return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:

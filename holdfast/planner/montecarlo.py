@@ -1,8 +1,7 @@
 """Monte Carlo simulation of the share of useful time, failure by failure. Shares no formula with `waste`.
 
-Many independent runs are simulated side by side with numpy, because `recommend` plays 50,000 failures of each plan that
-it compares. The fleet's engine, in contrast, simulates a single job with its machines, groups and spares. Times between
-failures are exponential. Results depend only on the seed.
+Many independent runs are simulated side by side with numpy, because a plan is played with 50,000 failures while a user
+waits. Times between failures are exponential. Results depend only on the seed.
 """
 
 from __future__ import annotations
