@@ -177,14 +177,14 @@ def show(parsed: argparse.Namespace, found: Recommendation) -> Iterator[Any]:
                 each.name,
                 str(each.code),
                 str(each.slots),
-                f"{amount(each.memory_bytes)} ({each.memory_bytes / state:.2f} S)",
+                f"{amount(each.memory_bytes)} ({each.memory_bytes / state:.2f} x state)",
                 survival_text(each.code.risk),
             )
             for each in found.compared
         ],
         left=2,
     )
-    yield "\n".join(["Why", *(f"* {reason}" for reason in found.why)])
+    yield Report(("", ""), [("*", reason) for reason in found.why], "Why", left=2)
 
 
 def _count(count: int, noun: str) -> str:

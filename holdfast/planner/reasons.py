@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from holdfast.planner.failures import DAY_S, FailureModel
 from holdfast.planner.plan import CLOSE, Recommendation, Targets, window
+from holdfast.planner.profiles import PUBLISHED, profile
 from holdfast.planner.rates import count_cores
 from holdfast.planner.survival import Code, Domains, judge
 from holdfast.smp_daemon.shared.quantities import amount, duration
@@ -21,6 +22,8 @@ NAMES = {"process": "process", "memory": "one node's memory", "shock": "several 
 def reasons(found: Recommendation, model: FailureModel, domains: Domains, targets: Targets) -> Iterator[str]:
     """A sentence or two for each decision."""
     yield _failures(found, model)
+    if model.source != profile(PUBLISHED).source and (rate := model.process + model.memory + model.shock):
+        yield f"trainers expect as many failures if they are told: set HOLDFAST_MTBF={1 / rate / 3600:.0f}h"
     yield _interval(found, targets)
     yield _slots(found)
     if found.setting.code.parity:
