@@ -81,7 +81,7 @@ class Candidate:
 
     Attributes:
         cores: cores of a node's SMP; 0 if a profile measured with an unknown number.
-        slots: slots per shard, those of further generations included.
+        slots: slots per shard, as the hook's option counts them: further generations and storage take more.
         encode_every: one of this many snapshots is protected.
         interval: what the trainers choose with this.
         levels: cost of each level, and the failures that it serves.
@@ -297,7 +297,7 @@ def candidates_of(
                 yield Candidate(
                     cores=cores,
                     code=code,
-                    slots=slots + targets.generations - 1,
+                    slots=slots,
                     encode_every=every,
                     interval=interval,
                     levels=levels,
@@ -385,4 +385,4 @@ def compare(
             continue
         code = judge(protection.data, parity, nodes, model, domains, window(costs, parity))
         bytes_ = memory(costs, code, DEFAULT_SLOTS, 1, targets.generations)
-        yield Compared(name=name, code=code, slots=DEFAULT_SLOTS + targets.generations - 1, memory_bytes=bytes_)
+        yield Compared(name=name, code=code, slots=DEFAULT_SLOTS, memory_bytes=bytes_)

@@ -124,17 +124,18 @@ def _code(found: Recommendation, model: FailureModel, domains: Domains, targets:
         yield "one node has no other to protect it: snapshots survive the death of processes only"
         return
     window_s = window(found.costs, code.parity)
-    target, repair = f"{targets.target_survival:.6g}", f"repair in {duration(window_s)}"
+    target, repair = f"{100 * targets.target_survival:.6g} %", f"repair in {duration(window_s)}"
+    if targets.code is not None:
+        name, reaches = code if code.parity else "no parity", "reaches" if found.met else "misses"
+        yield f"{name} {reaches} the target of surviving 30 days with {target} ({repair})"
+        return
     if not found.met:
         yield (
-            f"no code reaches the target of {target} for 30 days; {code} survives best ({repair}). Allow more memory, "
-            "set HOLDFAST_DOMAINS (--placement labelled), use more nodes or storage"
+            f"no code survives 30 days with {target}; {code} is among the best ({repair}). Allow more memory, set "
+            "HOLDFAST_DOMAINS (--placement labelled), use more nodes or storage"
         )
-    elif targets.code is None:
-        yield (
-            f"{code} uses least memory of the codes that survive 30 days with {100 * targets.target_survival:.6g} % "
-            f"({repair})"
-        )
+    else:
+        yield f"{code} uses least memory of the codes that survive 30 days with {target} ({repair})"
     yield from _domains(code, model, domains, found.nodes, window_s, targets)
 
 

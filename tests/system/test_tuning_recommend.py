@@ -183,6 +183,19 @@ def test_storage_takes_a_slot_and_an_interval_of_its_own() -> None:
     assert "ends the run" in " ".join(reasons(without, MODEL, LABELLED, Targets()))
 
 
+def test_each_generation_takes_a_slot_more_than_the_option_says() -> None:
+    one, three = (found(costs=CHEAP, code=(7, 1), generations=count) for count in (1, 3))
+    assert one.setting.slots == three.setting.slots == 2
+    assert one.setting.memory_bytes == pytest.approx(98e9 * 2 * 8 / 7)
+    assert three.setting.memory_bytes == pytest.approx(98e9 * 4 * 8 / 7)
+
+
+@pytest.mark.parametrize(("nodes", "word"), [(8, "misses"), (64, "reaches")])
+def test_it_is_said_whether_a_code_of_ones_own_reaches_the_target(nodes: int, word: str) -> None:
+    said = reasons(found(nodes=nodes, code=(7, 1)), MODEL, LABELLED, Targets(code=(7, 1)))
+    assert f"7+1 {word} the target" in " ".join(said)
+
+
 def test_one_node_keeps_only_processes() -> None:
     result = found(nodes=1)
     assert (result.setting.code.parity, result.encode_every, result.network_rate) == (0, 0, 0.0)
