@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.exact_interval import daly
 from holdfast.planner.failures import DAY_S
-from holdfast.planner.periods import daly
 from holdfast.snapshot.interval.rule import IntervalRule
 
 

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from benchmarks.exact_interval import optimal
 from benchmarks.fleet.groups import Groups, place
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.progress import Save
-from holdfast.planner.periods import optimal
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.snapshot.collective.routes import distances

@@ -1,6 +1,6 @@
 """What to do: interval, code, `protect_every`, slots, memory and SMP cores of a job. Pure; results depend on the seed.
 
-The interval is the trainers' own: `trainer_interval` calls the function that they call, with what they would measure.
+The interval is the trainers' own: `trainer_interval` asks the rule that they follow, with what they would measure.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from holdfast.planner.checks import positive, within
 from holdfast.planner.costs import Costs
 from holdfast.planner.failures import DAY_S, FailureModel, spare_nodes
 from holdfast.planner.montecarlo import Played, play
-from holdfast.planner.periods import LONGEST_STEPS, Interval, choose_interval, slots_needed, young
+from holdfast.planner.periods import LONGEST_STEPS, slots_needed, young
 from holdfast.planner.survival import Code, Domains, candidates, judge
 from holdfast.planner.waste import ENCODE_EVERY, Level, first_order, lost, overhead
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS
+from holdfast.snapshot.interval.rule import NODE_LOST, Spacing, choose
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.step.ledger import parity_slots
 
@@ -35,6 +36,9 @@ CORES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 SLOTS = (2, 3, 4)
 DEFAULT_SLOTS = 3
 """The hook's default."""
+
+OLD_STEPS = 10**12
+"""Age of a job, in steps, at which its interval no longer depends on its age."""
 
 NODE_REPAIR_S = DAY_S
 """Time until a node that was taken out is back, which the number of spare nodes depends on."""
@@ -94,7 +98,7 @@ class Candidate:
     code: Code
     slots: int
     encode_every: int
-    interval: Interval
+    interval: Spacing
     levels: tuple[Level, ...]
     periods: tuple[int, ...]
     memory_bytes: float
@@ -290,7 +294,7 @@ def candidates_of(
         levels = levels_of(costs, code, model, nodes)
         for slots in SLOTS:
             for every in ENCODE_EVERY if m else (1,):
-                interval = trainer_interval(costs, m, every, slots, model.job(nodes), targets.overhead_budget)
+                interval = trainer_interval(costs, m, every, model.job(nodes), targets.overhead_budget)
                 if not _keeps_up(costs, m, every, slots, interval.steps):
                     continue
                 periods = _periods(levels, interval.steps, every, costs, targets.overhead_budget)
@@ -308,27 +312,28 @@ def candidates_of(
 
 
 def trainer_interval(
-    costs: Costs, parity: int, every: int, slots: int, rates: Mapping[str, float], budget: float | None
-) -> Interval:
-    """The interval that the trainers of a running job settle on, by the function that they call.
+    costs: Costs, parity: int, every: int, rates: Mapping[str, float], budget: float | None
+) -> Spacing:
+    """The interval that the trainers of a job settle on, by the rule that they follow, once the job is old enough.
 
     As they do, it takes the cost of a snapshot as the mean over `every` snapshots, of which one is encoded, and counts
-    a failure that needs a protected snapshot `every` times, as it loses half of as many intervals.
+    a failure that needs a protected snapshot `every` times, as it loses half of as many intervals. A snapshot that will
+    be encoded begins after a step in which none was worked on; where that decides, the limit is ``protect``.
 
     Args:
         rates: failures of the job per second, by class; those that no memory survives do not count.
     """
     restored = sum(rate for kind, rate in rates.items() if kind != "beyond")
-    lost_memory = restored - rates["process"]
-    return choose_interval(
+    wish = choose(
         step_s=costs.step_s,
         cost_s=costs.snapshot_cost_s + parity * costs.encode_cost_s / every,
-        failure_rate=restored + lost_memory * (every - 1),
-        commit_s=costs.commit_s,
-        encode_s=parity * costs.encode_s if every == 1 else 0.0,
-        slots=slots,
+        failure_rate=max(restored * (1 + NODE_LOST * (every - 1)), 1e-300),
         budget=budget,
+        done=OLD_STEPS,
     )
+    busy_s = costs.commit_s + parity * costs.encode_s if every == 1 else costs.commit_s
+    least = math.ceil(busy_s / costs.step_s) + 1
+    return Spacing(least, "protect") if least > wish.steps else wish
 
 
 def _keeps_up(costs: Costs, parity: int, every: int, slots: int, steps: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -59,22 +58,16 @@ def _failures(found: Recommendation, model: FailureModel) -> str:
 
 
 def _interval(found: Recommendation, targets: Targets) -> str:
-    best = found.setting.interval
     costs, parity = found.costs, found.setting.code.parity
     cost_s = costs.snapshot_cost_s + parity * costs.encode_cost_s / found.setting.encode_every
-    text = f"a snapshot costs {duration(cost_s)} of training: "
-    if best.bound == "optimum":
-        return text + f"the best interval is {duration(best.ideal_s)} (Young, Daly), as trainers compute it"
-    ideal = (
-        "no loss is expected" if math.isinf(best.ideal_s) else f"the best interval would be {duration(best.ideal_s)}"
-    )
-    limits = {
-        "step": "less than a step",
-        "slots": "a snapshot must be protected before its slot is needed again",
-        "budget": f"the overhead budget of {targets.overhead_budget or 0:.2%} allows no less than this",
-        "longest": "this is the longest that is allowed",
-    }
-    return f"{text}{ideal}; {limits[best.bound]}"
+    why = {
+        "optimum": "the interval that loses least, by Young's formula, as trainers compute it",
+        "longest": "trainers take one at least this often, although a longer interval would lose less",
+        "budget": f"more often would take over {targets.overhead_budget or 0:.2%} of the time, the overhead budget",
+        "protect": "trainers begin the next one when this one is protected",
+        "young": "the job is young",
+    }[found.setting.interval.limit]
+    return f"a snapshot costs {duration(cost_s)} of training, every {duration(found.interval_s)}: {why}"
 
 
 def _slots(found: Recommendation) -> str:

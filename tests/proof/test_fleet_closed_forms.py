@@ -7,13 +7,13 @@ import statistics
 
 import pytest
 
+from benchmarks.exact_interval import expected_time
 from benchmarks.fleet.engine import simulate
 from benchmarks.fleet.failures import FailureProcess
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.progress import Save
 from benchmarks.fleet.strategies import Design, DiskAsync, DiskSync, InMemoryCode, Nothing, Strategy
 from holdfast.planner.failures import DAY_S
-from holdfast.planner.periods import expected_time
 from holdfast.planner.survival import loss_rate_first_order
 
 

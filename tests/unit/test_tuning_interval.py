@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 
-from holdfast.planner.periods import (
-    choose_interval,
-    daly,
-    expected_time,
-    optimal,
-    slots_needed,
-    young,
-)
-from holdfast.smp_daemon.shared.errors import ConfigError
+from benchmarks.exact_interval import daly, expected_time, optimal
+from holdfast.planner.periods import slots_needed, young
 
 MINUTE = 60.0
 
@@ -106,44 +98,3 @@ def test_a_persist_that_lasts_holds_one_more_slot() -> None:
     assert slots_needed(10.0, 1.0, 15.0) == 3
     assert slots_needed(10.0, 1.0, 15.0, persist_s=11.0) == 4
     assert slots_needed(10.0, 1.0, 15.0, persist_s=9.0) == 3
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_interval_in_steps_is_the_best_of_all(seed: int) -> None:
-    draw = random.Random(seed)
-    step, cost, rate = draw.uniform(0.1, 20), 10 ** draw.uniform(-3, 1), 10 ** draw.uniform(-6, -3)
-    found = choose_interval(step_s=step, cost_s=cost, failure_rate=rate, budget=None).steps
-    brute = min(range(1, 20_000), key=lambda k: expected_time(k * step, cost, 1 / rate) / (k * step))
-    assert found == min(brute, 19_999)
-
-
-def test_each_bound_is_kept_and_named() -> None:
-    options: Any = {"step_s": 10.0, "cost_s": 0.5, "failure_rate": 1e-4}
-    assert choose_interval(**options, budget=None).bound == "optimum"
-    assert choose_interval(**options, budget=None).steps == 10  # sqrt(2 * .5 * 1e4) = 100 s
-    assert (choose_interval(**options, budget=0.001).steps, choose_interval(**options, budget=0.001).bound) == (
-        50,
-        "budget",
-    )
-    slow = choose_interval(**options, commit_s=1.0, encode_s=700.0)
-    assert (slow.steps, slow.bound) == (70, "slots")  # the encoding of the next cannot start earlier
-    two = choose_interval(**options, commit_s=500.0, encode_s=400.0, slots=2)
-    assert (two.steps, two.bound) == (90, "slots")  # with two slots each is protected before the next begins
-    assert choose_interval(**options, longest=7).steps == 7
-    assert choose_interval(**options, shortest=33).steps == 33
-    often = choose_interval(step_s=1000.0, cost_s=0.001, failure_rate=1e-3)
-    assert (often.steps, often.bound) == (1, "step")
-
-
-def test_what_costs_nothing_is_done_at_every_step_and_what_never_fails_rarely() -> None:
-    assert choose_interval(step_s=1.0, cost_s=-0.1, failure_rate=1e-5).steps == 1  # measurement noise
-    assert choose_interval(step_s=1.0, cost_s=0.0, failure_rate=0.0).steps == 1
-    assert choose_interval(step_s=1.0, cost_s=0.1, failure_rate=0.0, longest=5000).steps == 5000
-
-
-@pytest.mark.parametrize(
-    ("step", "rate", "text"), [(0.0, 1e-5, "time of a step is 0 s"), (1.0, -1.0, "rate is -1 per")]
-)
-def test_impossible_arguments_are_refused(step: float, rate: float, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        choose_interval(step_s=step, cost_s=1.0, failure_rate=rate)

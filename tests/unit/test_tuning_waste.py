@@ -6,15 +6,14 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 
+from benchmarks.exact_interval import expected_time
 from holdfast.planner.failures import DAY_S
 from holdfast.planner.montecarlo import play
-from holdfast.planner.periods import expected_time, young
-from holdfast.planner.waste import Level, Limits, best_periods, first_order, overhead
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.planner.periods import young
+from holdfast.planner.waste import Level, first_order, overhead
 
 LEVELS = (
     Level("process", 0.3, 1.0, 60.0, 1 / 7200),
@@ -147,33 +146,3 @@ def test_without_failures_only_snapshots_cost() -> None:
     level = Level("process", 0.5, 1.0, 1.0, 0.0)
     assert play([level], [10], 1.0, seed=1).mean == pytest.approx(10 / 10.5)
     assert overhead([level], [10.0]) == 0.05
-
-
-@pytest.mark.parametrize("budget", [None, 0.02, 0.005])
-def test_the_plan_is_as_good_as_the_best_of_all(budget: float | None) -> None:
-    limits = Limits(30.0, 8.0, 20.0, 25.0, slots=3, budget=budget, longest=3000)
-    found = best_periods(LEVELS, limits)
-
-    def waste(periods: Sequence[int]) -> float:
-        return first_order(LEVELS, [p * 30.0 for p in periods])
-
-    plans = ((k, k * n, k * n * many) for k, n, many in product(range(1, 12), range(1, 5), range(1, 300)))
-    allowed = [p for p in plans if limits.feasible(p) and overhead(LEVELS, [x * 30.0 for x in p]) <= (budget or 1)]
-    best = min(map(waste, allowed))
-    assert limits.feasible(found)
-    assert overhead(LEVELS, [x * 30.0 for x in found]) <= (budget or 1) + 1e-12
-    assert waste(found) <= best * 1.005
-
-
-def test_a_plan_waits_for_a_free_slot_and_for_the_encoding() -> None:
-    free = Level("process", 0.0, 10.0, 60.0, 1e-4), Level("memory", 0.0, 40.0, 60.0, 1e-5)
-    assert best_periods(free, Limits(1.0, 10.0, 30.0, None, slots=3, encode_every=(1,))) == (30, 30)
-    assert best_periods(free, Limits(1.0, 10.0, 30.0, None, slots=2, encode_every=(1,))) == (40, 40)
-    assert best_periods(free, Limits(1.0, 10.0, 30.0, None, slots=4))[0] == 10  # some snapshots are not encoded
-
-
-def test_what_cannot_be_had_is_said() -> None:
-    with pytest.raises(
-        ConfigError, match="no interval up to 100 steps of 1 s is feasible with 2 slots: copying takes 60"
-    ):
-        best_periods(LEVELS, Limits(1.0, 60.0, 70.0, 5.0, slots=2, longest=100))
