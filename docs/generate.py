@@ -153,10 +153,9 @@ def _jobs() -> Iterator[str]:
                 continue
             exact = sum(not each["difference"] for each in chosen)
             release = versions["megatron-core"] if kind else versions["torch"]
-            of = f"{release} | {versions['Python']} | {versions['torch']}"
-            rows.append(f"| {name} | {of} | {len(chosen)} | {exact} | {_when(path, found)} |")
-    head = "| what trained | release | Python | torch | jobs | exact | when, on what |"
-    yield "\n".join([head, "|---|---|---|---|---:|---:|---|", *rows])
+            on = f"Python {versions['Python']}, torch {versions['torch']}, {_when(path, found)}"
+            rows.append(f"* {name} {release}: {exact} of {len(chosen)} exact. {on}")
+    yield "\n".join(rows)
 
 
 # ---------------------------------------------------------------------- proof
@@ -214,7 +213,7 @@ def python() -> Iterator[str]:
             yield from document(member.fget if isinstance(member, property) else member, with_defaults=False)
     around = vars(sys.modules[snapshot.__mro__[1].__module__])
     yield "### What `snap.data` takes"
-    yield from document(around["Data"], with_defaults=False)
+    yield "[Loops](loops.md#say-where-a-step-begins) says which sources resume where they were."
     yield from document(around["Data"].__init__, with_defaults=False)
     for name, kind in (("statistics", "Statistics"), ("restored", "Restored")):
         yield f"### What `snap.{name}` holds"

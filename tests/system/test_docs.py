@@ -152,6 +152,9 @@ def test_make_lists_every_target() -> None:
     listed = [line.split() for line in done.stdout.splitlines()]
     assert {words[1] for words in listed} == targets()
     assert all(len(words) > 2 for words in listed)
+    for workflow in (ROOT / ".github/workflows").glob("*.yml"):
+        asked = set(re.findall(r"\bmake ([a-z-]+)", workflow.read_text().partition("jobs:")[2]))
+        assert asked and asked <= targets(), workflow
 
 
 STALL = ROOT / "benchmarks/results/stall-2026-11-21.json"
