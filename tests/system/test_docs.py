@@ -75,7 +75,7 @@ def test_the_reference_has_every_option_and_every_command() -> None:
     for argument in [*start.args.args[1:], *start.args.kwonlyargs]:
         assert re.search(rf"`{argument.arg}[`=]", options), argument.arg
     commands = (ROOT / "docs/reference-commands.md").read_text()
-    for command in ("smp start", "chaos run", "drain", "export", "tune", "bench node"):
+    for command in ("smp start", "chaos run", "drain", "export", "plan", "bench node"):
         assert f"## holdfast {command}\n" in commands
     for option in ("--persist-every", "--spares", "--on-hang", "--protect", "--dry-run"):
         assert f"`{option}" in commands
