@@ -110,6 +110,14 @@ def _bits_flip(plan: SeedPlan) -> SeedPlan:
     return replace(plan, lives=(faults,), gaps=(Gap(0.0, True),), steps=3, flip_chance=0.0)
 
 
+def _adopted_flipped(plan: SeedPlan) -> SeedPlan:
+    """Bits flip, SMPs are killed, so that their successors adopt what is damaged, and then all trainers are killed."""
+    flips = tuple(DrawnFault("flip-stored", awaits=1400 + 20 * i) for i in range(3))
+    ends = tuple(DrawnFault("kill-smp", awaits=1500 + 20 * i) for i in range(4))
+    faults = (*flips, *ends, DrawnFault("kill-trainers", awaits=1600))
+    return replace(plan, lives=(faults,), gaps=(Gap(0.0, True),), steps=3, flip_chance=0.0)
+
+
 def _beside(plan: SeedPlan) -> SeedPlan:
     return replace(plan, beside=True, state=None, quiet=2)
 
@@ -236,6 +244,25 @@ _fill = Copier._fill
 _one_node_behind = one_node_behind(vars(restore)["exchange"])
 _forget_what_was_protected = forgetting_what_was_promised(plan_restore)
 _join = Store.join
+_make = Holdings.make
+
+
+def _make_under_the_lock(self: Holdings, pool: SlotFilePool, length: int) -> Any:
+    with self._lock:
+        return _make(self, pool, length)
+
+
+_checked_unit = Holdings.checked_unit
+
+
+def _believe_what_was_adopted(self: Holdings, key: Any, index: int) -> Any:
+    if index not in self._unverified.get(key, ()):
+        return _checked_unit(self, key, index)
+    view, record = self.open(key)
+    offset, length = record.unit(index)
+    return view[offset : offset + length], record
+
+
 _adopt = Arena.adopt
 _reserve = Arena.reserve
 
@@ -494,10 +521,10 @@ MUTANTS: dict[str, SimMutant] = {
         _beside,
     ),
     "made-under-the-lock": SimMutant(
-        "slots are made again at once, however large they are, while everybody waits for the store",
+        "a slot to receive into is made while everybody waits for the store",
         "lock",
-        ((Arena, "take_away", lambda self, pool, slot: pool.replace(slot) or True),),
-        _beside,
+        ((Holdings, "make", _make_under_the_lock),),
+        lambda plan: _lost(_beside(plan)),
     ),
     "no-repair": SimMutant(
         "lost parity is not repaired",
@@ -513,6 +540,15 @@ MUTANTS: dict[str, SimMutant] = {
             ("holdfast.smp_daemon.shared.client.RecoveredShard", "matches", lambda self, unit: True),
         ),
         _bits_flip,
+    ),
+    "adopted-believed": SimMutant(
+        "what a predecessor left is believed unverified",
+        "restored",
+        (
+            (Holdings, "checked_unit", _believe_what_was_adopted),
+            ("holdfast.smp_daemon.shared.client.RecoveredShard", "matches", lambda self, unit: True),
+        ),
+        _adopted_flipped,
     ),
     "one-is-behind": SimMutant(
         "one node does not hear of the newest snapshot",
