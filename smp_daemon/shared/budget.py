@@ -93,8 +93,14 @@ class Budget:
         """Reserve all memory that may still be claimed, unless slots are being made. Blocks while the kernel zeroes it.
 
         Raises:
-            ArenaTooSmall: the file system has no room for it; the reserve stays as it was.
+            ArenaTooSmall: a predecessor's slots take more than the limit, or the file system has no room for the rest;
+                the reserve stays as it was.
         """
+        if self.limit and self.used > self.limit:
+            raise ArenaTooSmall(
+                f"the arena {self._arena} holds {self.used:,} bytes, and --memory (HOLDFAST_MEMORY) allows "
+                f"{self.limit:,}: allow {self.used:,} or more, or remove the arena with `holdfast gc`"
+            )
         if not self.limit or self.owed or self._held >= self.left:
             return
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Arena:
 
     Attributes:
         lost: names of files that were found damaged, and removed.
+        on_given_up: called when a slot is given up that is to be overwritten with zeros, see `next_unwiped`.
     """
 
     def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, system: System = MACHINE) -> None:
@@ -70,6 +71,7 @@ class Arena:
         self._clear_the_way()
         self.budget = Budget(path, memory)
         self._zero = zero
+        self.on_given_up: Callable[[], None] = lambda: None
         self.shards: dict[str, SlotFilePool] = {}
         self.parities: dict[tuple[str, int], SlotFilePool] = {}
         self.layouts: dict[tuple[int, int], Layout] = {}
@@ -111,7 +113,13 @@ class Arena:
         return pool
 
     def _new_pool(self, name: str, suffix: str) -> SlotFilePool:
-        return SlotFilePool(self.path, name, suffix, self.budget, self._zero, self._system)
+        on_given_up = (lambda: self.on_given_up()) if self._zero else None
+        return SlotFilePool(self.path, name, suffix, self.budget, on_given_up, self._system)
+
+    def next_unwiped(self) -> tuple[SlotFilePool, Slot] | None:
+        """A free slot that was given up and is not overwritten with zeros yet."""
+        slots = ((pool, slot) for pool in self.pools() for slot in pool.slots)
+        return next(((pool, slot) for pool, slot in slots if slot.state is SlotState.FREE and slot.unwiped), None)
 
     def pools(self) -> Iterator[SlotFilePool]:
         """Every pool."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +26,9 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.numa import prefer
 
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+WIPE_BYTES = 16 << 20
+"""Bytes that are overwritten with zeros at a time, with the store's lock held: milliseconds."""
 
 ENLARGE = (
     "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
@@ -55,6 +58,7 @@ class Slot:
 
     Attributes:
         reserved: how many of the bytes are reserved so far, while the slot is being made.
+        unwiped: bytes at its beginning that are to be overwritten with zeros, as it was given up.
         claimed: whether a thread makes the slot for itself: the `Reserver` does not make it, and nobody else takes or
             deletes it.
     """
@@ -64,6 +68,7 @@ class Slot:
     state: SlotState = SlotState.FREE
     snapshot: SnapshotId | None = None
     reserved: int = 0
+    unwiped: int = 0
     claimed: bool = False
 
     @property
@@ -107,6 +112,7 @@ class SlotPool:
             if slot.state is SlotState.FREE and slot.bytes == length and not slot.claimed:
                 slot.state = state
                 slot.snapshot = snapshot
+                slot.unwiped = 0  # whoever fills it overwrites all of it, or gives it up again
                 return slot
         held = ", ".join(str(slot.snapshot) for slot in self.slots if slot.snapshot)
         raise NoFreeSlot(
@@ -146,13 +152,20 @@ class SlotFilePool(SlotPool):
     """
 
     def __init__(
-        self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool, system: System = MACHINE
+        self,
+        arena: Path,
+        name: str,
+        suffix: str,
+        budget: Budget,
+        on_given_up: Callable[[], None] | None,
+        system: System = MACHINE,
     ) -> None:
-        """`zero`: overwrite slots with zeros when they are given up."""
+        """`on_given_up`: called when a slot is given up that `wipe_next` is to overwrite with zeros; None: it stays as
+        it is."""
         super().__init__(name)
         self.near: int | None = None
         self._budget = budget
-        self._zero = zero
+        self._on_given_up = on_given_up
         self._system = system
         self.arena = arena
         self.suffix = suffix
@@ -260,15 +273,16 @@ class SlotFilePool(SlotPool):
     def discard(self, slot: Slot) -> None:
         """Free the slot. Its commit record is deleted first, so a crash in between leaves a free slot."""
         self.record_path(slot).unlink(missing_ok=True)
-        if slot.state is not SlotState.FREE:
-            self._wipe(slot)
+        was_used = slot.state is not SlotState.FREE
         failpoint("slot.freed", slot.snapshot.step if slot.snapshot else -1)
         slot.free()
+        if was_used:
+            self._give_up_bytes(slot)
 
     def abandon(self, slot: Slot) -> None:
         """Free a slot that its writer may still write to. In this epoch nobody else writes to it; see `Arena.fence`."""
         self.discard(slot)
-        self._wipe(slot)
+        self._give_up_bytes(slot)
         self._abandoned.add(slot.index)
 
     def is_abandoned(self, slot: Slot) -> bool:
@@ -282,6 +296,7 @@ class SlotFilePool(SlotPool):
     def replace(self, slot: Slot) -> None:
         """Free the slot and give it a new file, so that a writer that still maps the old file cannot touch the slot."""
         self.discard(slot)
+        self._wipe(slot)
         self._forget(slot)
         try:
             self._reserve(slot)
@@ -298,7 +313,8 @@ class SlotFilePool(SlotPool):
             return
         self.discard(slot)
         if self.is_abandoned(slot):
-            self._wipe(slot)
+            self._give_up_bytes(slot)  # its writer may have written since
+        self._wipe(slot)
         self._forget(slot)
         self._drop(slot)
 
@@ -329,9 +345,21 @@ class SlotFilePool(SlotPool):
         self.slots.remove(slot)
         self._budget.give(slot.bytes, slot.bytes - slot.reserved if slot.state is SlotState.MAKING else 0)
 
+    def _give_up_bytes(self, slot: Slot) -> None:
+        if self._on_given_up is not None:
+            slot.unwiped = slot.bytes
+            self._on_given_up()
+
+    def wipe_next(self, slot: Slot) -> None:
+        """Overwrite the next `WIPE_BYTES` of a free slot that was given up with zeros."""
+        begin = max(0, slot.unwiped - WIPE_BYTES)
+        wipe(self.view(slot)[begin : slot.unwiped])
+        slot.unwiped = begin
+
     def _wipe(self, slot: Slot) -> None:
-        if self._zero and slot.bytes:
-            wipe(self.view(slot))
+        """Overwrite what is left of a slot whose file is about to go."""
+        while slot.unwiped:
+            self.wipe_next(slot)
 
     def _forget(self, slot: Slot) -> None:
         self._maps.pop(slot.index, None)

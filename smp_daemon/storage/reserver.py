@@ -1,4 +1,5 @@
-"""Reserves the memory of slots in the background: hundreds of gigabytes take minutes, and training does not wait."""
+"""Reserves the memory of slots in the background: hundreds of gigabytes take minutes, and training does not wait. It
+also overwrites slots that were given up with zeros, if that is asked for."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, ran_out, room
+
+TURN_S = 0.001
+"""How long the thread that wipes leaves the store's lock to others after each part."""
 
 log = get_log(__name__)
 
@@ -47,7 +51,8 @@ def make(pool: SlotFilePool, slot: Slot, lock: threading.Condition, is_over: Cal
 
 
 class Reserver:
-    """Makes the planned slots of an arena, one after another. Its thread runs only while slots are planned.
+    """Makes the planned slots of an arena, one after another, and then wipes those that were given up. Its thread runs
+    only while there are any.
 
     Attributes:
         error: why the last plan was given up; empty if it was not.
@@ -63,6 +68,7 @@ class Reserver:
         self._system = system
         self._thread: threading.Thread | None = None
         self._closed = False
+        arena.on_given_up = self.go_on
 
     def start(self) -> None:
         """Forget the last error, and start the thread if slots are planned. The caller holds the lock."""
@@ -70,8 +76,8 @@ class Reserver:
         self.go_on()
 
     def go_on(self) -> None:
-        """Start the thread if slots are planned. The caller holds the lock."""
-        if self._thread is None and self._arena.next_planned() is not None and not self._closed:
+        """Start the thread if there is something to do. The caller holds the lock."""
+        if self._thread is None and not self._closed and self._has_work():
             self._thread = self._system.Thread(target=self._run, name="reserve", daemon=True)
             self._thread.start()
 
@@ -90,7 +96,9 @@ class Reserver:
 
     def _run(self) -> None:
         make_background(self._priority)
-        while (planned := self._next()) is not None:
+        while (planned := self._next()) is not None or self._wipes():
+            if planned is None:
+                continue
             try:
                 make(*planned, self._lock, lambda: self._closed)
             except OSError as error:
@@ -98,10 +106,23 @@ class Reserver:
 
     def _next(self) -> tuple[SlotFilePool, Slot] | None:
         with self._lock:
-            planned = None if self._closed else self._arena.next_planned()
-            if planned is None:
+            return None if self._closed else self._arena.next_planned()
+
+    def _has_work(self) -> bool:
+        return self._arena.next_planned() is not None or self._arena.next_unwiped() is not None
+
+    def _wipes(self) -> bool:
+        """Wipe a part of a slot that was given up. Returns whether there may be more to do; False: the thread ends."""
+        with self._lock:
+            if not self._closed and (unwiped := self._arena.next_unwiped()) is not None:
+                pool, slot = unwiped
+                pool.wipe_next(slot)
+                self._lock.wait(TURN_S)  # others have their turn
+                return True
+            if self._closed or not self._has_work():
                 self._thread = None
-            return planned
+                return False
+            return True
 
     def _give_up(self, pool: SlotFilePool, slot: Slot, error: OSError) -> None:
         """Delete the planned slots that hold no snapshot, and wake those who wait for them. Does nothing if `slot` was

@@ -106,7 +106,8 @@ class Store:
         # `ParityGathering`, of `Recoveries`, of the channels to peers, of counters and of logs are taken after it: a
         # thread that holds one of them must not take this one. Bytes are copied, digested, sent, reserved and mapped in
         # without it, however many there are: trainers wait for it in every step. Exceptions are of bounded length: one
-        # unit is repaired, and slots are made, if `is_at_once` (`Arena.reserve`, `Arena.take_away`).
+        # unit is repaired, slots are made if `is_at_once` (`Arena.reserve`, `Arena.take_away`), and a slot is wiped
+        # part by part (only one that is deleted, as the layout changes, is wiped in one go).
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
         self.reserver = Reserver(arena, self.changed, priority, system)
@@ -135,7 +136,8 @@ class Store:
         self._held: set[SnapshotId] = set()
         self._progress: dict[SnapshotId, SnapshotProgress] = {}
         self._checked_headers: dict[str, tuple[int, bytes]] = {}
-        self._adopt()
+        with self.changed:  # the thread that wipes may begin before all is adopted
+            self._adopt()
 
     # ------------------------------------------------------------------ epochs and layouts
 

@@ -138,7 +138,7 @@ def test_a_new_slot_lies_on_the_numa_node_that_its_trainer_said(
             prefer(page, 0)
         except OSError as error:
             pytest.skip(f"this kernel has no mbind: {error}")
-    pool = SlotFilePool(tmp_path, "dp0", "safetensors", Budget(tmp_path, 0), zero=False)
+    pool = SlotFilePool(tmp_path, "dp0", "safetensors", Budget(tmp_path, 0), on_given_up=None)
     pool.near = 0
     slot = pool.create(8 * mmap.PAGESIZE)
     pool.view(slot)[:4] = b"here"

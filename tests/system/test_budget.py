@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from holdfast.smp_daemon.shared.budget import RESERVE, Budget, wipe, wipe_file
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
+from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import SlotFilePool
+from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, run_on
 from tests.system.test_arena import PAGE, TAG, at, crash, hold
@@ -81,11 +84,56 @@ def test_where_it_cannot_be_reserved_the_error_says_so(shm: Path) -> None:
     assert (shm / RESERVE).stat().st_blocks == 0
 
 
+def test_a_successor_with_less_memory_than_is_held_says_so_and_touches_nothing(shm: Path) -> None:
+    arena = Arena(shm / "arena", memory=ROOM)
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 6)})
+    hold(pool, 1)
+    arena._lock.close()
+    successor = Arena(arena.path, memory=5 * PAGE)
+    list(successor.adopt())
+    with pytest.raises(ArenaTooSmall, match=r"holds .* and --memory .* allows"):
+        successor.settle()
+    assert [record for _, _, record in crash(successor).adopt()] == [{"step": 1}]
+
+
 # ---------------------------------------------------------------------- zeros
 
 
 def bytes_of(pool: SlotFilePool) -> set[bytes]:
     return {path.read_bytes() for path in pool.arena.glob("*.safetensors")}
+
+
+def wiped(arena: Arena) -> None:
+    """What the reserver's thread does."""
+    while (unwiped := arena.next_unwiped()) is not None:
+        pool, slot = unwiped
+        pool.wipe_next(slot)
+
+
+def test_slots_are_wiped_by_a_thread_part_by_part_and_may_be_taken_meanwhile(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "WIPE_BYTES", PAGE // 4)
+    lock = threading.Condition(threading.RLock())
+    arena = Arena(shm / "arena", zero=True)
+    reserver, pool = Reserver(arena, lock, "normal"), arena.shard_pool("dp0")
+    with lock:
+        arena.reserve({pool: (PAGE, 2)})
+        hold(pool, 7)
+        arena.release([], at(8))
+        assert {slot.unwiped for slot in pool.slots} == {0, PAGE}, "the thread waits for the lock"
+        pool.wipe_next(pool.slots[0])
+        assert bytes(pool.view(pool.slots[0])) == b"\7" * (3 * PAGE // 4) + bytes(PAGE // 4)
+        first, second = (pool.begin(at(step), PAGE) for step in (8, 9))
+        assert not first.unwiped and arena.next_unwiped() is None, "it will be overwritten anyway"
+        pool.abandon(second)
+    thread = reserver._thread
+    assert thread is not None
+    thread.join(DEADLINE_S)
+    assert bytes(pool.view(second)) == bytes(PAGE)
+    assert bytes(pool.view(first))[:1] == b"\7", "what somebody writes is left alone"
+    reserver.close()
 
 
 def test_what_is_given_up_is_overwritten_with_zeros_if_asked_to(shm: Path) -> None:
@@ -95,10 +143,12 @@ def test_what_is_given_up_is_overwritten_with_zeros_if_asked_to(shm: Path) -> No
         arena.reserve({pool: (PAGE, 1)})
         hold(pool, 7)
         arena.release([], at(8))
+        wiped(arena)
         assert bytes_of(pool) == {bytes([0 if zero else 7]) * PAGE}
         slot = pool.begin(at(9), PAGE)
         pool.view(slot)[:] = bytes([9]) * PAGE
         pool.abandon(slot)
+        wiped(arena)
         assert bytes_of(pool) == {bytes([0 if zero else 9]) * PAGE}
 
 
@@ -113,6 +163,7 @@ def test_so_is_what_a_killed_one_had_not_sealed_and_what_is_removed(shm: Path) -
     arena._lock.close()
     second = Arena(arena.path, zero=True)
     list(second.adopt())
+    wiped(second)
     assert bytes(views[0]) == bytes(PAGE)
     third_pool = second.shard_pool("dp0")
     third_pool.slots[0].state, third_pool.slots[0].snapshot = pool.slots[0].state, at(6)
