@@ -91,9 +91,10 @@ def start_smp(
     refused: ConfigError | None = None
     with _turn_to_start(arena) as is_my_turn:
         while (left_s := until_s - time.monotonic()) > 0:
+            mine = is_my_turn()  # before the look: whoever had the turn may have started one just now
             if serves(arena) and (owner := _owner_at(arena)) is not None:
                 return owner
-            if is_my_turn():
+            if mine:
                 if refused is None:
                     try:
                         return launch(command, left_s)

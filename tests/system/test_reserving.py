@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,8 +30,9 @@ from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotState
-from holdfast.snapshot.resume.arrange import Protection, arrange
+from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
+from holdfast.smp_daemon.storage.store import Store
+from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from tests.deadlines import DEADLINE_S
 from tests.proof.crash_kit import next_life
 from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer, playground
@@ -309,6 +311,40 @@ def test_what_is_needed_at_once_is_not_waited_for(tmp_path: Path, beside: None) 
     pool.unplan(PAGE)
     pool.unplan(PAGE)
     assert [slot.state for slot in pool.slots] == [SlotState.FREE]
+
+
+def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
+    tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer begins a snapshot while this SMP still receives its shard: a rejoin that was overtaken."""
+
+    def none(*arguments: object) -> None:
+        pass
+
+    store = Store(Arena(tmp_path / "a"), JOB, "n0", on_sealed=none, on_parity=none, on_protected=none, on_epoch=none)
+    layout = arrange(JOB, 1, [RankInfo("dp0", "n0", "127.0.0.1", 1, 2, PAGE)], Protection(0, 0), 2)
+    store.join(1)
+    store.configure(layout)
+    assert store.await_reserved(1, 2, DEADLINE_S) == 2
+    pool = store.arena.shard_pool("dp0")
+    _, _, late = store.holdings.take(pool, SnapshotId(1, 5), PAGE)
+    held, go_on, reserve = [], threading.Event(), SlotMemory.reserve
+
+    def slowly(memory: SlotMemory, start: int, count: int) -> None:
+        held.append(store.changed._is_owned())  # type: ignore[attr-defined]
+        assert go_on.wait(DEADLINE_S)
+        reserve(memory, start, count)
+
+    monkeypatch.setattr(SlotMemory, "reserve", slowly)
+    _, slot = store.begin(SnapshotId(1, 6), "dp0", (), None)
+    assert sorted(each.state for each in pool.slots) == [SlotState.MAKING, SlotState.WRITING]
+    late[:] = b"x" * PAGE
+    go_on.set()
+    assert store.await_reserved(1, 2, DEADLINE_S) == 2
+    assert sorted(each.state for each in pool.slots) == [SlotState.FREE, SlotState.WRITING]
+    assert held == [False]
+    assert bytes(pool.view(slot)) == bytes(PAGE), "whoever received writes to nothing"
+    store.reserver.close()
 
 
 # ---------------------------------------------------------------------- trainers
