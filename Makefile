@@ -104,7 +104,7 @@ stall: setup
 		--plot benchmarks/results/stall.svg
 
 bench-node: setup
-	$(BIN)/holdfast bench node $(if $(AGAINST),--against $(AGAINST)) --json benchmarks/results/node-$$(date +%F).json \
+	$(BIN)/python -m benchmarks.node $(if $(AGAINST),--against $(AGAINST)) --json benchmarks/results/node-$$(date +%F).json \
 		--markdown benchmarks/results/node-$$(date +%F).md
 
 bench-service: setup

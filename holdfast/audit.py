@@ -55,22 +55,26 @@ class AuditPlan:
 
     Attributes:
         command: the training command, as started by hand; it enters `InMemorySnapshot`.
-        steps, kill: number of steps in each run, and number of steps before the first kill.
+        steps: number of steps in each run. The first kill is in the middle.
         ignore: regular expressions; a name that contains a match is not compared.
         deadline_s: timeout for each run.
     """
 
     command: tuple[str, ...]
     steps: int = 8
-    kill: int = 4
     ignore: tuple[str, ...] = ()
     deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not self.command:
             raise ConfigError("what shall be audited? holdfast audit -- python train.py ...")
-        if not 1 <= self.kill < self.steps - 1:
-            raise ConfigError(f"--kill {self.kill} --steps {self.steps}: kill after 1 step or more, 2 before the last")
+        if self.steps < 3:
+            raise ConfigError(f"--steps {self.steps}: give 3 or more, for it is killed in the middle")
+
+    @property
+    def kill(self) -> int:
+        """Number of steps before the first kill."""
+        return self.steps // 2
 
 
 Values = Mapping[str, str]

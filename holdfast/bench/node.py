@@ -80,7 +80,7 @@ class NodeBenchmark:
             raise ConfigError(f"--against {self.against}: there is no holdfast/smp_daemon in it; name a checkout")
 
 
-def quick(seed: int, against: Path | None = None) -> NodeBenchmark:
+def quick(seed: int = 1234, against: Path | None = None) -> NodeBenchmark:
     """A benchmark of a few seconds, whose figures are not to be trusted."""
     return NodeBenchmark((2,), (1,), 24 << 20, 1, 1, 32 << 20, seed, against, tls=False)
 

@@ -19,8 +19,7 @@ def add(commands: Any) -> None:
         "that the training loop can reach at the start of a resumed step, and all outputs and gradients after it. "
         "Status 0 only if nothing differs.",
     )
-    audit.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
-    audit.add_argument("--kill", type=int, default=4, help="number of steps before the first kill (default 4)")
+    audit.add_argument("--steps", type=int, default=8, help="steps of each run; the kill is in the middle (default 8)")
     audit.add_argument(
         "--ignore",
         action="append",
@@ -43,7 +42,7 @@ def _run(parsed: argparse.Namespace) -> int:
     console.print("importing torch")
     from holdfast.audit import AuditPlan, run, show
 
-    plan = AuditPlan(tuple(parsed.command), parsed.steps, parsed.kill, tuple(parsed.ignore), parsed.deadline)
+    plan = AuditPlan(tuple(parsed.command), parsed.steps, tuple(parsed.ignore), parsed.deadline)
     report = run(plan, lambda name: console.print(f"{name} ..."))
     show(console, report)
     write_json(parsed.json, asdict(report))

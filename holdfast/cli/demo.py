@@ -6,7 +6,6 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from holdfast import ConfigError
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.extras import require
 
@@ -34,7 +33,6 @@ def add(commands: Any) -> None:
     demo.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     demo.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
     demo.add_argument("--protect", default="auto", help="k+m such as 2+2, copies:r, auto or none (default auto)")
-    demo.add_argument("--lose", type=int, default=1, help="nodes that are killed at once (default 1)")
     demo.add_argument(
         "--kill",
         type=_kill,
@@ -48,7 +46,6 @@ def add(commands: Any) -> None:
         help="with the hook's own options, as InMemorySnapshot(model, optim) is written: snapshots as often as the "
         "overhead budget allows; how many steps are lost is reported, and does not fail the demo",
     )
-    demo.add_argument("--no-kill", action="store_true", help="kill nothing")
     add_json(demo)
     demo.set_defaults(run=_run)
 
@@ -79,17 +76,11 @@ def _run(parsed: argparse.Namespace) -> int:
 def _kills(parsed: argparse.Namespace) -> tuple[Kill, ...]:
     from holdfast.chaos.demo import Kill
 
-    if parsed.no_kill:
-        return ()
     if parsed.kill:
         return tuple(Kill(*kill) for kill in parsed.kill)
     first, second = max(2, parsed.steps * 3 // 10), max(3, parsed.steps * 6 // 10)
-    if not 0 <= parsed.lose <= parsed.nodes:
-        raise ConfigError(f"--lose {parsed.lose}: there are {parsed.nodes} nodes")
-    last = max(parsed.lose - 1, min(2, parsed.nodes - 1))
-    lost = tuple(range(last - parsed.lose + 1, last + 1))
-    trainer = Kill("trainer", (parsed.nodes * parsed.ranks // 2 - 1,), first)
-    return (trainer, Kill("node", lost, second)) if lost else (trainer,)
+    trainer, node = parsed.nodes * parsed.ranks // 2 - 1, min(2, parsed.nodes - 1)
+    return (Kill("trainer", (trainer,), first), Kill("node", (node,), second))
 
 
 def _kill(text: str) -> tuple[str, tuple[int, ...], int]:

@@ -7,21 +7,24 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.cli.arguments import add_arena, some_time
+from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.smp import no_arena_message
 from holdfast.report import Report, say
 from holdfast.smp_daemon.ops.overview import Overview, look
-from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
+from holdfast.smp_daemon.shared.errors import NotFound
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.paths import Owner, arena_path, find_owners
 from holdfast.smp_daemon.shared.quantities import amount
+
+LOOK_EVERY_S = 2.0
+"""Interval between two looks of ``holdfast top``, in seconds."""
 
 COLOURS = {-1: "bold red", 0: "yellow"}
 
@@ -34,9 +37,7 @@ def add(commands: Any) -> None:
         description="Asks the SMPs of this machine, and those of other nodes that they know, what they hold. Status 0 "
         "only if there is a job, every SMP of it answers, no node and no snapshot is lost, and its trainers are here.",
     )
-    top = commands.add_parser("top", help="the same, again and again")
-    top.add_argument("--every", type=some_time, default="2s", metavar="TIME", help="how often to look (default 2s)")
-    top.add_argument("--count", type=int, default=0, help="how many times; 0: until interrupted (default 0)")
+    top = commands.add_parser("top", help="the same every two seconds, until interrupted")
     for parser, run in ((status, show_status), (top, show_top)):
         parser.add_argument("--job", help="only this job")
         add_arena(parser)
@@ -55,11 +56,8 @@ def show_status(parsed: argparse.Namespace) -> int:
     return 0 if overviews and all(overview.is_well for _, overview in overviews) else 1
 
 
-def show_top(parsed: argparse.Namespace) -> int:
+def show_top(parsed: argparse.Namespace) -> NoReturn:
     """``holdfast top``."""
-    if parsed.count < 0:
-        raise ConfigError(f"--count {parsed.count}: look 0 times or more")
-    looked = 0
     console = Console(highlight=False, markup=False)
     with (
         Live(Text("looking ..."), console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
@@ -70,10 +68,7 @@ def show_top(parsed: argparse.Namespace) -> int:
                 live.update(found, refresh=True)
             else:
                 say(console, found)
-            looked += 1
-            if looked == parsed.count:
-                return 0
-            time.sleep(parsed.every)
+            time.sleep(LOOK_EVERY_S)
 
 
 def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner, Overview]]:

@@ -449,7 +449,7 @@ HTTP = Setting(
     ValueKind("PORT", parse_http),
     "auto",
     "Loopback port of the page, /status.json and /metrics, or ADDRESS:PORT, which serves /metrics to other machines; "
-    "if it is taken, and with auto: the one before, or any free one; off: none.",
+    "auto, or if it is taken: the one before, or any free one; off: none.",
 )
 
 STORAGE = Section(

@@ -182,8 +182,7 @@ def test_a_command_that_does_not_train_is_reported_with_what_it_said() -> None:
     ("arguments", "message"),
     [
         ({"command": ()}, "shall be audited"),
-        ({"kill": 0}, "--kill 0 --steps 8"),
-        ({"kill": 7}, "2 before the last"),
+        ({"steps": 2}, "--steps 2"),
     ],
 )
 def test_an_impossible_audit_is_refused(arguments: dict[str, Any], message: str) -> None:

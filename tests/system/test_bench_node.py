@@ -74,12 +74,12 @@ def report(**changes: Any) -> NodeReport:
     return replace(made, **changes)
 
 
-def test_the_command_measures_itself_against_a_checkout_and_writes_json_and_markdown(tmp_path: Path) -> None:
-    kept = tmp_path / "node.md"
+def test_it_measures_itself_against_a_checkout_and_writes_json_and_markdown(tmp_path: Path) -> None:
+    kept, written = tmp_path / "node.md", tmp_path / "node.json"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "holdfast.cli", "bench", "node", "--quick", "--against", str(ROOT)),
-            *("--json", "-", "--markdown", str(kept)),
+            *(sys.executable, "-m", "benchmarks.node", "--quick", "--against", str(ROOT)),
+            *("--json", str(written), "--markdown", str(kept)),
         ],
         capture_output=True,
         text=True,
@@ -88,7 +88,7 @@ def test_the_command_measures_itself_against_a_checkout_and_writes_json_and_mark
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(written.read_text())
     assert {row["part"] for row in result["parts"]} == {*PARTS}
     assert {row["threads"] for row in result["parts"]} == {1, result["machine"]["cores"]}
     assert [(row["code"], row["nodes"], row["connections"]) for row in result["protect"]] == [
@@ -102,7 +102,7 @@ def test_the_command_measures_itself_against_a_checkout_and_writes_json_and_mark
     assert [row["code"] for row in result["recover"]] == ["this", "against"]
     rates = NodeRates.from_json(result)
     assert rates.cores == len(os.sched_getaffinity(0))
-    for text in (done.stderr, kept.read_text()):
+    for text in (done.stdout, kept.read_text()):
         assert result["date"] in text and "SMPs protect a snapshot" in text and "x CPU against" in text
 
 

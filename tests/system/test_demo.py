@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast import ConfigError, HoldfastError
+from holdfast import ConfigError
 from holdfast.chaos.cluster import TARGET, History, VirtualCluster
 from holdfast.chaos.demo import JOB, Account, DemoPlan, Kill, account
 from holdfast.chaos.demo_view import show
@@ -152,21 +152,12 @@ def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str)
     ("options", "kills"),
     [
         ([], "--kill trainer:3@6 --kill node:2@12"),
-        (["--lose", "2", "--protect", "2+2"], "--kill trainer:3@6 --kill node:1+2@12"),
-        (["--lose", "3", "--protect", "1+3"], "--kill trainer:3@6 --kill node:0+1+2@12"),
-        (["--lose", "0"], "--kill trainer:3@6"),
+        (["--nodes", "2", "--steps", "10"], "--kill trainer:1@3 --kill node:1@6"),
         (["--kill", "node:0+3@4", "--kill", "trainer:1+2+5@9"], "--kill node:0+3@4 --kill trainer:1+2+5@9"),
-        (["--no-kill"], ""),
     ],
 )
 def test_what_is_killed_is_as_the_options_say(options: list[str], kills: str) -> None:
     assert " ".join(kill.option for kill in _kills(make_parser().parse_args(["demo", *options]))) == kills
-
-
-@pytest.mark.parametrize("lose", ["5", "-1"])
-def test_nodes_that_there_are_not_cannot_be_lost(lose: str) -> None:
-    with pytest.raises(HoldfastError, match="there are 4 nodes"):
-        _kills(make_parser().parse_args(["demo", "--lose", lose]))
 
 
 @pytest.mark.parametrize(

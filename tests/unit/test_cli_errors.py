@@ -64,7 +64,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "export": (["--job", "nosuch", "out"], NOT_FOUND, "no SMP of job 'nosuch' has an arena"),
     "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is not a time"),
     "doctor": (["--", "train"], WRONG, "no command is taken here"),
-    "bench node": (["--nodes", "3"], WRONG, "3 nodes: measure with 2 or 4"),
+    "bench node": (["--nodes", "3"], WRONG, "unrecognized arguments: --nodes"),
     "chaos list": (["surplus"], WRONG, "unrecognized arguments: surplus"),
     "chaos run": (["--faults", "x"], WRONG, "--faults: invalid int value: 'x'"),
     "plan": (["--step", "1s", "--model", "nosuch"], WRONG, "--model 'nosuch'"),

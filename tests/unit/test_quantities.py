@@ -106,7 +106,7 @@ def test_options_that_mean_a_size_a_time_or_a_rate_say_so() -> None:
     ]
     assert silent == []
     assert not [(words, option) for words, option, kind in options() if kind in ("SECONDS", "BYTES")]
-    assert len(MEASURES) > 30
+    assert len(MEASURES) > 20
 
 
 @pytest.mark.parametrize("setting", [each for each in TABLE if each.kind.shown in REFUSED], ids=lambda each: each.name)
