@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import textwrap
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -204,7 +204,7 @@ def python() -> Iterator[str]:
     yield "# Python interface"
     yield "What `from holdfast import ...` gives. Frameworks have [pages of their own](start.md#frameworks)."
     yield "## `InMemorySnapshot`"
-    yield from document(snapshot)
+    yield from document(snapshot, importlib.import_module("holdfast.snapshot.options").Options)
     yield "## While a job runs"
     yield "Methods and attributes of the object that `with InMemorySnapshot(...) as snap:` gives."
     for name, member in inspect.getmembers(snapshot):
@@ -338,8 +338,8 @@ def signature(member: Any) -> str:
     return f"({', '.join(names)})"
 
 
-def document(thing: Any, *, with_defaults: bool = True) -> Iterator[str]:
-    """A docstring as Markdown; `with_defaults`: arguments are shown with theirs."""
+def document(thing: Any, *more: Any, with_defaults: bool = True) -> Iterator[str]:
+    """A docstring as Markdown; `with_defaults`: arguments are shown with theirs, some of which `more` has."""
     text, *sections = re.split(r"^(Args|Attributes|Returns|Raises):\n", inspect.getdoc(thing) or "", flags=re.M)
     yield prose(text)
     for title, body in zip(sections[::2], sections[1::2], strict=True):
@@ -347,7 +347,8 @@ def document(thing: Any, *, with_defaults: bool = True) -> Iterator[str]:
         if title == "Returns" or any(len(each) != 2 for each in entries):
             yield f"{title}: {prose(textwrap.dedent(body))}"
         elif title in ("Args", "Attributes"):
-            defaults = inspect.signature(thing).parameters if title == "Args" and with_defaults else {}
+            signatures = [inspect.signature(each).parameters for each in (thing, *more)]
+            defaults = dict(ChainMap(*map(dict, signatures))) if title == "Args" and with_defaults else {}
             yield "\n".join(entry(names, meaning, defaults) for names, meaning in entries if names not in INNER)
         else:
             yield "\n".join(f"* Raises `{names}`: {cell(meaning)}" for names, meaning in entries)
@@ -358,7 +359,8 @@ def entry(names: str, meaning: str, defaults: Any) -> str:
     shown = []
     for name in (each.strip() for each in names.split(",")):
         default = defaults[name].default if name in defaults else inspect.Parameter.empty
-        shown.append(f"`{name}`" if default is inspect.Parameter.empty else f"`{name}={default!r}`")
+        text = repr(default).replace("<factory>", "None")  # it comes from the environment
+        shown.append(f"`{name}`" if default is inspect.Parameter.empty else f"`{name}={text}`")
     return f"* {', '.join(shown)}: {cell(meaning)}"
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from holdfast.integrations.adapters import adapter_for
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.options import Options
+from holdfast.snapshot.options import Options, OptionsGiven
 from holdfast.snapshot.session import Checks
 from holdfast.snapshot.state.live import Stateful
 
@@ -82,44 +81,10 @@ class InMemorySnapshot(SnapshotHook):
         *,
         scheduler: Stateful | Sequence[Stateful] | None = None,
         extra: Mapping[str, Stateful | None] | None = None,
-        job: str | None = None,
-        every: int | Literal["auto"] | None = None,
-        protect_every: int | Literal["auto"] = 1,
-        protect: str = "auto",
-        domains: str | None = None,
-        slots: int = 3,
-        start: bool = True,
-        keep: bool = False,
-        strict: bool = False,
-        arena: Path | None = None,
-        deadline_s: float = 60.0,
-        overhead_budget: float | None = None,
-        max_repeats: int | None = None,
-        generations: int | None = None,
-        restore_step: int | None = None,
-        elastic: bool | None = None,
-        block: int | None = None,
+        **options: Unpack[OptionsGiven],
     ) -> None:
-        options = Options.given(
-            job=job or None,
-            every=every,
-            protect_every=protect_every,
-            protect=protect,
-            domains=domains,
-            slots=slots,
-            start=start,
-            keep=keep,
-            strict=strict,
-            arena=arena,
-            deadline_s=deadline_s,
-            overhead_budget=overhead_budget,
-            max_repeats=max_repeats,
-            generations=generations,
-            restore_step=restore_step,
-            elastic=elastic,
-            block=block,
-        )
-        super().__init__(adapter_for(model, optim, scheduler, {} if extra is None else dict(extra)), options)
+        adapter = adapter_for(model, optim, scheduler, {} if extra is None else dict(extra))
+        super().__init__(adapter, Options.given(**options))
 
 
 class SettledSnapshot(InMemorySnapshot):

@@ -22,7 +22,18 @@ from typing import Any
 from holdfast.integrations.megatron_data import BUILD
 from holdfast.integrations.megatron_lm import MODULE, OPERATIONS, protect
 from holdfast.integrations.megatron_rerun import GET
+from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.settings import (
+    ARENA,
+    DOMAINS,
+    ELASTIC,
+    GENERATIONS,
+    JOB,
+    MAX_REPEATS,
+    OVERHEAD_BUDGET,
+    RESTORE_STEP,
+)
 from holdfast.snapshot.options import Options
 
 NEEDED = {
@@ -36,6 +47,9 @@ NEEDED = {
 }
 """Functions that ``megatron.training.training`` must have, and arguments that they must take."""
 
+SETTINGS = (JOB, DOMAINS, ARENA, OVERHEAD_BUDGET, MAX_REPEATS, GENERATIONS, RESTORE_STEP, ELASTIC)
+"""Options of `InMemorySnapshot` that the environment can set, too."""
+
 IN_MEMORY = "in_memory"
 """The checkpoint type with which a patched Megatron-LM protects the job itself; see docs/megatron-lm.md."""
 
@@ -48,22 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given("--protect-every", type=_every, default=1, help="protect one of every N snapshots, or auto (default 1)")
     given("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
     given("--slots", type=int, default=3, help="snapshots that fit in memory at once (default 3)")
-    given("--job", help="the job's name (default $HOLDFAST_JOB)")
-    given("--domains", help="what this node fails together with, as rack=r7,@dp (default $HOLDFAST_DOMAINS)")
-    given("--arena", type=Path, help="where snapshots lie (default $HOLDFAST_ARENA, or /dev/shm/holdfast-<uid>)")
-    given("--overhead-budget", type=float, help="part of the training time that snapshots may take")
     given("--deadline", type=float, default=60.0, dest="deadline_s", help="seconds that a copy may take (default 60)")
-    given("--max-repeats", type=int, help="starts in a row that may end at the same step (default 5; 0: any number)")
-    given("--generations", type=int, help="protected snapshots that are kept (default 1)")
-    given("--restore-step", type=int, help="go back to the snapshot of this step, not to the newest")
-    given("--elastic", action="store_true", default=None, help="go on with another number of data-parallel ranks")
+    settings.add_options(parser, SETTINGS)
     given("--keep", action="store_true", help="leave the last snapshot in memory when the script ends well")
     given("--strict", action="store_true", help="end the job if snapshots cannot be taken any more")
     given("script", type=Path, help="such as pretrain_gpt.py, in a checkout of Megatron-LM")
     given("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
-    asked = vars(parser.parse_args(arguments))
-    script, rest = asked.pop("script"), asked.pop("rest")
+    parsed = parser.parse_args(arguments)
+    asked = {name: value for name, value in vars(parsed).items() if name not in ("script", "rest")}
+    script, rest = parsed.script, parsed.rest
     try:
+        said = settings.given(parsed, SETTINGS)
+        asked |= {each.name: each.value(said) if each.variable in said else None for each in SETTINGS}
         launch(script, rest, **asked)
     except ConfigError as error:
         parser.exit(2, f"holdfast: {error}\n")

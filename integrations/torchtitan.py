@@ -28,7 +28,7 @@ class TitanCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[mis
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc, unused-ignore]
-        snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
+        snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)  # type: ignore[valid-type]
         """Options for snapshots in memory."""
 
     def __init__(self, config: Config, *, states: dict[str, Any], **parts: Any) -> None:

@@ -22,7 +22,7 @@ TRAINERS = ("torchtitan.train", "__main__")
 class JobConfig:
     """Torchtitan merges this into its own, as section ``[snapshots]``. Annotations must be types here, not strings."""
 
-    snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
+    snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)  # type: ignore[valid-type]
 
 
 class TitanStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]

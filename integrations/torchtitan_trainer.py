@@ -10,15 +10,16 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, fields, make_dataclass
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, get_type_hints
 
 from torch.distributed.fsdp import FSDPModule
 
 from holdfast.hook import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.options import Options
 from holdfast.snapshot.session import Checks
 from holdfast.snapshot.state import rng
 
@@ -37,48 +38,23 @@ PICKLING_LOADER = "ParallelAwareDataloader"
 VALIDATION = ("_sample_idx", "_token_buffer")
 """The position of 0.2's validation data set, which continues where the last validation ended; 0.3 makes a new one."""
 
+NOT_ASKED = {"run", "give_up", "arena", "block"}
+"""Options that are no part of a configuration: the first three are said for one start, or of one node."""
+
 log = get_log(__name__)
 
 
-@dataclass(kw_only=True, slots=True)
-class SnapshotOptions:
-    """Options of `holdfast.InMemorySnapshot` that a configuration can set; None: as the environment says."""
+def _asked() -> Iterator[tuple[str, Any, Any]]:
+    """Name, type and default of the fields of `SnapshotOptions`."""
+    kinds = get_type_hints(Options)
+    for each in fields(Options):
+        if each.name not in NOT_ASKED:
+            own = each.default is not MISSING  # the others come from the environment, if they are None
+            yield (each.name, kinds[each.name] if own else kinds[each.name] | None, each.default if own else None)
 
-    every: int | Literal["auto"] | None = None
-    """Number of steps from one snapshot to the next, or "auto": as often as is best."""
 
-    protect_every: int | Literal["auto"] = 1
-    """Protect every n-th snapshot, or as many as can be encoded ("auto"). The others are only sealed."""
-
-    protect: str = "auto"
-    """Redundancy: "k+m" (such as "6+2"), "copies:r", "auto" or "none"."""
-
-    slots: int = 3
-    """Number of snapshots that fit in memory at once."""
-
-    job: str | None = None
-    """Name of the job, the same on every rank and restart."""
-
-    domains: str | None = None
-    """Failure domains of this node, such as "rack=r7"."""
-
-    keep: bool = False
-    """Leave the snapshots in place when training ends well."""
-
-    strict: bool = False
-    """Raise an error if snapshots can no longer be taken."""
-
-    overhead_budget: float | None = None
-    """Fraction of the training time that snapshots may take."""
-
-    max_repeats: int | None = None
-    """Refuse the next start after this many in a row that ended at the same step in the same way."""
-
-    generations: int | None = None
-    """Number of protected snapshots to keep."""
-
-    restore_step: int | None = None
-    """Restore the snapshot of this step, not the newest."""
+SnapshotOptions = make_dataclass("SnapshotOptions", _asked(), kw_only=True, slots=True)
+"""Options of `holdfast.InMemorySnapshot` that a configuration can set; None: as the environment says."""
 
 
 def release(version: str) -> tuple[int, int]:
@@ -134,6 +110,7 @@ class TrainerSnapshots:
 
     Args:
         parts: the checkpoint manager's ``states``: ``train_state`` is the trainer; there may be others.
+        options: a `SnapshotOptions`.
     """
 
     def __init__(
@@ -143,7 +120,7 @@ class TrainerSnapshots:
         optimizers: Any,
         lr_schedulers: Any,
         dataloader: Any,
-        options: SnapshotOptions,
+        options: Any,
     ) -> None:
         self._trainer = trainer = parts["train_state"]
         self._snap: _TrainerSnapshot | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
@@ -31,6 +31,28 @@ from holdfast.snapshot.interval.control import (
 from holdfast.snapshot.resume.arrange import Protection, parse_protect
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
+
+
+class OptionsGiven(TypedDict, total=False):
+    """`Options` as a caller of `holdfast.InMemorySnapshot` may give them; None is the same as left out."""
+
+    job: str | None
+    every: int | Literal["auto"] | None
+    protect_every: ProtectEvery
+    protect: str
+    domains: str | None
+    slots: int
+    start: bool
+    keep: bool
+    strict: bool
+    arena: Path | None
+    deadline_s: float
+    overhead_budget: float | None
+    max_repeats: int | None
+    generations: int | None
+    restore_step: int | None
+    elastic: bool | None
+    block: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

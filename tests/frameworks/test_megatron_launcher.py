@@ -150,7 +150,7 @@ def test_an_unknown_version_is_named_with_all_that_it_lacks() -> None:
         (["--every", "often"], "neither a number of steps nor auto"),
         (["--protect", "6+"], "6\\+"),
         (["--deadline", "0"], "deadline_s=0"),
-        (["--overhead-budget", "2"], "overhead"),
+        (["--overhead-budget", "2"], "OVERHEAD_BUDGET: '2'"),
         (["--job", "a/b"], "a/b"),
     ],
 )

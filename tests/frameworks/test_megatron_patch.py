@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import re
 import subprocess
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from holdfast import ConfigError, InMemorySnapshot
+from holdfast import ConfigError
 from holdfast.integrations.megatron_lm import InMemoryCheckpointManager
+from holdfast.snapshot.options import Options
 from tests import megatron_lm_loop as loop
 from tests.deadlines import DEADLINE_S
 from tests.frameworks.test_megatron_lm import undisturbed
@@ -53,7 +53,7 @@ def test_what_it_calls_is_there() -> None:
     public = {name for name in vars(InMemoryCheckpointManager) if not name.startswith("_")}
     assert called == public
     assert "from holdfast.integrations.megatron_lm import InMemoryCheckpointManager" in added
-    assert "every=" in added and "every" in inspect.signature(InMemorySnapshot).parameters
+    assert "every=" in added and "every" in Options.__dataclass_fields__
 
 
 class Killed(Exception):

@@ -6,6 +6,7 @@ import logging
 import pickle
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from holdfast import ConfigError
 from holdfast.integrations.torchtitan_trainer import NEEDED, SnapshotOptions, TrainerSnapshots, check, release
+from holdfast.snapshot.options import Options, OptionsGiven
 from tests.system.test_hook import small
 
 
@@ -172,3 +174,10 @@ def test_releases_that_nobody_has_tried_are_said_and_old_ones_refused(caplog: py
     del trainer.batch_generator
     with pytest.raises(ConfigError, match="has no batch_generator"):
         check("0.3.0", trainer)
+
+
+def test_the_options_of_a_configuration_are_those_of_the_hook() -> None:
+    given = asdict(SnapshotOptions())
+    assert given.keys() <= OptionsGiven.__annotations__.keys()
+    assert (given["every"], given["keep"], given["job"], given["generations"]) == (1, False, None, None)
+    assert Options.given(**given | {"job": "some"}) == Options(job="some")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -24,6 +25,7 @@ from holdfast.smp_daemon.shared.settings import (
     add_options,
     given,
 )
+from holdfast.snapshot.options import Options, OptionsGiven
 
 each_setting = pytest.mark.parametrize("setting", TABLE, ids=lambda each: each.name)
 
@@ -89,3 +91,16 @@ def test_an_smp_of_no_variables_is_one_of_defaults() -> None:
     assert found == Settings(links=found.links, priority="auto")
     assert DEADLINES.value({}) == Deadlines()
     assert settings_of({"HOLDFAST_PERSIST": "/x"}).persist == PersistOptions("/x")
+
+
+def test_what_may_be_given_is_what_there_is() -> None:
+    """`run` and `give_up` are said to one start, by variables."""
+    assert {*OptionsGiven.__annotations__, "run", "give_up"} == {each.name for each in fields(Options)}
+    kinds = get_type_hints(OptionsGiven)
+    for name, kind in get_type_hints(Options).items():
+        assert name in ("run", "give_up") or kinds[name] in (kind, kind | None), name
+
+
+def test_an_option_that_there_is_not_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="evry"):
+        Options.given(job="some", evry=2)
