@@ -11,8 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.arguments import counts
 from holdfast.bench.node import NodeBenchmark, markdown, quick, run, show
-from holdfast.cli.arguments import counts, output_file, size
+from holdfast.cli.arguments import output_file, size
 
 
 def main() -> None:

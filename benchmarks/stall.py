@@ -22,9 +22,10 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.arguments import counts
 from benchmarks.memory_copy import CopyRow, measure_copies
 from holdfast.bench.machine import describe, machine
-from holdfast.cli.arguments import Parser, counts, input_file, output_file
+from holdfast.cli.arguments import Parser, input_file, output_file
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.report import Report, say

@@ -98,14 +98,3 @@ def arena_folder(text: str) -> Path:
 def add_arena(parser: argparse.ArgumentParser) -> None:
     """Add ``--arena`` to a command that looks for the SMPs of this machine."""
     parser.add_argument("--arena", metavar=ARENA.kind.shown, type=arena_folder, help=ARENA.help)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Positive numbers with commas, as the type of an option."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
-    return found

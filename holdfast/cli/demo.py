@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from holdfast.chaos.demo import Kill
 
 
+SEED = 1234
+"""Of weights, data and dropout."""
+
+
 def add(commands: Any) -> None:
     """Add the command to a parser's subcommands."""
     demo = commands.add_parser(
@@ -31,7 +35,6 @@ def add(commands: Any) -> None:
         help="where trainers train; several may share a GPU (default cpu)",
     )
     demo.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
-    demo.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
     demo.add_argument("--protect", default="auto", help="k+m such as 2+2, copies:r, auto or none (default auto)")
     demo.add_argument(
         "--kill",
@@ -58,7 +61,7 @@ def _run(parsed: argparse.Namespace) -> int:
         parsed.nodes,
         parsed.ranks,
         parsed.steps,
-        parsed.seed,
+        SEED,
         parsed.protect,
         _kills(parsed),
         parsed.defaults,
