@@ -206,8 +206,10 @@ class Protecting:
                 self.settle()
                 if self.last:
                     self._catch_up()
-                if self.last or self._intervals.is_due(step, self.ledger.protects_next):
+                if self.last or self._intervals.rule.is_due(step, self.ledger.protects_next):
                     self._prepare()
+                elif self.ledger.pending and self._intervals.rule.is_time(step):
+                    self._starve()
         except AgreementLost as error:
             self._part()
             if self._options.strict:
@@ -279,8 +281,8 @@ class Protecting:
         self._reported = None
         if saying := self._intervals.agree(-interval):
             self.copier.say(saying)
-        statistics, intervals = self._statistics, self._intervals
-        statistics.interval, statistics.overhead, statistics.why = intervals.interval, intervals.overhead, intervals.why
+        statistics, rule = self._statistics, self._intervals.rule
+        statistics.interval, statistics.overhead, statistics.why = rule.interval, rule.overhead, rule.why()
         states = [SnapshotState(value) for value in reported]
         missed = {s for s, state in zip(self.ledger.pending, states, strict=True) if state is SnapshotState.SEALED}
         statistics.protected += states.count(SnapshotState.PROTECTED)
@@ -412,7 +414,7 @@ class Protecting:
         return len(self.ledger.keep) < self._usable
 
     def _starve(self) -> None:
-        """Log why no slot is free: each holds a snapshot that is kept or still being protected."""
+        """Log why no snapshot is taken: one before it is kept, or has been on its way for long."""
         if self.ledger.restored is not None and not self.ledger.pending:
             text = (
                 "no snapshot is taken until %s, which was restored, is protected again: it and the one that was "
@@ -581,7 +583,7 @@ class Protecting:
     def _go_on(self) -> None:
         """All ranks have met again: agree on a common state, in a new epoch. A collective call."""
         progress = self._progress
-        mine = _Standing(progress.step, progress.epoch, self._intervals.interval, self.ledger)
+        mine = _Standing(progress.step, progress.epoch, self._intervals.rule.interval, self.ledger)
         texts = self._rank.agreement.gather(encode_json(mine))
         said = [decode_json(_Standing, text, "where a rank stands") for text in texts]
         steps = [each.step for each in said]
@@ -593,7 +595,7 @@ class Protecting:
         self._statistics.failed += len(self.ledger.pending)
         self.ledger = Ledger.together([each.ledger for each in said])
         self.copies = {}
-        self._intervals.met(max(each.interval for each in said))
+        self._intervals.rule.met(max(each.interval for each in said))
         self._parted = False
         self.episodes.end("ranks", "all ranks have met again, and snapshots are taken after step %d", progress.step)
 

@@ -175,13 +175,13 @@ class Session:
             step=restored.snapshot.step if restored.snapshot else None,
             notes=restored.notes,
         )
-        statistics.interval = self.intervals.interval
+        statistics.interval = self.intervals.rule.interval
         self.capture = Capture(
             adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system, restored.run.id
         )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
         self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
-        self.capture.notes = self.intervals.notes
+        self.capture.notes = self.intervals.rule.notes
         self.capture.loop = self.position.tree
         self._auditor = self._auditor_if_ordered(adapter)
         self.boundary = Boundary(adapter.optimizers(), adapter.modules(), self, adapter.scalers())

@@ -137,7 +137,7 @@ def paced() -> None:
     snap.track("slow", lambda: time.sleep(args["cost_s"]), lambda nothing: None)
     with snap:
         statistics = snap.statistics
-        failures = snap._session.intervals.notes()["failures"]
+        failures = snap._session.intervals.rule.notes()["failures"]
         trainer.report("started", step=snap.step, failures=len(failures))
         taken, before = [], 0
         for step in range(snap.step, args["steps"]):

@@ -143,7 +143,7 @@ class Alone:
         )
         self._on_demand = OnDemand()
         self._snap.__enter__()
-        self._snap._session.intervals._rule = self._on_demand
+        self._snap._session.intervals.rule = self._on_demand
         self._snap._session.boundary.remove()
 
 

@@ -22,7 +22,11 @@ log = get_log(__name__)
 
 
 class IntervalController:
-    """Decides for one rank. Called by the hook, in the training thread."""
+    """Decides for one rank. Called by the hook, in the training thread, except `sealed`.
+
+    Attributes:
+        rule: what all ranks agreed on, and what this one wants.
+    """
 
     def __init__(
         self,
@@ -48,9 +52,9 @@ class IntervalController:
         # A failure loses half an interval on average; one that needs a protected snapshot, `protect_every` times that.
         back = 1 + NODE_LOST * (protect_every - 1) if isinstance(protect_every, int) else 1.0
         self._node_rate = back / (MTBF.value() or NODE_MTBF_S)
-        self._rule = IntervalRule(fixed, budget, self._node_rate)
+        self.rule = IntervalRule(fixed, budget, self._node_rate)
         if step is not None:
-            self._rule.resume(step, notes)
+            self.rule.resume(step, notes)
         self._fixed = fixed
         self._budget = budget
         self._protect_every = protect_every
@@ -60,24 +64,9 @@ class IntervalController:
         self._boundary_s: float | None = None
         self._stalled_s = 0.0
 
-    @property
-    def interval(self) -> int:
-        """Steps from one snapshot to the next, as the ranks agreed."""
-        return self._rule.interval
-
-    @property
-    def overhead(self) -> float | None:
-        """See `IntervalRule.overhead`."""
-        return self._rule.overhead
-
-    @property
-    def why(self) -> str:
-        """The reason for the interval, in words."""
-        return self._rule.why()
-
     def placed(self, nodes: int) -> None:
         """The job has so many nodes now, each of which may fail."""
-        self._rule.assumed = nodes * self._node_rate
+        self.rule.assumed = nodes * self._node_rate
 
     def observe(self, step: int, now_s: float, stalled_s: float, overlapped: bool) -> None:
         """A step is done.
@@ -91,47 +80,39 @@ class IntervalController:
         stall_s = stalled_s - self._stalled_s
         self._boundary_s, self._stalled_s = now_s, stalled_s
         if step_s is not None:
-            self._rule.observe(step, step_s, stall_s, overlapped)
+            self.rule.observe(step, step_s, stall_s, overlapped)
             if self._recording is not None:
                 self._recording.observe(step_s, stall_s, overlapped)
 
-    def is_due(self, step: int, encodes: bool) -> bool:
-        """Whether a snapshot is taken after this step; the same on every rank. `encodes`: it would be encoded."""
-        return self._rule.is_due(step, encodes)
-
     def begun(self, step: int, encodes: bool) -> None:
         """A snapshot is taken after this step."""
-        self._rule.begun(step, encodes)
+        self.rule.begun(step, encodes)
         if self._recording is not None:
             self._recording.begun(step)
 
     def wanted(self) -> int:
         """The interval that this rank asks for."""
-        return self._rule.wanted().steps if self._recording is None else SHORTEST
+        return self.rule.wanted().steps if self._recording is None else SHORTEST
 
     def agree(self, interval: int) -> str | None:
         """All ranks use `interval` from now on: the longest that any of them `wanted`. Returns what to tell operators,
         if there is news, on the rank that has told of the plan."""
-        self._rule.interval = interval
+        self.rule.interval = interval
         if not self._is_news():
             return None
         text = self.plan_in_words()
-        log.log(logging.WARNING if self._rule.wanted().limit == "budget" else logging.INFO, "from now on %s", text)
+        log.log(logging.WARNING if self.rule.wanted().limit == "budget" else logging.INFO, "from now on %s", text)
         return text
-
-    def met(self, interval: int) -> None:
-        """See `IntervalRule.met`."""
-        self._rule.met(interval)
 
     def plan_in_words(self) -> str:
         """How often snapshots are taken now, and why."""
-        limit = self._rule.wanted().limit
-        self._told, self._begins = self.interval, limit in ("unknown", "young")
-        every = "every step" if self.interval == 1 else f"every {self.interval} steps"
+        limit = self.rule.wanted().limit
+        self._told, self._begins = self.rule.interval, limit in ("unknown", "young")
+        every = "every step" if self.rule.interval == 1 else f"every {self.rule.interval} steps"
         if self._protect_every != 1:
             some = "one at a time" if self._protect_every == "auto" else f"one of {self._protect_every}"
             every += f", of which {some} is protected"
-        text = f"a snapshot {every}: {self.why}"
+        text = f"a snapshot {every}: {self.rule.why()}"
         if limit == "unknown":
             within = f", within {self._budget:.1%} of the time" if self._budget else ""
             text += f"; later the interval that loses least{within}"
@@ -150,14 +131,10 @@ class IntervalController:
         if self._recording is not None:
             self._recording.sealed(job)
 
-    def notes(self) -> dict[str, Any]:
-        """What the next start of the job must know; stored in every snapshot."""
-        return self._rule.notes()
-
     def _is_news(self) -> bool:
         """Whether the interval has become half or twice what was told, or the beginning is over."""
-        begins = self._rule.wanted().limit in ("unknown", "young")
-        return self._told is not None and (not 1 / 2 < self.interval / self._told < 2 or begins < self._begins)
+        begins = self.rule.wanted().limit in ("unknown", "young")
+        return self._told is not None and (not 1 / 2 < self.rule.interval / self._told < 2 or begins < self._begins)
 
 
 def check_budget(budget: float | None) -> float | None:

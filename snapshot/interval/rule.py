@@ -119,12 +119,16 @@ class IntervalRule:
         since_s = self._failures[0] if count == REMEMBERED else 0.0
         return max(self.assumed, (count - (since_s > 0)) / max(LEAST_EXPOSURE_S, self._trained_s - since_s))
 
-    def is_due(self, step: int, encodes: bool) -> bool:
-        """Whether a snapshot is taken after this step. `encodes`: it would be encoded."""
+    def is_time(self, step: int) -> bool:
+        """Whether the interval is over after this step."""
         if self._every is not None:
             return step % self._every == 0
-        is_time = self._newest is None or step - self._newest >= self.interval
-        return is_time and not (encodes and self._overlapped)
+        return self._newest is None or step - self._newest >= self.interval
+
+    def is_due(self, step: int, encodes: bool) -> bool:
+        """Whether a snapshot is taken after this step; the same on every rank. `encodes`: it would be encoded."""
+        waits = self._every is None and encodes and self._overlapped
+        return self.is_time(step) and not waits
 
     def begun(self, step: int, encodes: bool) -> None:
         """A snapshot is taken after this step."""
@@ -151,7 +155,7 @@ class IntervalRule:
         """The reason for the interval, in words."""
         wish, cost_s = self.wanted(), self.cost.cost_s
         reason = {
-            "fixed": "as `every` says",
+            "fixed": "as asked for",
             "unknown": "what one costs is measured first",
             "young": f"the job is young, and at most {AT_RISK:.0%} of what it has done is to be at risk",
             "longest": "more is never at risk",

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch, prefetch
-from holdfast.smp_daemon.shared.board import Board
+from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -601,6 +601,23 @@ def test_the_interval_grows_where_snapshots_cost_more_than_their_budget(arena: P
         taken = snap.statistics.taken
         train(snap, model, optim, snap.statistics.interval)
         assert snap.statistics.taken <= taken + 1
+
+
+def test_a_snapshot_that_is_never_over_holds_up_the_next_and_the_log_says_so(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.snapshot.protecting.STARVED_S", 0.0)
+    model, optim = small()
+    with InMemorySnapshot(model, optim, protect="none", every="auto") as snap:
+        train(snap, model, optim, 3)
+        taken = snap.statistics.taken
+        with monkeypatch.context() as patch:
+            patch.setattr(SmpClient, "outcome", lambda client, snapshot: SnapshotOutcome.PENDING)
+            train(snap, model, optim, 6)
+            assert snap.statistics.taken <= taken + 1
+        assert "has been waiting" in caplog.text
+        train(snap, model, optim, 6)
+        assert snap.statistics.taken > taken + 1
 
 
 def test_a_fixed_interval_is_kept_whatever_it_costs(arena: Path) -> None:

@@ -131,7 +131,7 @@ def record(steps: int, span: int, slots: int = 3) -> tuple[Recording, list[int]]
         intervals.observe(step, now_s, stalled_s, bool(left))
         left = max(0, left - 1)
         intervals.agree(intervals.wanted())
-        if intervals.is_due(step, True):
+        if intervals.rule.is_due(step, True):
             intervals.begun(step, True)
             taken.append(step)
             left = span

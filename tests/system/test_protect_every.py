@@ -187,7 +187,7 @@ def test_the_longer_the_way_back_of_a_lost_node_the_more_often_a_snapshot_is_tak
         now_s, overlapped = 0.0, False
         for step in range(10**6, 10**6 + 50):
             intervals.observe(step, now_s := now_s + (1.5 if overlapped else 1.0), 0.0, overlapped)
-            overlapped = intervals.is_due(step, True)
+            overlapped = intervals.rule.is_due(step, True)
             if overlapped:
                 intervals.begun(step, True)
         wanted.append(intervals.wanted())

@@ -259,6 +259,11 @@ def test_there_is_always_a_step_to_compare_with_however_long_snapshots_take() ->
     job.run(2000)
     assert {later - earlier for earlier, later in pairwise(job.taken)} == {19}
     assert job.ranks[0].overhead == 0.0
+    job.span = 10**6
+    job.run(100)
+    [rank] = job.ranks
+    assert rank.is_time(job.step) and not rank.is_due(job.step, True)  # so the hook tells that nothing is taken
+    assert rank.is_due(job.step, False)  # what is only to be sealed need not wait for encoding
 
 
 @pytest.mark.parametrize("seed", range(3))
