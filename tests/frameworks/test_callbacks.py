@@ -44,7 +44,7 @@ def entered(kind: str, callbacks: list[Average]) -> tuple[SettledSnapshot, torch
     model = torch.nn.Linear(3, 1)
     optim = torch.optim.Adam(model.parameters())
     callbacks += [Average(model, kind), Average(model, kind)]
-    snap = SettledSnapshot(model, optim, overhead_budget=0)
+    snap = SettledSnapshot(model, optim)
     keep_averages(snap, callbacks)
     snap.__enter__()
     return snap, model, optim

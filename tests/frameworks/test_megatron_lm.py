@@ -35,9 +35,7 @@ def run(kill: tuple[Any, ...] | None = None, iteration: int = 0, **args: Any) ->
 
     given = loop.arguments(iteration=iteration, **args)
     try:
-        end = loop.pretrain(
-            given, ITERATIONS, partial(protect, training=loop, overhead_budget=0), tell, snapshots=snapshots
-        )
+        end = loop.pretrain(given, ITERATIONS, partial(protect, training=loop), tell, snapshots=snapshots)
     except BaseException as error:
         for snapshot in snapshots:
             snapshot.__exit__(type(error), error, None)
@@ -129,7 +127,7 @@ def test_a_loop_that_goes_on_elsewhere_is_refused(arena: Path) -> None:
     entered: list[InMemorySnapshot] = []
 
     def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, args: Namespace) -> Any:
-        snap = protect(model, optimizer, scheduler, args, training=loop, overhead_budget=0)
+        snap = protect(model, optimizer, scheduler, args, training=loop)
         args.iteration += 1
         return snap
 
@@ -150,7 +148,7 @@ def test_a_run_that_was_given_up_in_this_process_is_not_listened_to(arena: Path)
     _, end = undisturbed()
     args = loop.arguments()
     model = torch.nn.Linear(3, 1)
-    given_up = protect(model, torch.optim.SGD(model.parameters()), None, args, training=loop, overhead_budget=0)
+    given_up = protect(model, torch.optim.SGD(model.parameters()), None, args, training=loop)
     began = given_up.step
     _, ended = run()
     assert ended == end

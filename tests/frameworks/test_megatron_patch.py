@@ -71,7 +71,7 @@ def run(kill: tuple[Any, ...] | None = None, **args: Any) -> tuple[list[Any], li
             raise Killed
 
     def load(model: Any, optimizer: Any, scheduler: Any, given: Namespace) -> loop.Patched:
-        manager.append(InMemoryCheckpointManager(given, every=1, overhead_budget=0))
+        manager.append(InMemoryCheckpointManager(given, every=1))
         manager[0].load(model, optimizer, scheduler)
         return loop.Patched(manager[0])
 

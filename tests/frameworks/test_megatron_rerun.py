@@ -113,7 +113,7 @@ def run(
             raise Killed
 
     start(tell, mode, injected)
-    hook = partial(protect, training=loop, overhead_budget=0) if protected else None
+    hook = partial(protect, training=loop) if protected else None
     args = loop.arguments()
     try:
         end = loop.pretrain(args, ITERATIONS, hook, tell, snapshots=snapshots)

@@ -194,7 +194,7 @@ folder = sys.argv[1]
 def train():
     model = torch.nn.Linear(4, 4)
     optim = torch.optim.Adam(model.parameters())
-    with InMemorySnapshot(model, optim, job="job", max_repeats=2, overhead_budget=0) as snap:
+    with InMemorySnapshot(model, optim, job="job", max_repeats=2, every=1) as snap:
         with (Path(folder) / "starts").open("a") as file:
             print(snap.step, file=file)
         for step in range(snap.step, 10):

@@ -69,7 +69,7 @@ class Trainer:
         self.dataloader, self.stop = loader, stop
         self.step = self.ntokens_seen = 0
         self.losses: dict[int, str] = {}
-        options = SnapshotOptions(keep=True, strict=True, overhead_budget=0)
+        options = SnapshotOptions(keep=True, strict=True)
         self.snapshots = TrainerSnapshots(
             {"train_state": self}, [self.model], self.optim, self.schedule, loader, options
         )

@@ -62,6 +62,14 @@ def test_codes_intervals_and_spares_are_multiplied(tmp_path: Path) -> None:
     assert rarely["lost_steps"]["mean"] > often["lost_steps"]["mean"]
 
 
+@pytest.mark.parametrize("gpus", [64, 1024, 16384])
+def test_the_default_loses_less_than_every_step_and_than_checkpoints_on_disk(gpus: int, tmp_path: Path) -> None:
+    options = ["--gpus", str(gpus), "--model", "70b", "--protect", "7+1", "--every", "auto,1", "--seeds", "4"]
+    rows = rows_of([*options, "--strategies", "holdfast,disk-async"], tmp_path)
+    ours, always, disk = (row["ettr"]["mean"] for row in rows)
+    assert ours > max(always, disk)
+
+
 def test_racks_and_bursts_and_times_to_restart_change_what_comes_out(tmp_path: Path) -> None:
     base = [*SMALL, "--strategies", "gemini,holdfast", "--profile", "rsc-1"]
     plain = rows_of(base, tmp_path)

@@ -86,7 +86,7 @@ def enter(kind: type[Net] = Net, *, steps: int = 3, ends: str = "", **options: A
     torch.manual_seed(1)
     net = kind()
     optim = torch.optim.Adam(net.parameters(), lr=0.1)
-    with InMemorySnapshot(net, optim, strict=True, overhead_budget=0, **options) as snap:
+    with InMemorySnapshot(net, optim, strict=True, **options) as snap:
         began, weights = snap.step, net.layer.weight.detach().clone()
         for step in snap.steps(steps + began):
             optim.zero_grad()

@@ -574,7 +574,7 @@ model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
 def steps():
     for _ in range(3):
         optim.zero_grad(); model(torch.randn(2, 4)).sum().backward(); snap.drain(60); optim.step()
-with InMemorySnapshot(model, optim, overhead_budget=0) as snap:
+with InMemorySnapshot(model, optim) as snap:
     steps()
     child = os.fork()
     if child:
@@ -733,7 +733,7 @@ def test_a_loop_that_ended_well_goes_on_with_the_turn_after_its_last(arena: Path
     done: list[int] = []
     for until in (3, 5):
         model, optim = small()
-        with InMemorySnapshot(model, optim, keep=True, strict=True, overhead_budget=0) as snap:
+        with InMemorySnapshot(model, optim, keep=True, strict=True) as snap:
             for turn in turns(snap, until):
                 train(snap, model, optim, 1)
                 done.append(turn)
@@ -747,7 +747,7 @@ def test_a_loop_that_ended_well_and_does_not_say_where_steps_begin_may_draw_its_
     def run(until: int, **options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, optim = small()
-        with InMemorySnapshot(model, optim, strict=True, overhead_budget=0, **options) as snap:
+        with InMemorySnapshot(model, optim, strict=True, **options) as snap:
             for _ in range(snap.step, until):
                 optim.zero_grad()
                 model(torch.randn(2, 4)).sum().backward()

@@ -31,7 +31,7 @@ class Trained:
         self.optim = torch.optim.Adam(self.net.parameters(), lr=0.1)
         self.seen: list[float] = []
         self._loop = loop
-        self._options = {"strict": True, "overhead_budget": 0, "block": 1, **options}  # as if in a process of its own
+        self._options = {"strict": True, "block": 1, **options}  # as if in a process of its own
 
     def run(self, leave_after: int = -1, *, stepped: bool = True, finish: bool = False) -> list[float]:
         with InMemorySnapshot(self.net, self.optim, **self._options) as snap:

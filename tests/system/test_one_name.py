@@ -16,7 +16,7 @@ from holdfast import InMemorySnapshot
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 3)
 optim = torch.optim.Adam(model.parameters())
-with InMemorySnapshot(model, optim, overhead_budget=0) as snap:
+with InMemorySnapshot(model, optim) as snap:
     first = snap.step
     for step in snap.steps(6):
         optim.zero_grad()

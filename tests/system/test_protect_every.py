@@ -135,7 +135,7 @@ def life(steps: int, arena: Path, **options: Any) -> tuple[int, list[tuple[int |
     seen: list[tuple[int | None, int | None]] = []
     began = -1
     with pytest.raises(Crash):
-        with InMemorySnapshot(model, optim, max_repeats=0, overhead_budget=0, arena=arena, **options) as snap:
+        with InMemorySnapshot(model, optim, max_repeats=0, arena=arena, **options) as snap:
             began = snap.step
             for _ in range(steps):
                 model(torch.ones(2, 4)).sum().backward()

@@ -229,7 +229,7 @@ def life(until: int, **options: Any) -> tuple[int, InMemorySnapshot]:
     optim = Counting(model.parameters())
     began = -1
     with pytest.raises(Crash):
-        with InMemorySnapshot(model, optim, max_repeats=0, overhead_budget=0, **options) as snap:
+        with InMemorySnapshot(model, optim, max_repeats=0, **options) as snap:
             began = snap.step
             assert [state["n"] for state in optim.state.values()] == [began] * (2 if began else 0)
             for _ in range(began, until):

@@ -51,7 +51,7 @@ def start_anew(before: Make, after: Make) -> tuple[nn.Module, Any, nn.Module, An
     """Train a job for three steps, and restore it into one that is made with `after`."""
     model = net()
     optim = before(model)
-    with InMemorySnapshot(model, optim, keep=True, strict=True, overhead_budget=0) as snap:
+    with InMemorySnapshot(model, optim, keep=True, strict=True) as snap:
         train(snap, model, optim, 3)
     again = net()
     other = after(again)
@@ -443,7 +443,7 @@ def test_a_parameter_that_gets_its_first_gradient_late_has_its_state(arena: Path
 
     model = Bypassed()
     optim = make(model)
-    with InMemorySnapshot(model, optim, keep=True, strict=True, overhead_budget=0) as snap:
+    with InMemorySnapshot(model, optim, keep=True, strict=True) as snap:
         train(snap, model, optim, 3)
     again = Bypassed()
     other = make(again)
@@ -560,7 +560,7 @@ def test_a_job_whose_optimizer_wraps_others_goes_on_bit_for_bit(arena: Path, mak
     def run(job: str, until: int, **options: Any) -> tuple[int, list[Any]]:
         model = net()
         optim = make(model)
-        with InMemorySnapshot(model, optim, job=job, strict=True, overhead_budget=0, **options) as snap:
+        with InMemorySnapshot(model, optim, job=job, strict=True, **options) as snap:
             start = snap.step
             train(snap, model, optim, until)
         return start, weights(model)
