@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stall import StallReport, compare, summary
+from holdfast.cli.main import make_parser
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.settings import VARIABLES
 from holdfast.snapshot.options import OptionsGiven
@@ -130,6 +132,33 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     if page.name == "ARCHITECTURE.md":
         for name in set(re.findall(rf"`((?:{OWN})(?:\.\w+)+)`", text)) - {"holdfast.record"}:  # a leaf's name
             assert is_ours(name), name
+
+
+def options() -> dict[str, set[str]]:
+    """The options of each command, aliases included."""
+    found: dict[str, set[str]] = {}
+
+    def look(name: str, parser: argparse.ArgumentParser) -> None:
+        found[name] = {option for action in parser._actions for option in action.option_strings}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for word, inner in action.choices.items():
+                    look(f"{name} {word}", inner)
+
+    look("holdfast", make_parser())
+    return found
+
+
+def test_options_that_pages_give_to_commands_are_there() -> None:
+    known, compared = options(), 0
+    for page in (page for page in PAGES if not page.name.startswith("reference-")):  # those are generated
+        text = re.sub(r"\\\n\s*", " ", page.read_text())
+        for found in re.finditer(r"holdfast ((?:smp|chaos|bench) [a-z]+|[a-z-]+)([ \t][^\n`#]*)?", text):
+            for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", (found[2] or "").split(" -- ")[0]):
+                if f"holdfast {found[1]}" in known:
+                    assert option in known[f"holdfast {found[1]}"], f"{page.name}: {found[0]}"
+                    compared += 1
+    assert compared > 50
 
 
 def is_ours(name: str) -> bool:
