@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.settings import TRAINER
 
-ENV = "HOLDFAST_TRAINER"
+ENV = TRAINER.variable
 COLLECTIVE_DEADLINE_S = 60.0
 
 
@@ -37,9 +37,9 @@ class Trainer:
     @classmethod
     def from_environment(cls) -> Trainer:
         """The trainer that this process is, as the cluster says. Raises `ConfigError` outside a virtual cluster."""
-        if ENV not in os.environ:
+        if not (text := TRAINER.text()):
             raise ConfigError("this is not a trainer of a virtual cluster")
-        data = json.loads(os.environ[ENV])
+        data = json.loads(text)
         return cls(**{**data, "store": tuple(data["store"])})
 
     def init_process_group(self) -> None:

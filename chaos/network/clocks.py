@@ -17,8 +17,9 @@ from importlib import resources
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.settings import CLOCK
 
-ENV = "HOLDFAST_CLOCK"
+ENV = CLOCK.variable
 COMPILE_DEADLINE_S = 60.0
 
 

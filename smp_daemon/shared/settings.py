@@ -57,10 +57,11 @@ class Setting(Generic[T]):
 
     Attributes:
         variable: the environment variable. The option is called like it: ``HOLDFAST_ON_HANG`` is ``--on-hang``.
-        default: the text that applies if it is not set, or set to nothing.
+        default: the text that applies if it is not set.
         meaning: one sentence.
         shown: what to say of the default, where that is decided elsewhere; empty: `default` itself.
         page: where the documentation says more.
+        blank: whether to set it to nothing is the same as not to set it.
     """
 
     where: Section
@@ -70,6 +71,7 @@ class Setting(Generic[T]):
     meaning: str
     shown: str = ""
     page: str = ""
+    blank: bool = True
 
     @property
     def name(self) -> str:
@@ -94,8 +96,9 @@ class Setting(Generic[T]):
         return f"{begin}{meaning[1:]} (default {self.variable} or {self.shown or self.default or 'none'})"
 
     def text(self, environment: Mapping[str, str] | None = None) -> str:
-        """Its text in an environment, by default this process's. Empty is the same as not set."""
-        return (os.environ if environment is None else environment).get(self.variable, "").strip() or self.default
+        """Its text in an environment, by default this process's."""
+        text = (os.environ if environment is None else environment).get(self.variable)
+        return self.default if text is None or (self.blank and not text.strip()) else text.strip()
 
     def value(self, environment: Mapping[str, str] | None = None) -> T:
         """Its value in an environment, by default this process's.
@@ -355,6 +358,7 @@ HOST = Setting(
     "Address of this machine on which the SMP listens for other SMPs, or one for each network card; gRPC is served on "
     "the first, raw bytes on all.",
     page="running.md#several-hosts",
+    blank=False,  # what a failed `hostname -I` leaves must not become loopback
 )
 INSECURE = Setting(
     THE_SMP,

@@ -1327,7 +1327,7 @@ class TestWhatCannotBeServedIsRefused:
     def test_a_host_that_is_no_address(self, ground: Ground, host: str) -> None:
         error = self.start(ground, "--host", host)
         assert type(error) is ConfigError
-        assert f"not {host!r}" in str(error)
+        assert repr(host) in str(error) and "IP address" in str(error)
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
     def test_a_host_off_loopback_unless_it_is_asked_for(self, ground: Ground, host: str) -> None:

@@ -16,6 +16,7 @@ from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.settings import (
     DEADLINES,
+    HOST,
     MEMORY,
     SMP_OPTIONS,
     SWITCH,
@@ -43,7 +44,13 @@ def test_a_setting_has_one_sentence(setting: Setting[Any]) -> None:
 
 @each_setting
 def test_its_default_is_a_value(setting: Setting[Any]) -> None:
-    assert setting.value({}) == setting.value({setting.variable: ""}) == setting.kind.read(setting.default)
+    assert setting.value({}) == setting.kind.read(setting.default)
+    assert not setting.blank or setting.value({setting.variable: " "}) == setting.value({})
+
+
+def test_an_address_that_is_empty_is_not_loopback() -> None:
+    with pytest.raises(ConfigError, match=r"HOLDFAST_HOST.*'' is not an IP address"):
+        HOST.value({"HOLDFAST_HOST": ""})
 
 
 BAD = {
