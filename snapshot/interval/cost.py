@@ -19,25 +19,20 @@ EVIDENCE = 4
 
 
 class SnapshotCost:
-    """Compares overlapped steps with baseline steps. Not thread-safe; nothing blocks."""
+    """Compares overlapped steps with baseline steps. Not thread-safe; nothing blocks.
+
+    Attributes:
+        step_s: duration of a baseline step in seconds; None as long as it is unknown.
+        cost_s: training time that a snapshot takes, in seconds; None as long as it is unknown.
+    """
 
     def __init__(self) -> None:
+        self.step_s: float | None = None
+        self.cost_s: float | None = None
         self._baseline: deque[float] = deque(maxlen=WINDOW)
         self._excess: deque[float] = deque(maxlen=WINDOW)
         self._stalls: deque[float] = deque(maxlen=WINDOW)
         self._clear()
-
-    @property
-    def step_s(self) -> float | None:
-        """Duration of a baseline step in seconds; None as long as it is unknown."""
-        return median(self._baseline) if len(self._baseline) >= EVIDENCE else None
-
-    @property
-    def cost_s(self) -> float | None:
-        """Training time that a snapshot takes, in seconds; None as long as it is unknown."""
-        if len(self._excess) < EVIDENCE or len(self._baseline) < EVIDENCE:
-            return None
-        return max(0.0, median(self._excess), median(self._stalls))
 
     def begun(self, encodes: bool) -> None:
         """A snapshot begins. If it is to be encoded, those before it are a sample: their cost is shared out equally, as
@@ -46,6 +41,8 @@ class SnapshotCost:
             if self._steps and self._snapshots and self._baseline:
                 self._excess.append((self._took_s - self._steps * median(self._baseline)) / self._snapshots)
                 self._stalls.append(self._stalled_s / self._snapshots)
+            if len(self._excess) >= EVIDENCE:
+                self.cost_s = max(0.0, median(self._excess), median(self._stalls))
             self._clear()
         self._snapshots += 1
 
@@ -63,6 +60,8 @@ class SnapshotCost:
             self._stalled_s += stall_s
         else:
             self._baseline.append(step_s)
+            if len(self._baseline) >= EVIDENCE:
+                self.step_s = median(self._baseline)
 
     def _clear(self) -> None:
         self._snapshots = self._steps = 0
