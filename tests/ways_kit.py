@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.recovery.fetch import WORKERS
-from holdfast.smp_daemon.recovery.ways import Chooser, Kind, Way, Ways
+from holdfast.smp_daemon.recovery.ways import Chooser, Way, WayKind, Ways
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.sources import Address
 
@@ -65,7 +65,7 @@ class Played:
 
     seconds: float = 0.0
     written: list[int] = field(default_factory=list)
-    ways: Counter[Kind] = field(default_factory=Counter)
+    ways: Counter[WayKind] = field(default_factory=Counter)
     requested: Counter[Address] = field(default_factory=Counter)
     late: int = 0
     hopeless: int | None = None
@@ -109,7 +109,7 @@ class World:
             speeds.answered(way.through, self.now - began, shared, waits)
             return True
         self.played.late += failure == "late"
-        if way.kind is Kind.CHAIN:
+        if way.kind is WayKind.CHAIN:
             ways.by_chain = False
             self.chooser.doubt |= failure == "late" and not any(map(speeds.is_slow, way.through))
         elif failure == "late" and patience < CALL_DEADLINE_S:
@@ -117,7 +117,7 @@ class World:
             speeds[asked].late = True
         elif failure in ("late", "broke"):
             speeds.failed(asked, silent=failure == "late")
-        elif way.kind is Kind.WHOLE:
+        elif way.kind is WayKind.WHOLE:
             ways.failed.add(asked)
         else:
             ways.bad.update(way.operands)
@@ -133,12 +133,12 @@ class World:
                     self.played.hopeless = index if self.played.hopeless is None else self.played.hopeless
                     return
                 continue
-            if way.kind is not Kind.SUM:
+            if way.kind is not WayKind.SUM:
                 if (yield from self.request(index, ways, way)):
                     break
                 continue
             for number, address in zip(way.operands, way.through, strict=True):
-                if (yield from self.request(index, ways, Way(Kind.SUM, (number,), (address,)))):
+                if (yield from self.request(index, ways, Way(WayKind.SUM, (number,), (address,)))):
                     ways.came.add(number)
             self.chooser.doubt = False
             if len(ways.came) >= ways.needed:

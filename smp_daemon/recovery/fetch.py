@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.recovery.units import Computation, StripePlace, UnitReader, place_of
-from holdfast.smp_daemon.recovery.ways import Chooser, Kind, Way, Ways
+from holdfast.smp_daemon.recovery.ways import Chooser, Way, WayKind, Ways
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
@@ -208,7 +208,7 @@ class Fetcher:
                 tries += 1
                 if tries > 1:
                     self._counters.add(units_requested_again=1)
-                if way.kind is not Kind.SUM:
+                if way.kind is not WayKind.SUM:
                     if (found := self._receive(unit, ways, way, computation, writing)) is not None:
                         return found
                 elif computation is not None and self._gather(unit, ways, way, computation):
@@ -234,7 +234,7 @@ class Fetcher:
         self, unit: WantedUnit, ways: Ways, way: Way, computation: Computation | None, writing: Writing
     ) -> int | None:
         """Get the unit whole or by a chain. Returns its digest; None: it was refused, as is noted in `ways`."""
-        what = unit.what if way.kind is Kind.WHOLE or computation is None else computation.chain(way.operands)
+        what = unit.what if way.kind is WayKind.WHOLE or computation is None else computation.chain(way.operands)
         assert what is not None  # a unit with holders has a name
         asked = self._send(unit, ways, way, what)
         if asked is None:
@@ -243,7 +243,7 @@ class Fetcher:
         waits: tuple[float, ...] = ()
         with self._noting(unit, ways, asked):
             with writing():
-                if way.kind is Kind.WHOLE:
+                if way.kind is WayKind.WHOLE:
                     found = self._reader.receive(asked.links, asked.address, unit.out).digest
                 else:
                     found, waits = self._reader.receive_sum(asked.links, asked.address, unit.out)
@@ -259,7 +259,7 @@ class Fetcher:
         try:
             for number in way.operands:
                 held = computation.operands[number]
-                sent = self._send(unit, ways, Way(Kind.SUM, (number,), (held.address,)), held.what)
+                sent = self._send(unit, ways, Way(WayKind.SUM, (number,), (held.address,)), held.what)
                 asked += [sent] if sent is not None else []
             while asked:
                 each = asked.pop(0)
@@ -353,7 +353,7 @@ class Fetcher:
         """Note what a failure says of its source, or of the unit there. Called with the lock."""
         speeds, address = self._chooser.speeds, asked.way.through[0]
         is_silent = isinstance(error, DeadlineExceeded)
-        if asked.way.kind is Kind.CHAIN:  # it does not show which helper failed
+        if asked.way.kind is WayKind.CHAIN:  # it does not show which helper failed
             ways.by_chain = False
             self._chooser.doubt |= is_silent and not any(map(speeds.is_slow, asked.way.through))
         elif is_silent and asked.patience_s < CALL_DEADLINE_S:
@@ -361,7 +361,7 @@ class Fetcher:
             speeds[address].late = True
         elif isinstance(error, SmpUnavailable | DeadlineExceeded):
             speeds.failed(address, silent=is_silent)
-        elif asked.way.kind is Kind.WHOLE:
+        elif asked.way.kind is WayKind.WHOLE:
             ways.failed.add(address)
         else:
             ways.bad.update(asked.way.operands)

@@ -43,7 +43,7 @@ EXPLORE_AFTER, EXPLORE_S = 4, 0.5
 sources to measure them, and another one whenever the holder has become twice as slow."""
 
 
-class Kind(Enum):
+class WayKind(Enum):
     """Kinds of ways."""
 
     WHOLE = "whole"
@@ -60,7 +60,7 @@ class Way:
         through: the SMPs that it depends on. A chain is requested from the first.
     """
 
-    kind: Kind
+    kind: WayKind
     operands: tuple[int, ...]
     through: tuple[Address, ...]
 
@@ -224,7 +224,7 @@ class Chooser:
         if not able:
             return None
         holder = min(able, key=lambda address: (self.speeds[address].open, address))
-        return Way(Kind.WHOLE, (), (holder,))
+        return Way(WayKind.WHOLE, (), (holder,))
 
     def _chain(self, ways: Ways, draw: random.Random, *, slow_too: bool) -> Way | None:
         if not ways.by_chain or self.doubt:
@@ -234,7 +234,7 @@ class Chooser:
             return None
         chosen = order[: ways.needed]
         shuffled = draw.sample(chosen, len(chosen))
-        return Way(Kind.CHAIN, tuple(shuffled), tuple(ways.operands[number] for number in shuffled))
+        return Way(WayKind.CHAIN, tuple(shuffled), tuple(ways.operands[number] for number in shuffled))
 
     def _sum(self, ways: Ways, draw: random.Random, *, slow_too: bool) -> Way | None:
         lacking = ways.needed - len(ways.came)
@@ -244,7 +244,7 @@ class Chooser:
         if len(order) < lacking:
             return None
         chosen = tuple(order[:lacking])
-        return Way(Kind.SUM, chosen, tuple(ways.operands[number] for number in chosen))
+        return Way(WayKind.SUM, chosen, tuple(ways.operands[number] for number in chosen))
 
     def _operands(self, ways: Ways, draw: random.Random, *, slow_too: bool, taken: Collection[int]) -> list[int]:
         """Numbers of the operands that can be asked for, the best first."""

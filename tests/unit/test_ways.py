@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from holdfast.smp_daemon.recovery.ways import FIRST_PATIENCE_S, Kind, Speeds, Ways
+from holdfast.smp_daemon.recovery.ways import FIRST_PATIENCE_S, Speeds, WayKind, Ways
 from holdfast.smp_daemon.shared.sources import Address
 from tests.ways_kit import Played, Served, at, play, ways
 
@@ -32,18 +32,18 @@ def held(data: int, parity: int, holder: Served | None = None, *, count: int = U
 class TestInGoodHealth:
     def test_a_held_unit_is_asked_of_its_holder_alone(self) -> None:
         played = held(3, 2, count=20)
-        assert played.ways == {Kind.WHOLE: 20}
+        assert played.ways == {WayKind.WHOLE: 20}
         assert sorted(played.written) == list(range(20))
         assert not played.late
 
     def test_a_lost_unit_comes_by_chain_and_once(self) -> None:
         played = lost(3, 2)
-        assert played.ways == {Kind.CHAIN: UNITS}
+        assert played.ways == {WayKind.CHAIN: UNITS}
         assert sorted(played.written) == list(range(UNITS))
 
     def test_or_from_as_many_terms_as_it_takes(self) -> None:
         played = lost(3, 2, by_chain=False)
-        assert played.ways == {Kind.SUM: 3 * UNITS}
+        assert played.ways == {WayKind.SUM: 3 * UNITS}
 
     def test_all_helpers_are_asked_first_equally_often(self) -> None:
         played = lost(3, 2)
@@ -56,8 +56,8 @@ class TestInGoodHealth:
 
     def test_a_long_load_finds_out_now_and_then_whether_others_are_faster(self) -> None:
         played = held(3, 2, count=1000)
-        assert 0 < played.ways[Kind.CHAIN] <= 2
-        assert not played.ways[Kind.SUM]
+        assert 0 < played.ways[WayKind.CHAIN] <= 2
+        assert not played.ways[WayKind.SUM]
 
 
 class TestASlowSource:
@@ -67,7 +67,7 @@ class TestASlowSource:
 
     def test_that_holds_the_shard_is_helped(self) -> None:
         well, slow = held(3, 2), held(3, 2, Served(seconds=0.3))
-        assert slow.ways[Kind.CHAIN] > slow.ways[Kind.WHOLE] > 0
+        assert slow.ways[WayKind.CHAIN] > slow.ways[WayKind.WHOLE] > 0
         assert slow.seconds < 0.25 * 0.3 * UNITS
         assert slow.seconds < 8 * well.seconds
 
@@ -121,7 +121,7 @@ class TestASourceThatDies:
     def test_while_it_holds_the_shard_is_made_up_for(self) -> None:
         played = held(3, 2, Served(dies=0.4))
         assert sorted(played.written) == list(range(UNITS))
-        assert played.ways[Kind.CHAIN] > 0
+        assert played.ways[WayKind.CHAIN] > 0
 
     def test_beyond_parity_ends_it_soon(self) -> None:
         played = lost(3, 2, {0: Served(dies=0.4), 1: Served(dies=0.6)})
@@ -139,7 +139,7 @@ class TestADamagedUnit:
     def test_of_its_holder_is_had_from_others(self) -> None:
         played = held(3, 2, Served(bad=frozenset({7, 8})))
         assert sorted(played.written) == list(range(UNITS))
-        assert played.ways[Kind.CHAIN] == 2
+        assert played.ways[WayKind.CHAIN] == 2
 
     def test_of_a_stripe_is_left_out_of_its_sum(self) -> None:
         played = lost(3, 2, {1: Served(bad=frozenset((unit, 1) for unit in range(50)))})
