@@ -28,7 +28,7 @@
 # make proof   the tests that prove the promises of README and docs, and a table of the results
 # make pictures   take the pictures of the page in docs/, with Chromium
 # make docs    generate the reference from the code, build the documentation, check every link: build/docs/index.html
-# make setup   the environment in .venv that the other targets use; they make it themselves: 1.3 GB
+# make setup   the environment in .venv that the other targets use; they make it themselves: 1.2 GB
 # make frameworks   what test-rest, test-all and a few others need besides: Lightning, Hugging Face, Ray and more
 # make clean   delete the environments in .venv and .venv-peers
 
@@ -99,7 +99,7 @@ loops: setup
 fuzz: setup
 	$(BIN)/python -m tools.fuzz --inputs 2000000 --json benchmarks/results/fuzz-$$(date +%F).json
 
-stall: setup
+stall: frameworks
 	$(BIN)/python -m benchmarks.stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \
 		--plot benchmarks/results/stall.svg
 
