@@ -220,6 +220,7 @@ class TrainerConversation:
 
     def _seal(self, request: Seal) -> None:
         self._store.seal(request.snapshot, request.coord, request.protected, encode=request.encode)
+        self._smp.next_s = request.next_s
         self._writing.discard((request.snapshot, request.coord))
 
     def _abandon(self, request: Abandon) -> None:

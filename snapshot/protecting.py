@@ -262,6 +262,7 @@ class Protecting:
             return None
         copy.alike, copy.instead, copy.begins = alike, instead, begins
         copy.with_parity, copy.encode = due.with_parity, due.encode
+        copy.next_s = self._intervals.protected_every_s
         if ended:
             copy.sure.set()
         if self._persist_due and due.protected is not None and due.protected.epoch == self._progress.epoch:

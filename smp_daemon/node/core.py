@@ -88,7 +88,7 @@ class Core:
         stopped: set when the SMP must end. `finished`: the arena can be removed then.
         system: provides threads, clock, sockets and files.
         trainers: number of connections of trainers; changed under the store's lock. `said`: the last message of the
-            training loop to operators.
+            training loop to operators. `next_s`: see `shared.messages.Seal`.
         impaired: optional parts that do not work as requested; the values describe the problems.
     """
 
@@ -112,6 +112,7 @@ class Core:
         self.trainers = 0
         self._trained_s = system.monotonic()
         self.said = ""
+        self.next_s = 0.0
         self.impaired: dict[str, str] = {}
         self.finished = False
         self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, system=system)

@@ -47,6 +47,7 @@ class Status:
         leases: seconds since each other member of the group was last heard of. `lease_s`: after how many seconds the
             survivors regroup without it; 0: never.
         said: the last message of the training loop to operators; empty: none.
+        next_s: how long after its newest snapshot the next one is to be protected, as trainers say; 0: unknown.
         tier: the state of the persist tier here; None if it is off.
         recoveries: the last recoveries of this node, the newest first.
         events: the last lines of its log, the newest first, see `smp_daemon.shared.logs.LogEvent`.
@@ -80,6 +81,7 @@ class Status:
     protocol: int = 0
     planned_bytes: int = 0
     unverified_bytes: int = 0
+    next_s: float = 0.0
 
     @property
     def reserving(self) -> str:
@@ -173,6 +175,7 @@ def take_status(smp: Core) -> Status:
         PROTOCOL_VERSION,
         everything if missing else 0,
         store.holdings.unverified_bytes,
+        smp.next_s,
     )
 
 

@@ -278,15 +278,23 @@ class SmpClient:
         return [self._map(slot) for slot in there]
 
     def seal(
-        self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None, *, encode: bool = True
+        self,
+        snapshot: SnapshotId,
+        coord: str,
+        protected: SnapshotId | None = None,
+        *,
+        encode: bool = True,
+        next_s: float = 0.0,
     ) -> None:
         """Have the SMP check and commit a shard whose bytes are all written.
 
         Args:
             protected: as for `begin`.
             encode: whether the snapshot is to be protected; the same on every rank.
+            next_s: how long after it the next one is to be protected, in seconds, for operators; 0: unknown.
         """
-        self._call(Seal(snapshot=snapshot, coord=coord, protected=protected, encode=encode), MOVE_DEADLINE_S)
+        request = Seal(snapshot=snapshot, coord=coord, protected=protected, encode=encode, next_s=next_s)
+        self._call(request, MOVE_DEADLINE_S)
 
     def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:
         """The shard that was sealed in `slot`, which `begin` returned, with the digests from its commit record. Reads

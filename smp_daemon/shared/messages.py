@@ -181,12 +181,14 @@ class Seal(Request, tag="seal", kw_only=True):
     Attributes:
         protected: as in `Begin`.
         encode: whether the snapshot is to be protected.
+        next_s: how long after it the next one is to be protected; 0: unknown.
     """
 
     snapshot: SnapshotId
     coord: Identifier
     protected: SnapshotId | None = None
     encode: bool = True
+    next_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
 class Abandon(Request, tag="abandon", kw_only=True):

@@ -68,6 +68,12 @@ class IntervalController:
         """The job has so many nodes now, each of which may fail."""
         self.rule.assumed = nodes * self._node_rate
 
+    @property
+    def protected_every_s(self) -> float:
+        """Seconds from one protected snapshot to the next, as things are; 0: it is unknown how long a step takes."""
+        together = self._protect_every if isinstance(self._protect_every, int) else 1
+        return together * self.rule.interval * (self.rule.cost.step_s or 0.0)
+
     def observe(self, step: int, now_s: float, stalled_s: float, overlapped: bool) -> None:
         """A step is done.
 

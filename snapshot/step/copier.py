@@ -60,6 +60,7 @@ class CopyJob:
         read_back: reads the sealed slot, and raises unless a restart could load it; None: that is not tried.
         with_parity: those of `keep` whose parity is kept, or is still being made; None: all.
         encode: whether the snapshot is to be protected, and not only sealed.
+        next_s: how long after it the next one is to be protected, in seconds; 0: unknown.
         persist: a snapshot that the SMP is to persist; None: none.
         instead: an earlier job for the same snapshot, which was given up.
         reading: set once the live state is read, or never will be.
@@ -90,6 +91,7 @@ class CopyJob:
     read_back: Callable[[RecoveredShard], None] | None = None
     with_parity: tuple[SnapshotId, ...] | None = None
     encode: bool = True
+    next_s: float = 0.0
     persist: SnapshotId | None = None
     instead: CopyJob | None = None
     inputs: Inputs | None = None
@@ -326,7 +328,7 @@ class Copier:
         except HoldfastError as error:
             self._sealing.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
             raise
-        self._sealing.seal(job.snapshot, job.coord, job.protected, encode=job.encode)
+        self._sealing.seal(job.snapshot, job.coord, job.protected, encode=job.encode, next_s=job.next_s)
         job.sealed_s = self._monotonic()
         if job.read_back is not None:
             self._read_back(job, job.read_back, slot)

@@ -164,6 +164,24 @@ def test_each_fault_alerts_as_it_should(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@promtool
+@pytest.mark.parametrize(("interval_s", "age_s", "fires"), [(0, 1000, True), (4000, 7900, False), (4000, 8100, True)])
+def test_a_snapshot_is_old_by_the_jobs_own_interval(interval_s: int, age_s: int, fires: bool, tmp_path: Path) -> None:
+    """A large job takes a snapshot an hour, and nobody is to be called for that."""
+    series = {"holdfast_safe_age_seconds": age_s, "holdfast_safe_interval_seconds": interval_s}
+    played = [{"series": f'{name}{{exported_job="a"}}', "values": f"{value}x40"} for name, value in series.items()]
+    expr = 'count(ALERTS{alertname="HoldfastSnapshotOld",alertstate="firing"})'
+    samples = [{"labels": "{}", "value": 1}] if fires else []
+    check = {"expr": expr, "eval_time": "10m", "exp_samples": samples}
+    play = {"interval": "30s", "input_series": played, "promql_expr_test": [check]}
+    file = tmp_path / "tests.yml"
+    file.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "30s", "tests": [play]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def _series(line: str) -> tuple[str, str]:
     name, _, values = line.rpartition(": ")
     return name, values

@@ -333,6 +333,18 @@ def test_some_smps_spread_over_the_nodes_say_how_the_whole_job_is(count: int) ->
     assert sees_the_job(Inventory("spare", "h", 1, 2, layouts=known)) and sees_the_job(Inventory("idle", "h", 1, 2))
 
 
+def test_how_often_the_job_is_protected_is_a_metric_once_a_trainer_has_said_so(ground: Ground) -> None:
+    (smp,) = smps = ground.smps(1)
+    run = run_on(smps, [[900]])
+    for step, next_s in ((1, 0.0), (2, 54321.5)):
+        snapshot = run.snapshot(step)
+        run["dp0"].write(snapshot)
+        run["dp0"].client.seal(snapshot, "dp0", next_s=next_s)
+        [status] = look(JOB, smp.control).statuses
+        [value] = re.findall(r"^holdfast_safe_interval_seconds\S* (\S+)$", exposition(JOB, status, None).decode(), re.M)
+        assert float(value) == next_s
+
+
 def test_the_others_say_how_they_are_themselves(ground: Ground) -> None:
     smp = ground.smp()
     [status] = look(JOB, smp.control).statuses
