@@ -125,7 +125,7 @@ class Fetcher:
         self.changed = system.Condition()
         self._chooser = Chooser()
         self._idle: list[tuple[Address, Links]] = []
-        self._open: set[Links] = set()
+        self._open: dict[Links, None] = {}  # in use; ordered, so that a simulated run does the same every time
         self._buffers: list[memoryview] = []
         self._sums = 0
         self._requests = 0
@@ -373,7 +373,7 @@ class Fetcher:
             self._chooser.speeds.answered(asked.way.through, seconds, asked.shared, waits)
             self._chooser.speeds[asked.way.through[0]].open -= 1
             self._received += count
-            self._open.discard(asked.links)
+            self._open.pop(asked.links, None)
             self._idle.append((asked.way.through[0], asked.links))
             if len(self._idle) > IDLE:
                 self._idle.pop(0)[1].close()
@@ -383,7 +383,7 @@ class Fetcher:
         """Close the connection of a request, so that nothing of its answer arrives any more."""
         with self.changed:
             self._chooser.speeds[asked.way.through[0]].open -= 1
-            self._open.discard(asked.links)
+            self._open.pop(asked.links, None)
         asked.links.close()
 
     def _take_links(self, address: Address) -> Links:
@@ -392,7 +392,7 @@ class Fetcher:
         if found is not None:
             self._idle.remove(found)
         links = found[1] if found is not None else Links(self._counters, system=self._system)
-        self._open.add(links)
+        self._open[links] = None
         return links
 
     def interrupt(self) -> None:

@@ -338,7 +338,10 @@ class SlotFilePool(SlotPool):
             raise too_small(self.arena, length, left)
 
     def no_room(self, length: int, error: OSError) -> Exception:
-        """What to raise for an error that occurred while memory was reserved: `ArenaTooSmall` if there is none left."""
+        """What to raise for an error that occurred while memory was reserved: `ArenaTooSmall` if there is none left,
+        `ProtocolError` if the arena is gone, as the job has ended meanwhile."""
+        if error.errno == errno.ENOENT:
+            return ProtocolError(f"{self.arena} is gone: the job has ended")
         return too_small(self.arena, length, room(self.arena, self._system)) if error.errno == errno.ENOSPC else error
 
     def _drop(self, slot: Slot) -> None:

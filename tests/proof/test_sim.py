@@ -25,6 +25,7 @@ from tests.proof.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath
 from tests.proof.sim.oracle import Oracle
 from tests.proof.sim.plan import (
     KINDS_OF_STATE,
+    LATE,
     MANY_RANKS,
     MOVES,
     POINTS_HERE,
@@ -110,7 +111,7 @@ def _state(seed: int) -> DrawnState:
 
 def test_every_class_of_state_is_drawn() -> None:
     drawn = {kind for seed in range(60) for kind in _state(seed).kinds}
-    assert drawn == set(KINDS_OF_STATE)
+    assert drawn == {*KINDS_OF_STATE, LATE}
 
 
 def test_large_worlds_are_drawn_and_hold(simulation: None) -> None:

@@ -145,15 +145,12 @@ OTHER_PROGRAMS = {
     "chaos.actions": "tools of the system",
     "chaos.network.clocks": "the C compiler",
     "bench.parts": "openssl",
-    "bench.stall": "jobs of other systems, from a checkout, in environments of their own",
 }
 """Modules that start programs which are not Python processes of ours."""
 
 INTERPRETERS = {
     "smp_daemon.shared.interpreter": "the one place",
-    "chaos.sim.campaign": "a script, not a module; with -P",
     "bench.node": "another checkout's code, from its file; with -P",
-    "bench.stall": "see above",
     "cli.deploy": "starts nothing",
 }
 """Modules that may name ``sys.executable``."""

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
+import pytest
+
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.deadlines import DEADLINE_S
@@ -51,6 +53,7 @@ print(json.dumps({"seen": seen, "counts": counts}))
 """
 
 
+@pytest.mark.needs("torch")
 @sampled("steps", few=700, whole=2000)
 def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
     """A trainer and its SMP as users run them, with 4 MB of state. Resident memory includes the slots.

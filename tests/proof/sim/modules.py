@@ -26,7 +26,7 @@ from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import CopyJob
-from tests.proof.sim.plan import DrawnState
+from tests.proof.sim.plan import LATE, DrawnState
 from tests.proof.sim.scheduler import active
 from tests.proof.sim.trainer import Steps
 
@@ -336,6 +336,9 @@ class SimScript:
                 self._evaluate()
         if "thaws" in kinds and step == self._drawn.thaws and self._net.thawing is not None:
             self._net.thawing.requires_grad_(True)
+        kept = self._optimizers[0].state.get(self._net.first.weight)
+        if kept and LATE in kinds and step >= self._drawn.thaws:
+            kept["since"] = float(step)
 
     def _evaluate(self) -> None:
         """Run the model with the averaged weights, then put its own back."""

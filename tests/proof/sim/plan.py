@@ -96,6 +96,9 @@ KINDS_OF_STATE = (
 )
 """Kinds of state of a script with real modules, see `tests.proof.sim.modules`. Each seed draws some of them."""
 
+LATE = "late value"
+"""One more: the state of a parameter gains a value that is no tensor. A third of the seeds have it."""
+
 OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adagrad")
 PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 1, 1, 2, 2, 3, "auto", "auto")
 PACES = ("steady", "steady", "auto", "auto")
@@ -107,11 +110,12 @@ class DrawnState:
     """The state and the loop of trainers with real modules.
 
     Attributes:
-        kinds: some of `KINDS_OF_STATE`.
+        kinds: some of `KINDS_OF_STATE`, and perhaps `LATE`.
         optimizer: one of `OPTIMIZERS`.
         replicated: whether all ranks hold the same weights, and average gradients.
         declared: whether the loop says where its steps begin.
-        thaws: the step after which a frozen layer is trained, if `kinds` has ``thaws``: this adds optimizer state.
+        thaws: the step after which a frozen layer is trained, if `kinds` has ``thaws``: this adds optimizer state. Or
+            the one from which on there is a value more, if it has `LATE`.
         sizes: the number of ranks of each life in turn, on the same nodes; empty: as many as the plan says.
         pace: one of `PACES`. ``steady`` takes a snapshot every `SeedPlan.every` steps, ``auto`` as often as holdfast
             does by default.
@@ -136,8 +140,8 @@ class DrawnState:
 
     @property
     def grows_late(self) -> bool:
-        """Whether any step may add optimizer state: as a layer thaws, or as a scaler stops skipping steps."""
-        return "thaws" in self.kinds or "scaler" in self.kinds
+        """Whether any step may add optimizer state: as a layer thaws, as a scaler stops skipping steps, or `LATE`."""
+        return not {"thaws", "scaler", LATE}.isdisjoint(self.kinds)
 
 
 MOVES = (
@@ -465,6 +469,8 @@ def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
         state = replace(state, declared=True)
     if state.loop == "probes" and not state.declared:  # a restart is refused if forward draws, too
         state = replace(state, kinds=tuple(kind for kind in state.kinds if kind != "dropout"))
+    if state.thaws == 3:
+        state = replace(state, kinds=(*state.kinds, LATE))
     slots = max(3, plan.slots) if state.sizes else plan.slots
     return replace(plan, state=state, slots=slots, unit_bytes=pick.choice((1024, 4096)), beside=False)
 
