@@ -497,15 +497,15 @@ def _two_runs() -> tuple[JobRuns, MemoryPath, MemoryPath]:
 
 def test_the_run_that_was_begun_last_must_go_on_unless_the_user_says_otherwise() -> None:
     runs, first, second = _two_runs()
-    runs.enters([first, second], (), "", ())
+    runs.enters([first, second], (), (), "", ())
     assert runs.own() == {"b"} and runs.others_have_state() and sorted(runs.left()) == ["a", "b"]
-    runs.enters([first, second], (), "a", ())
+    runs.enters([first, second], (), (), "a", ())
     assert runs.own() == {"a"}
-    runs.enters([first, second], (), "", {"b"})
+    runs.enters([first, second], (), (), "", {"b"})
     assert runs.own() == {"a"}
-    runs.enters([first], (), "", ())
+    runs.enters([first], (), (), "", ())
     assert runs.own() == {"a"}
-    runs.enters([], (), "", ())
+    runs.enters([], (), (), "", ())
     assert runs.own() == set()
 
 
@@ -513,17 +513,17 @@ def test_what_was_deleted_or_damaged_is_not_in_reach() -> None:
     runs, first, second = _two_runs()
     runs.damaged(second / "node.json")
     (second / "dp0.0.safetensors.json").unlink()
-    runs.enters([first, second], (), "", ())
+    runs.enters([first, second], (), (), "", ())
     assert runs.own() == {"a"}
 
 
 def test_storage_keeps_a_run_in_reach_also_if_all_of_it_is_spoilt() -> None:
     runs, *_ = _two_runs()
     runs.persisted((2 << 32, 1))
-    runs.enters([], ["b"], "", ())
+    runs.enters([], ["b"], ["b"], "", ())
     assert (runs.own(), runs.reach["b"].stored) == ({"b"}, (2 << 32, 1))
     runs.spoilt("b", (2 << 32, 1))
-    runs.enters([], ["b"], "", ())
+    runs.enters([], ["b"], ["b"], "", ())
     assert (runs.own(), runs.reach["b"].stored, runs.left()) == ({"b"}, None, ["b"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import fsspec
 
 from holdfast.smp_daemon.persist.manifest import snapshot_of
-from tests.proof.sim.world import SimNode, World, at_place
+from tests.proof.sim.world import SimNode, World, found_at_place
 
 LOST_CHANCE = 0.3
 DAMAGES = ("cut off", "flipped", "removed")
@@ -98,7 +98,7 @@ class Moves:
     def _damage_storage(self) -> None:
         """Of every persisted snapshot, one file is damaged."""
         storage = fsspec.filesystem("memory")
-        for run, directories in at_place().items():
+        for run, directories in found_at_place().items():
             for directory, files in directories.items():
                 path = self._random.choice([each for each in files if each.endswith(NEEDED)] or files)
                 how = self._random.choice(DAMAGES)

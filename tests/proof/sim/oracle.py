@@ -309,10 +309,17 @@ class Oracle:
         if snapshot is None or snapshot < self.promised:
             self._violate("promise", f"{coord} is restored from {snapshot}, although {self.promised} was protected")
 
-    def enters(self, arenas: Collection[MemoryPath], noted: Collection[str], wanted: str, gone: set[str]) -> None:
+    def enters(
+        self,
+        arenas: Collection[MemoryPath],
+        noted: Collection[str],
+        found: Collection[str],
+        wanted: str,
+        gone: set[str],
+    ) -> None:
         """The trainers of a start decide what to go on with; see `JobRuns.enters`."""
         self._names = [arena.parent.name for arena in arenas]
-        self.runs.enters(arenas, noted, wanted, gone)
+        self.runs.enters(arenas, noted, found, wanted, gone)
         own = self.runs.own()
         self.run = own.pop() if len(own) == 1 else ""
 

@@ -14,6 +14,9 @@ from tests.proof.sim.memory import MemoryPath
 Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""
 
+KEPT = 2
+"""Older snapshots of a run may go from storage once so many have been whole there."""
+
 SAME_TIME_S = 2
 """Runs that never met, and began within this time of each other, may be confused."""
 
@@ -29,7 +32,7 @@ class InReach:
         floor: the newest snapshot of it that a node knows to be protected.
         has_state: whether any part of a snapshot of it is there, or was promised.
         persisted: whether storage has, or had, a whole snapshot of it. `stored`: the newest that it has.
-        uncertain: whether storage may know an older declaration than its newest.
+        uncertain: whether storage may know an older declaration, or hold something that nobody has seen whole.
     """
 
     declared: int = 0
@@ -46,7 +49,7 @@ class JobRuns:
     """All runs of one history.
 
     Attributes:
-        stored: by run, the snapshots that storage has whole.
+        stored: by run, the snapshots that storage must have whole.
         over: the runs that the user has ever given up.
         reach: what was in reach of the newest start, by run.
         gone: the runs that were given up, as far as that start knew.
@@ -60,9 +63,11 @@ class JobRuns:
         self.gone: set[str] = set()
         self.wanted = ""
         self._spoilt: set[Snapshot] = set()
+        self._whole: dict[str, set[Snapshot]] = {}  # by run, all that storage ever had whole
         self._records: dict[MemoryPath, tuple[str, Any]] = {}
         self._declared: dict[tuple[str, int], int] = {}
-        self._over_of: dict[str, set[str]] = {}  # by run, those that were given up as it began or went on
+        # By run, those that were given up as it began or went on, and how many declarations there were by then.
+        self._over_of: dict[str, dict[str, int]] = {}
         self._starts: dict[int, tuple[str, int]] = {}
 
     # ------------------------------------------------------------------ what happens
@@ -72,13 +77,15 @@ class JobRuns:
         self._records[path] = (kind, data)
         if (run := _run_of(kind, data)) is not None:
             self._declared.setdefault((run["id"], run["begun_s"]), len(self._declared))
-            self._over_of.setdefault(run["id"], set()).update(run.get("over", ()))
+            for each in run.get("over", ()):
+                self._over_of.setdefault(run["id"], {}).setdefault(each, len(self._declared))
 
     def persisted(self, snapshot: Snapshot) -> None:
         """An SMP has seen that a snapshot is complete on storage."""
-        found = self.stored.setdefault(self.of(snapshot[0]), set())
-        if snapshot not in self._spoilt:
-            found.add(snapshot)
+        run = self.of(snapshot[0])
+        whole = self._whole.setdefault(run, set())
+        whole.add(snapshot)
+        self.stored[run] = {each for each in sorted(whole)[-KEPT:] if each not in self._spoilt}
 
     def spoilt(self, run: str, snapshot: Snapshot) -> None:
         """A persisted snapshot can no longer be read; also if an SMP is yet to look whether it is complete."""
@@ -107,31 +114,38 @@ class JobRuns:
         return list(dict.fromkeys(run for run, _ in self._starts.values()))
 
     def enters(
-        self, arenas: Collection[MemoryPath], noted: Collection[str], wanted: str, gone: Collection[str]
+        self,
+        arenas: Collection[MemoryPath],
+        noted: Collection[str],
+        found: Collection[str],
+        wanted: str,
+        gone: Collection[str],
     ) -> None:
         """The trainers of a start know what these nodes hold, and decide what to go on with.
 
         Args:
             noted: runs that storage knows of, whether it has a snapshot of them or not.
+            found: runs of which storage has any snapshot, whole or not.
             wanted, gone: the runs that the user chose and gave up.
         """
         self.reach, self.wanted, self.gone = {}, wanted, set(gone)
         for path, (kind, data) in self._records.items():
             if path.parent in arenas and path.exists():
                 self._note(kind, data)
-        for run in sorted({*noted, *self.stored}):
+        for run in sorted({*noted, *found, *self.stored}):
             declared = [(number, begun_s) for (known, begun_s), number in self._declared.items() if known == run]
             seen = self.reach.setdefault(run, InReach())
-            seen.persisted, seen.uncertain = run in self.stored, len(declared) > 1
+            seen.persisted = run in self.stored
+            seen.uncertain = len(declared) > 1 or (run in found and not seen.persisted)
             seen.stored = max(self.stored.get(run, ()), default=None)
             seen.has_state |= seen.persisted
             seen.declared, seen.begun_s = max([*declared, (seen.declared, seen.begun_s)])
-        for run, seen in self.reach.items():
-            # What was given up as a run began stays so, unless it was chosen again since.
+        for run in self.reach:
+            # What was given up as a run began or went on stays so, unless it was chosen again since.
             self.gone |= {
                 each
-                for each in self._over_of.get(run, ())
-                if each not in self.reach or self.reach[each].declared < seen.declared
+                for each, noted in self._over_of.get(run, {}).items()
+                if each not in self.reach or self.reach[each].declared < noted
             }
         if wanted not in gone:
             self.gone.discard(wanted)

@@ -443,6 +443,8 @@ class World:
                 self.oracle.check_floor(coord, restored, floor.get(self.oracle.run))
             self.oracle.begins(coord, hook.restored.epoch, hook.restored.run.id, trainer.life, restored)
             self.wanted, self.over = "", set()
+        else:
+            self.oracle.runs.begins(hook.restored.epoch, hook.restored.run.id, trainer.life)
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
         drained, state = hook.drain(DRAIN_DEADLINE_S), self.plan.state
@@ -480,8 +482,8 @@ class World:
         trainer = next((each for each in self.trainers if each.process is self.scheduler.current.process), None)
         if trainer is not None and trainer.outcome != "hangs":
             arenas = list(dict.fromkeys(each.node.arena for each in self.trainers))
-            noted = noted_at_place() if self.plan.persist_s else ()
-            self.oracle.enters(arenas, noted, self.wanted, self.over)
+            noted, found = (noted_at_place(), {*found_at_place()}) if self.plan.persist_s else ((), ())
+            self.oracle.enters(arenas, noted, found, self.wanted, self.over)
 
     def _note_promise(self, ledger: Ledger) -> None:
         if ledger.protected is not None:
@@ -515,7 +517,7 @@ class World:
             self.scheduler.yield_if_dead()
 
 
-def at_place() -> dict[str, dict[str, list[str]]]:
+def found_at_place() -> dict[str, dict[str, list[str]]]:
     """What storage has of snapshots, whole or not: by run and the name of a snapshot's directory, the files there."""
     found: dict[str, dict[str, list[str]]] = {}
     paths: list[str] = sorted(fsspec.filesystem("memory").store)
