@@ -179,5 +179,5 @@ def test_releases_that_nobody_has_tried_are_said_and_old_ones_refused(caplog: py
 def test_the_options_of_a_configuration_are_those_of_the_hook() -> None:
     given = asdict(SnapshotOptions())
     assert given.keys() <= OptionsGiven.__annotations__.keys()
-    assert (given["every"], given["keep"], given["job"], given["generations"]) == (1, False, None, None)
+    assert (given["every"], given["keep"], given["job"], given["generations"]) == (None, False, None, None)
     assert Options.given(**given | {"job": "some"}) == Options(job="some")

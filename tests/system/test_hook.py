@@ -629,7 +629,7 @@ def test_a_fixed_interval_is_kept_whatever_it_costs(arena: Path) -> None:
 
 def test_a_budget_that_is_no_number_is_refused(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_OVERHEAD_BUDGET", "much")
-    with pytest.raises(ConfigError, match="HOLDFAST_OVERHEAD_BUDGET='much'"):
+    with pytest.raises(ConfigError, match="HOLDFAST_OVERHEAD_BUDGET: 'much'"):
         InMemorySnapshot(*small())
 
 

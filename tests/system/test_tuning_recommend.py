@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from holdfast import InMemorySnapshot
 from holdfast.cli.main import main
 from holdfast.planner.costs import Assumptions, Costs, assume
 from holdfast.planner.failures import DAY_S, FailureModel, from_profile
@@ -37,6 +36,7 @@ from holdfast.planner.waste import first_order, overhead
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.snapshot.interval.rule import NODE_LOST, choose
+from holdfast.snapshot.options import Options
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_tuning_measured import FULL
 
@@ -234,7 +234,7 @@ def test_the_defaults_of_the_hook_are_compared_with_two_parity_units() -> None:
     assert (str(defaults.code), defaults.slots) == ("7+1", DEFAULT_SLOTS)
     assert defaults.memory_bytes == pytest.approx(98e9 * 3 * 8 / 7)
     assert defaults.code.survival < 0.95 < 0.999 < two.code.survival and two.code.parity == 2
-    assert inspect.signature(InMemorySnapshot).parameters["slots"].default == DEFAULT_SLOTS
+    assert inspect.signature(Options).parameters["slots"].default == DEFAULT_SLOTS
 
 
 @pytest.mark.parametrize(("nodes", "times"), [(2, 6.0), (4, 4.0), (8, 3 * 8 / 7)])
