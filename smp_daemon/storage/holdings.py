@@ -334,9 +334,15 @@ class Holdings:
                 was given up.
         """
         stripes = layout.stripes(group)
-        pool, slot, view = self._take_for(key, stripes.parity_bytes(key.position))
-        with self._lock:
-            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view))
+        made: list[GatheringSlot] = []
+
+        def note(pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
+            # With the slot, under one lock: another attempt that took it in between would lose it, and free none.
+            made.append(GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view)))
+            self._repairs[key] = made[0]
+
+        pool, slot, view = self._take_for(key, stripes.parity_bytes(key.position), note)
+        (mine,) = made
         try:
             failpoint("repair_parity.taken", key.snapshot.step)
             yield mine.parity
@@ -421,18 +427,26 @@ class Holdings:
                 self._lock.notify_all()
             raise pool.no_room(length, error) from error
 
-    def _take_for(self, key: Key, length: int) -> tuple[SlotFilePool, Slot, memoryview]:
+    def _take_for(
+        self,
+        key: Key,
+        length: int,
+        note: Callable[[SlotFilePool, Slot, memoryview], None] = lambda pool, slot, view: None,
+    ) -> tuple[SlotFilePool, Slot, memoryview]:
         """A slot to receive `key` into, made if none is free. What is held of it is dropped. Raises as `take` and
-        `make`."""
+        `make`. `note` is called with the slot, and with the lock."""
         pool, made = self._pool(key), None
         while True:
             with self._lock:
                 self.drop(key)
                 try:
-                    return self.take(pool, key.snapshot, length, made)
+                    taken = self.take(pool, key.snapshot, length, made)
                 except NoFreeSlot:
                     if pool.find(key.snapshot, SlotState.WRITING) is not None:
                         raise
+                else:
+                    note(*taken)
+                    return taken
             made = self.make(pool, length)
 
     def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
