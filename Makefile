@@ -12,7 +12,7 @@
 # make loops   2,000 training loops drawn from seeds, undisturbed and killed: LOOPS="--seeds 30 --first 777 --json FILE"
 # make fuzz    two million inputs, spread over all parsers: a quarter of an hour on two cores
 # make stall   comparison with other checkpointers: an hour, on an idle machine
-# make bench-node   speed of an SMP, in parts and as a whole, for plan, tune and simulate: six minutes; AGAINST=CHECKOUT
+# make bench-node   speed of an SMP, in parts and as a whole, for holdfast plan and benchmarks.fleet: six minutes; AGAINST=CHECKOUT
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   load a lost node's state from memory or a file server, over shaped links: ten minutes, as root
 # make bench-links   use of four network links per node, and the cost of losing one: three minutes, as root

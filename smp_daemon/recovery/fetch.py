@@ -253,6 +253,7 @@ class Fetcher:
     def _gather(self, unit: WantedUnit, ways: Ways, way: Way, computation: Computation) -> bool:
         """Request operands, all at once. Returns whether all that a sum takes are here."""
         with self.changed:
+            # Without a deadline of its own: a sum under way ends by the deadlines of its requests.
             self.changed.wait_for(lambda: self._sums < MAX_SUMS)
             self._sums += 1
         asked: list[_Asked] = []
