@@ -252,7 +252,7 @@ def test_shards_of_very_different_lengths(launcher: Launcher) -> None:
 def test_a_damaged_slot_is_decoded_from_parity_instead(launcher: Launcher) -> None:
     def damage(event: Event) -> None:
         if event["kind"] == "fault":
-            for path in arena_base().glob(".virtual-*/node1/job/dp1.*.safetensors"):
+            for path in cluster.arena_of(1).glob("dp1.*.safetensors"):
                 with path.open("r+b") as slot:
                     slot.seek(-5, 2)
                     byte = slot.read(1)

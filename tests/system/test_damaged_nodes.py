@@ -7,7 +7,6 @@ import pytest
 from holdfast.chaos.cluster import History
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.runner import Event
-from holdfast.smp_daemon.shared.paths import arena_base
 from tests.system.test_cluster import assert_whole, make
 from tests.unit.test_damage import DAMAGE
 
@@ -31,7 +30,7 @@ def run_with(launcher: Launcher, file: str, damage: str, *, restart: bool) -> tu
 
     def spoil(event: Event) -> None:
         if event["kind"] == "smp-ended" and not damaged:
-            for path in sorted(arena_base().glob(f".virtual-*/node1/job/{FILES[file]}")):
+            for path in sorted(cluster.arena_of(1).glob(FILES[file])):
                 DAMAGE[damage](path)
                 damaged.append(path.name)
 
