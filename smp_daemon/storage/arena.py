@@ -136,17 +136,8 @@ class Arena:
         Raises:
             ArenaTooSmall: the message names the need, the room and the fix.
         """
-        for pool in list(self.pools()):
-            length, _ = wanted.get(pool, (None, 0))
-            for slot in [s for s in pool.slots if s.state in (SlotState.FREE, SlotState.MAKING) and s.bytes != length]:
-                if not slot.claimed:
-                    pool.remove(slot)
-        missing = [
-            (pool, length)
-            for pool, (length, count) in wanted.items()
-            if length
-            for _ in range(count - sum(slot.bytes == length for slot in pool.slots))
-        ]
+        self._remove_unwanted(wanted)
+        missing = _missing(wanted)
         need = sum(pages(length) for _, length in missing)
         self.budget.check(need)
         left = room(self.path, self._system)
@@ -159,6 +150,27 @@ class Arena:
             self._planned = [*earlier, *((pool, pool.plan(length)) for pool, length in missing)]
         self._wanted = wanted
         self.settle()
+
+    def _remove_unwanted(self, wanted: dict[SlotFilePool, tuple[int, int]]) -> None:
+        for pool in list(self.pools()):
+            length, _ = wanted.get(pool, (None, 0))
+            for slot in [s for s in pool.slots if s.state in (SlotState.FREE, SlotState.MAKING) and s.bytes != length]:
+                if not slot.claimed:
+                    pool.remove(slot)
+
+    def plan_missing(self) -> None:
+        """Plan what is missing of the slots that `reserve` was asked for, for a `Reserver`, as far as there is memory.
+
+        `make_room` deletes such slots for bytes from elsewhere, which may be given up before the next `reserve`.
+        """
+        missing = _missing(self._wanted)
+        if missing:
+            self._remove_unwanted(self._wanted)
+        for pool, length in missing:
+            need, left = pages(length), room(self.path, self._system) + self.budget.held - self.budget.owed
+            allowed = not self.budget.limit or need <= self.budget.left
+            if allowed and need <= left:
+                pool.plan(length)
 
     def _create(self, missing: Sequence[tuple[SlotFilePool, int]]) -> None:
         created: list[tuple[SlotFilePool, Slot]] = []
@@ -251,7 +263,8 @@ class Arena:
     def make_room(self, length: int, wanted: SlotFilePool) -> int:
         """Delete free slots of other pools, the largest first, until `length` bytes are freed. Returns the bytes freed.
 
-        Bytes received for another node take the memory of slots that wait for snapshots; `reserve` makes new ones.
+        Bytes received for another node take the memory of slots that wait for snapshots; `reserve` and `plan_missing`
+        plan new ones.
         """
         freed = 0
         spare = [(slot.bytes, pool, slot) for pool in self.pools() if pool is not wanted for slot in pool.slots]
@@ -276,13 +289,11 @@ class Arena:
 
     def take_away(self, pool: SlotFilePool, slot: Slot) -> None:
         """Take a slot away from whoever fills it, who writes into a file from then on that no slot uses. If it is too
-        large to make again at once, another one is planned in its place, for a `Reserver`."""
+        large to make again at once, it is deleted, and `plan_missing` plans another."""
         if is_at_once(slot.bytes):
             pool.replace(slot)
-            return
-        pool.remove(slot)
-        if slot.bytes == self._wanted.get(pool, (None, 0))[0]:
-            pool.plan(slot.bytes)
+        else:
+            pool.remove(slot)
 
     def add_layout(self, layout: Layout) -> None:
         """Write a layout to the arena and remember it."""
@@ -428,6 +439,16 @@ def _own(path: Path, system: System) -> _Ownership:
         if lock.is_of(path):
             return lock
         lock.close()  # as above
+
+
+def _missing(wanted: dict[SlotFilePool, tuple[int, int]]) -> list[tuple[SlotFilePool, int]]:
+    """The pool and the length of each slot that is wanted and is neither there nor planned."""
+    return [
+        (pool, length)
+        for pool, (length, count) in wanted.items()
+        if length
+        for _ in range(count - sum(slot.bytes == length for slot in pool.slots))
+    ]
 
 
 def put_away(path: Path, system: System = MACHINE) -> None:

@@ -397,7 +397,7 @@ class Holdings:
             earlier = pool.find(snapshot, SlotState.RECEIVING)
             if earlier is not None:
                 self.arena.take_away(pool, earlier)
-                self._reserver.go_on()
+                self._reserver.make_good()
             slot = pool.begin(snapshot, length, SlotState.RECEIVING)
             return pool, slot, pool.view(slot)
 
@@ -454,6 +454,7 @@ class Holdings:
         with self._lock:
             if pool.is_at(slot, view):
                 pool.discard(slot)
+                self._reserver.make_good()
                 self._lock.notify_all()  # a thread may wait for a free slot
 
     def adopt(self) -> None:

@@ -75,6 +75,12 @@ class Reserver:
         self.error = ""
         self.go_on()
 
+    def make_good(self) -> None:
+        """Make the wanted slots that are missing, if there is memory for them now. The caller holds the lock."""
+        if not self.error:  # the memory of a plan that was given up stays free until the next start
+            self._arena.plan_missing()
+            self.go_on()
+
     def go_on(self) -> None:
         """Start the thread if there is something to do. The caller holds the lock."""
         if self._thread is None and not self._closed and self._has_work():

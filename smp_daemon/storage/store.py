@@ -333,7 +333,7 @@ class Store:
             for slot in [s for s in pool.slots if s.snapshot not in keep]:
                 if slot.state is SlotState.RECEIVING:
                     self.arena.take_away(pool, slot)
-                    self.reserver.go_on()
+                    self.reserver.make_good()
                 elif slot.state is SlotState.WRITING:
                     pool.discard(slot)
             self.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
@@ -578,6 +578,7 @@ class Store:
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
         self.arena.release(keep, before, self._held, parities)
+        self.reserver.make_good()
         self.holdings.keep_only(stays)
         self.changed.notify_all()
 

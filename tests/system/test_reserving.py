@@ -313,6 +313,23 @@ def test_what_is_needed_at_once_is_not_waited_for(tmp_path: Path, beside: None) 
     assert [slot.state for slot in pool.slots] == [SlotState.FREE]
 
 
+def test_a_slot_that_bytes_from_elsewhere_took_comes_back_once_they_are_given_up(tmp_path: Path, beside: None) -> None:
+    arena = Arena(tmp_path / "arena", memory=3 * PAGE)
+    own, other = arena.shard_pool("dp0"), arena.parity_pool("tag", 0)
+    arena.reserve({own: (PAGE, 3)})
+    for slot in own.slots:
+        make(arena, own, slot)
+    arena.make_room(2 * PAGE, other)
+    received = other.create(2 * PAGE)
+    received.state = SlotState.RECEIVING
+    arena.plan_missing()
+    assert len(own.slots) == 1, "there is no memory yet"
+    other.discard(received)
+    arena.plan_missing()
+    assert other.slots == []
+    assert [slot.state for slot in own.slots] == [SlotState.FREE, SlotState.MAKING, SlotState.MAKING]
+
+
 def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
