@@ -125,7 +125,7 @@ class Fetcher:
         self.changed = system.Condition()
         self._chooser = Chooser()
         self._idle: list[tuple[Address, Links]] = []
-        self._open: dict[Links, None] = {}  # in use; ordered, so that a simulated run does the same every time
+        self._open: dict[Links, bool] = {}  # in use, in order, and whether `interrupt` has ended what each waits for
         self._buffers: list[memoryview] = []
         self._sums = 0
         self._requests = 0
@@ -337,7 +337,8 @@ class Fetcher:
         try:
             yield
         except REFUSALS as error:
-            self._give_up(asked)
+            if self._give_up(asked):
+                raise  # not the doing of its source: another unit has failed
             with self.changed:
                 self._buffers += [buffer] if buffer is not None else []
                 self._note_refusal(ways, asked, error)
@@ -380,12 +381,14 @@ class Fetcher:
                 self._idle.pop(0)[1].close()
         self._episodes.end(asked.address, "%s gives units again", asked.address)
 
-    def _give_up(self, asked: _Asked) -> None:
-        """Close the connection of a request, so that nothing of its answer arrives any more."""
+    def _give_up(self, asked: _Asked) -> bool:
+        """Close the connection of a request, so that nothing of its answer arrives any more. Returns whether
+        `interrupt` has ended the request."""
         with self.changed:
             self._chooser.speeds[asked.way.through[0]].open -= 1
-            self._open.pop(asked.links, None)
+            interrupted = self._open.pop(asked.links, False)
         asked.links.close()
+        return interrupted
 
     def _take_links(self, address: Address) -> Links:
         """An idle connection to `address`, or one to be made. Called with the lock."""
@@ -393,13 +396,14 @@ class Fetcher:
         if found is not None:
             self._idle.remove(found)
         links = found[1] if found is not None else Links(self._counters, system=self._system)
-        self._open[links] = None
+        self._open[links] = False
         return links
 
     def interrupt(self) -> None:
         """End all requests that wait for an answer, from any thread; they raise `SmpUnavailable`."""
         with self.changed:
             for links in self._open:
+                self._open[links] = True
                 links.interrupt()
 
 

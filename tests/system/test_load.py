@@ -151,10 +151,12 @@ def test_a_loss_in_the_middle_that_is_beyond_parity_says_so(ground: Ground) -> N
 
 
 class Giver:
-    """Stands in for an SMP: gives the units that it was made with, once `may` is set."""
+    """Stands in for an SMP: gives the units that it was made with, those in `at_once` at once, others once `may` is
+    set."""
 
     def __init__(self, host: str, units: Mapping[tuple[str, int], bytes]) -> None:
         self.may = threading.Event()
+        self.at_once: set[int] = set()
         self.asked = threading.Semaphore(0)
         self._units = units
         self._listener = SocketListener(bind_tcp(host, 0), lambda sock: self)
@@ -162,7 +164,7 @@ class Giver:
 
     def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         self.asked.release()
-        assert self.may.wait(DEADLINE_S)
+        assert message["unit"] in self.at_once or self.may.wait(DEADLINE_S)
         unit = memoryview(self._units[message["op"], message["unit"]])
         sources = {"0": digest(unit)} if message["op"] == "parity_unit" else {}
         return {"digest": digest(unit), "sources": sources}, unit
@@ -264,3 +266,24 @@ def test_what_a_bug_raises_ends_the_load(ground: Ground) -> None:
         out = memoryview(bytearray(UNIT * UNITS))
         with Fetcher(sources, Counters()) as fetcher, pytest.raises(ZeroDivisionError):
             fetcher.all((replace(unit, came=broken) for unit in fetcher.shard("dp0", out)), UNITS)
+
+
+def test_a_source_is_not_blamed_for_requests_that_end_as_another_unit_failed(
+    ground: Ground, caplog: pytest.LogCaptureFixture
+) -> None:
+    units = {i: bytes(UNIT) for i in range(UNITS)}
+
+    def broken(digest: int) -> None:
+        assert holder.asked.acquire(timeout=DEADLINE_S)  # for the first unit
+        assert holder.asked.acquire(timeout=DEADLINE_S)  # for another, whose worker waits
+        raise ZeroDivisionError("a bug")
+
+    with mirror(ground, units, units) as (sources, holder, other):
+        holder.at_once.add(0)
+        out = memoryview(bytearray(UNIT * UNITS))
+        with Fetcher(sources, Counters()) as fetcher, pytest.raises(ZeroDivisionError):
+            fetcher.all((replace(unit, came=broken) for unit in fetcher.shard("dp0", out)), UNITS)
+        for thread in [thread for thread in threading.enumerate() if thread.name == "fetch"]:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+        assert [record for record in caplog.records if record.name.endswith("fetch")] == []
