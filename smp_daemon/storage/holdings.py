@@ -309,7 +309,8 @@ class Holdings:
             NoFreeSlot: its trainer is writing it.
         """
         length, unit_bytes = layout.shard_bytes(key.coord), layout.unit_bytes
-        pool, slot, view = self._take_for(key, length)
+        with self._taken_for(key, length) as (pool, slot, view):
+            pass  # the lock is not needed for more
         try:
             failpoint("receive.taken", key.snapshot.step)
             yield view
@@ -334,15 +335,9 @@ class Holdings:
                 was given up.
         """
         stripes = layout.stripes(group)
-        made: list[GatheringSlot] = []
-
-        def note(pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
+        with self._taken_for(key, stripes.parity_bytes(key.position)) as (pool, slot, view):
             # With the slot, under one lock: another attempt that took it in between would lose it, and free none.
-            made.append(GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view)))
-            self._repairs[key] = made[0]
-
-        pool, slot, view = self._take_for(key, stripes.parity_bytes(key.position), note)
-        (mine,) = made
+            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view))
         try:
             failpoint("repair_parity.taken", key.snapshot.step)
             yield mine.parity
@@ -427,14 +422,10 @@ class Holdings:
                 self._lock.notify_all()
             raise pool.no_room(length, error) from error
 
-    def _take_for(
-        self,
-        key: Key,
-        length: int,
-        note: Callable[[SlotFilePool, Slot, memoryview], None] = lambda pool, slot, view: None,
-    ) -> tuple[SlotFilePool, Slot, memoryview]:
-        """A slot to receive `key` into, made if none is free. What is held of it is dropped. Raises as `take` and
-        `make`. `note` is called with the slot, and with the lock."""
+    @contextmanager
+    def _taken_for(self, key: Key, length: int) -> Iterator[tuple[SlotFilePool, Slot, memoryview]]:
+        """A slot to receive `key` into, made if none is free. The lock is held during the block. What is held of `key`
+        is dropped. Raises as `take` and `make`."""
         pool, made = self._pool(key), None
         while True:
             with self._lock:
@@ -445,8 +436,8 @@ class Holdings:
                     if pool.find(key.snapshot, SlotState.WRITING) is not None:
                         raise
                 else:
-                    note(*taken)
-                    return taken
+                    yield taken
+                    return
             made = self.make(pool, length)
 
     def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:

@@ -278,7 +278,7 @@ def test_a_source_is_not_blamed_for_requests_that_end_as_another_unit_failed(
         assert holder.asked.acquire(timeout=DEADLINE_S)  # for another, whose worker waits
         raise ZeroDivisionError("a bug")
 
-    with mirror(ground, units, units) as (sources, holder, other):
+    with mirror(ground, units, units) as (sources, holder, _other):
         holder.at_once.add(0)
         out = memoryview(bytearray(UNIT * UNITS))
         with Fetcher(sources, Counters()) as fetcher, pytest.raises(ZeroDivisionError):
