@@ -49,7 +49,6 @@ NOT_PROTECTED = 1
 CALLS: dict[tuple[str, ...], int] = {
     ("doctor",): 0,
     ("status",): NOT_PROTECTED,
-    ("top", "--count", "1"): 0,
     ("smp", "status"): 0,
     ("export", "exported"): 0,
     ("give-up",): 0,
@@ -64,7 +63,8 @@ CALLS: dict[tuple[str, ...], int] = {
     ("audit",): 0,
     ("chaos", "run", "--seed", "7", "--faults", "2"): 0,
 }
-"""A real call of every installed command but `demo`, after a job was killed whose SMP still runs, and its status."""
+"""A real call of every installed command but `demo` and `top`, after a job was killed whose SMP still runs, and its
+status."""
 
 TAKES_A_SCRIPT = {"profile", "audit", "chaos"}
 
@@ -234,10 +234,11 @@ def commands_work(own: Path, home: Path) -> dict[str, bool]:
     told = re.findall(r"^    ([a-z][a-z-]*(?: \([a-z-]+\))?)(?:  |$)", _call(own, home, "--help").stdout, re.MULTILINE)
     offered = [name for names in told for name in re.findall("[a-z-]+", names)]  # such as ``plan (tune)``
     found = {f"{name} --help": _call(own, home, name, "--help").returncode == 0 for name in offered}
-    found["every command is called"] = sorted(offered) == sorted({*(words[0] for words in CALLS), "demo"})
+    found["every command is called"] = sorted(offered) == sorted({*(words[0] for words in CALLS), "top", "demo"})
     script = ["--", str(own), "-m", EXAMPLE]
     try:
         _train(own, home, JOB, KILLED_AT)
+        found["holdfast top"] = _top(own, home)
         for words, status in CALLS.items():
             done = _call(own, home, *words, *(script if words[0] in TAKES_A_SCRIPT else []))
             found[f"holdfast {' '.join(words)}"] = done.returncode == status
@@ -259,6 +260,20 @@ def _call(own: Path, home: Path, *words: str) -> subprocess.CompletedProcess[str
         timeout=RUN_S,
         check=False,
     )
+
+
+def _top(own: Path, home: Path) -> bool:
+    """Whether `holdfast top` tells of the job, and ends when it is interrupted."""
+    command, environment = [str(own.parent / "holdfast"), "top"], _clean(home)
+    with subprocess.Popen(command, cwd=home, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        late = threading.Timer(RUN_S, process.kill)
+        late.start()
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.wait(RUN_S)
+        late.cancel()
+    return first.startswith(JOB) and process.returncode == 128 + signal.SIGINT
 
 
 def _clear(home: Path) -> None:

@@ -68,7 +68,7 @@ def sentence(drained: Drained) -> str:
     """The result of a drain, in words."""
     begin = f"{drained.node} may be taken away: "
     if drained.snapshot is None:
-        return begin + "no snapshot was ever held"
+        return begin + "no snapshot is needed of it"
     held = f"{drained.snapshot} is held whole by {', '.join(drained.holders)}"
     if drained.tolerates == 0:
         return f"{begin}{held}, and not safe against the loss of any of them"

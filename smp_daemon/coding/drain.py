@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, Hol
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.runs import own_inventories
+from holdfast.smp_daemon.shared.runs import given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import System
 
@@ -157,7 +157,8 @@ class Draining:
         name = mine.node
         addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.control}
         answers = [mine, *gather_inventories(self._job, sorted(addresses), system=self._system)]
-        inventories = own_inventories(answers, mine.run)
+        over = mine.run is not None and mine.run.id in given_up(answers, runs_in_reach(answers))
+        inventories = own_inventories(answers, None if over else mine.run)  # of a run that is over, nothing is needed
         result = moved(inventories)
         if result is not None and not mine.trainers:
             return Drained(name, result.snapshot, result.holders, result.tolerates)

@@ -180,6 +180,15 @@ class TestANodeThatIsDrained:
         assert "no other SMP" in capsys.readouterr().err
         assert not smp.client().inventory().leaving
 
+    def test_goes_at_once_if_its_run_is_given_up(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+        (smp,), run = started(ground, 1, "auto")
+        assert run.protected is not None
+        assert main(["give-up", "--arena", str(ground.base)]) == 0
+        capsys.readouterr()
+        assert drain(ground, "node0", "--json", "-") == 0
+        assert json.loads(capsys.readouterr().out)["snapshot"] is None
+        assert smp.wait_end() == 0
+
     def test_is_refused_while_the_job_trains(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
         smps = ground.smps(3)
         run = run_on(smps, [[3000]] * 3, protect="2+1")
