@@ -205,6 +205,7 @@ def restore(
     finished: int | None = None
     reach: Reach | None = None
     joined = looked_again = False
+    stored = 0
     while True:
         entered = exchange(client, agreement, coord, options)
         everyone, coords, agreed = entered.inventories, entered.coords, agree(entered.options)
@@ -212,6 +213,7 @@ def restore(
             everyone += ask_idle(client, agreement, everyone)
         if reach is None or not joined:
             persisted = ask_persisted_runs(client, agreement)
+            stored = persisted.epoch
             reach = reach_of(everyone, persisted.runs, agreed)
             check_not_at_work(client, agreement, persisted, reach)
         inventories = own_inventories(everyone, reach.run)
@@ -228,14 +230,14 @@ def restore(
             looked_again = True
             log.info("SMPs are asked once more what they hold: %s", lost)
             continue
-        newest = 0
         if plan is None:
-            plan, newest = _in_storage(client, agreement, coords, course, choice, lost, failure, reach)
+            plan = _in_storage(client, agreement, coords, course, choice, lost, failure, reach)
         resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
         if plan is not None and resharded:
             check_change(plan.sources.layout.coords, coords)
         run = reach.begun(entered.drawn, entered.now_s) if plan is None else reach.continued(entered.now_s)
-        epoch = next_epoch(max(newest, *(inv.epoch for inv in everyone)), entered.drawn)
+        # Above what is only on storage, too: it may be of other nodes, which went on with this run and come back later.
+        epoch = next_epoch(max(stored, *(inv.epoch for inv in everyone)), entered.drawn)
         client.join(epoch, replace(_start(epoch, run, plan, everyone, streak, choice), block=block))
         joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
@@ -361,9 +363,8 @@ def _in_storage(
     lost: Unrecoverable | None,
     failure: HoldfastError | None,
     reach: Reach,
-) -> tuple[RestorePlan | None, int]:
-    """What to restore from storage, and the newest epoch that anything there is of; (None, ...): start from nothing. A
-    collective call.
+) -> RestorePlan | None:
+    """What to restore from storage; None: start from nothing. A collective call.
 
     Raises:
         Unrecoverable: there was something to restore, but none of it can be restored.
@@ -374,17 +375,16 @@ def _in_storage(
     run = reach.run.id if reach.run is not None else ""
     course.note(f"memory: {lost or 'no SMP that answers holds a snapshot'}")
     answers = _ask_what_is_persisted(client, agreement)
-    newest = max(answer.epoch for answer in answers)
     while (snapshot := course.choose_persisted(answers, run)) is not None:
         layout, problem = _layout_of(client, run, snapshot)
         if agreement.minimum([int(layout is not None)])() == [1] and layout is not None:
-            return plan_persisted(snapshot, layout, coords), newest
+            return plan_persisted(snapshot, layout, coords)
         course.passed(snapshot, problem or "another rank cannot see it")
     if lost is not None:
         tried = "; ".join(course.passed_over) if course.persisted_failures else str(lost)
         raise Unrecoverable(f"{tried}. {ways_out(reach)}") from failure
     check_nothing_is_left(reach, course.passed_over)
-    return None, newest
+    return None
 
 
 def _layout_of(client: SmpClient, run: str, snapshot: SnapshotId) -> tuple[Layout | None, str]:
