@@ -287,6 +287,8 @@ def _demo(own: Path, home: Path) -> bool:
     megatron = run(own, "-c", "from holdfast.extras import has; print(has('megatron'))", cwd=home)
     done = _call(own, home, "demo")
     if megatron.strip() == "True":
+        if done.returncode:
+            print(done.stdout + done.stderr, flush=True)
         return done.returncode == 0 and "identical to the last bit" in done.stdout
     said = (done.stdout + done.stderr).strip()
     return done.returncode != 0 and "\n" not in said and "pip install 'holdfast-train[megatron]'" in said

@@ -186,6 +186,8 @@ STORED_SEQUENCES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("give up",), ("lose memory", "choose")),
     (("all go", "give up"), ("mix",), ("lose memory",)),
     (("lose memory",), ("damage storage", "all go")),
+    (("all go",), ("swap",), ("mix",)),
+    (("all go",), ("swap",), ("some go",)),
 )
 """The same, with storage."""
 
