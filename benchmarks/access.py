@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.smp_daemon.net.authenticator import Authenticator
+from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
 from holdfast.smp_daemon.net.peers import AtEnd, PeerClient, PeerServer
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.messages import PeerControl, Pong
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
 from tests.access_kit import Authority, credentials, token_file
 
@@ -53,12 +54,14 @@ def pong(request: PeerControl, at_end: AtEnd) -> Pong:
 
 def serve() -> None:
     """The child process: serves until its standard input ends."""
-    listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Authenticator(current(), JOB))
-    control = PeerServer(JOB, pong, "127.0.0.1", 0, current())
+    gate = Gate(current(), JOB)
+    listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), gate.admit)
+    control = PeerServer(gate, pong, "127.0.0.1", 0, MACHINE)
     control.start()
     print(json.dumps([listener.port, control.port]), flush=True)
     sys.stdin.read()
     control.close()
+    gate.close()
     listener.close()
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.smp_daemon.local import TrainerConversation, checked_peer
-from holdfast.smp_daemon.net.authenticator import Authenticator
+from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix, check_own
 from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
@@ -77,7 +77,8 @@ class Smp(Core):
         bulk_port = sockets[0].getsockname()[1]
         last = dict(before.more_bulk) if before is not None else {}
         sockets += [_bind_if_free(each, last.get(each, bulk_port), system) for each in others]
-        self._control = PeerServer(job, partial(answer_control, self), host, port, self.credentials, system)
+        self._gate = Gate(self.credentials, job, system)
+        self._control = PeerServer(self._gate, partial(answer_control, self), host, port, system)
         failpoint("start.bound")
         self.owner = Owner(
             os.getpid(),
@@ -95,10 +96,7 @@ class Smp(Core):
         # Serve only now that the owner is known, since peers may ask for it at once.
         self._control.start()
         self._bulk = [
-            SocketListener(
-                sock, lambda sock: PeerConversation(self), Authenticator(self.credentials, job, system), system
-            )
-            for sock in sockets
+            SocketListener(sock, lambda sock: PeerConversation(self), self._gate.admit, system) for sock in sockets
         ]
         self.peers.ping((host, self._control.port), START_DEADLINE_S, starting=True)
         self.write_owner()
@@ -156,6 +154,7 @@ class Smp(Core):
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""
         self.end()
+        self._gate.close()
         for listener in self._bulk:
             listener.close()
         self._control.close()

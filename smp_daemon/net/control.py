@@ -1,4 +1,4 @@
-"""Authenticates gRPC calls. An interceptor guards every method, before its request is read, so none can be forgotten.
+"""Authenticates gRPC calls. An interceptor asks the SMP's gate before any request is read, so none can be forgotten.
 
 With a token, each call carries a signature (`shared.signatures`) in its metadata, and so does its reply. gRPC verifies
 certificates; this module checks the name in them.
@@ -15,28 +15,24 @@ from urllib.parse import unquote
 
 import grpc
 
-from holdfast.smp_daemon.net.authenticator import Complaints
-from holdfast.smp_daemon.shared.credentials import Credentials
+from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.shared.errors import ProtocolError
-from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.signatures import Signer, Verifier, WrongServer
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.uids import may_come, uid_of
+from holdfast.smp_daemon.shared.uids import uid_of
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
 LONGEST_CALL_S = 24 * 3600
 """A call with a later deadline is refused as if it had none."""
 
-log = get_log(__name__)
-
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it runs
     """Refuses calls that are not authenticated. gRPC calls it in many threads."""
 
-    def __init__(self, credentials: Credentials, job: str) -> None:
-        self._credentials = credentials
-        self._verifier = Verifier(credentials.token, job) if credentials.token else None
-        self.complaints = Complaints()
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        token = gate.credentials.token
+        self._verifier = Verifier(token, gate.job) if token else None
         self.listens_at = ("0.0.0.0", 0)
         self._lock = threading.Lock()  # guards `_admitted`; no other lock is taken under it
         self._admitted: set[Address] = set()
@@ -56,7 +52,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
                     self._verifier.verify_request(request, sign)
             except ProtocolError as error:
                 if not isinstance(error, WrongServer):
-                    self.complaints.note(peer[0] if peer else "a caller that has hung up", error)
+                    self.gate.complain(peer[0] if peer else "a caller that has hung up", error)
                 if self._verifier is not None:
                     context.set_trailing_metadata(((SERVER_KEY, self._verifier.name),))
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not let in: {error}")
@@ -81,26 +77,20 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
 
         Raises `OSError` if no descriptor is left to find out.
         """
-        if self._credentials or not ipaddress.ip_address(peer[0]).is_loopback:
+        if self.gate.credentials or not ipaddress.ip_address(peer[0]).is_loopback:
             return False
         return uid_of(peer, self.listens_at) not in (None, os.getuid(), 0)
 
     def _check(self, method: str, sign: bytes, context: grpc.ServicerContext, peer: Address | None) -> None:
         if context.time_remaining() > LONGEST_CALL_S:
             raise ProtocolError("it has no deadline")
-        if not self._credentials:
-            if peer is None:
-                raise ProtocolError("gRPC cannot tell whose process it is")
-            try:
-                known = may_come(peer, self.listens_at)
-            except OSError as error:
-                raise ProtocolError(f"the user of the calling process could not be looked up: {error}") from error
-            if not known:
-                raise ProtocolError("it is another user's process")
-        if self._credentials.tls is not None:
-            names: Any = context.auth_context().get("x509_subject_alternative_name", [])
-            if self._credentials.tls.name.encode() not in names:
-                raise ProtocolError(f"its certificate is not for {self._credentials.tls.name!r}")
+        if peer is None:
+            raise ProtocolError("it has hung up")
+        names: Any = context.auth_context().get("x509_subject_alternative_name", [])
+        try:
+            self.gate.check(peer, self.listens_at, [name.decode(errors="replace") for name in names])
+        except OSError as error:
+            raise ProtocolError(f"the user of the calling process could not be looked up: {error}") from error
         if self._verifier is not None:
             self._verifier.verify(method, sign)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -40,14 +39,14 @@ class SocketListener:
         self,
         sock: socket.socket,
         converse: Callable[[socket.socket], Conversation],
-        authenticator: Authenticator | None = None,
+        admit: Callable[[socket.socket], socket.socket | None] | None = None,
         system: System = MACHINE,
     ) -> None:
-        """`authenticator`: admits or refuses connections; None: all are admitted."""
+        """`admit`: see `Gate.admit`; None: all connections are let in. Whoever owns the gate closes it."""
         self._system = system
         self._sock = sock
         self._converse = converse
-        self._authenticator = authenticator
+        self._gate = admit
         self._live: dict[SocketStream, None] = {}
         """In the order of arrival, so that `close` ends them in a fixed order."""
         # Guards `_live` together with `_closed`: a connection is either in `_live` when `close` looks, or sees
@@ -75,8 +74,6 @@ class SocketListener:
             pass
         self._thread.join()
         self._sock.close()
-        if self._authenticator is not None:
-            self._authenticator.close()
         for stream in live:
             stream.close()
 
@@ -100,11 +97,8 @@ class SocketListener:
             self._system.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:
-        if self._authenticator is None:
-            self._serve(sock)
-            return
         try:
-            admitted = self._authenticator.enter(sock)
+            admitted = sock if self._gate is None else self._gate(sock)
         except OSError:  # the connection has ended already
             sock.close()
             return

@@ -14,6 +14,7 @@ from typing import Any, Self
 import grpc
 
 from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, learn, value
+from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.strangers import Strangers, most_connections
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
@@ -67,26 +68,21 @@ class PeerServer:
     """Answers the other SMPs of the job, and commands, in its own threads."""
 
     def __init__(
-        self,
-        job: str,
-        answer: Callable[[PeerControl, AtEnd], Outbound],
-        host: str,
-        port: int,
-        credentials: Credentials,
-        system: System = MACHINE,
+        self, gate: Gate, answer: Callable[[PeerControl, AtEnd], Outbound], host: str, port: int, system: System
     ) -> None:
         """Bind the port. Nothing is answered before `start`.
 
         Args:
+            gate: says who may call, and for which job.
             answer: returns the reply to a message for this job; called in several threads. A `HoldfastError` becomes an
                 error reply.
 
         Raises:
             ConfigError: the port is taken.
         """
-        self._job = job
+        self._job = gate.job
         self._answer = answer
-        guard = Guard(credentials, job)
+        guard = Guard(gate)
         self._strangers = Strangers(guard)
         options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections())]
         rpc = system.grpc()
@@ -96,7 +92,7 @@ class PeerServer:
         handler = rpc.unary_unary_rpc_method_handler(self._handle)
         self._server.add_generic_rpc_handlers((rpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
         try:
-            self.port = self._listen(f"{host}:{port}", credentials)
+            self.port = self._listen(f"{host}:{port}", gate.credentials)
             guard.listens_at = host, self.port
         except RuntimeError as error:
             raise ConfigError(

@@ -14,8 +14,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.smp_daemon.net.authenticator import PLACES
 from holdfast.smp_daemon.net.control import Guard, ipv4
+from holdfast.smp_daemon.net.gate import PLACES
 from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS
 from holdfast.smp_daemon.shared.sources import Address
@@ -68,7 +68,7 @@ class Strangers:
                     continue
                 since_s = self._since.setdefault(inode, now_s)
                 if why := self._why(peer, now_s - since_s, inode in surplus):
-                    self._guard.complaints.note(peer[0], why)
+                    self._guard.gate.complain(peer[0], why)
                     with suppress(OSError):  # it has hung up meanwhile
                         sock.shutdown(socket.SHUT_RDWR)
                     ended += 1

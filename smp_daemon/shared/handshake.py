@@ -1,6 +1,7 @@
-"""Two processes prove to each other that they have the same token, before either trusts a byte from the other.
+"""Shows credentials on a connection for raw bytes, before either side trusts a byte from the other.
 
-::
+With certificates the connection is TLS, and each side checks the other's. With a token, each then proves to the other
+that it has the same one::
 
     client                                server
     ``HFA2``                       ->
@@ -8,7 +9,8 @@
     signature for it (104 bytes)   ->     ends the connection if it is wrong
                                    <-     signature of the reply (32 bytes)
 
-The signatures are the same as those of gRPC calls, see `shared.signatures`.
+Both begin without waiting for the other. So if one side has no token, the other's first bytes tell it at once. The
+signatures are the same as those of gRPC calls, see `shared.signatures`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import socket
 import time
 
+from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.signatures import MAC_BYTES, NAME_BYTES, SIGN_BYTES, Signer, Verifier
 
@@ -24,16 +27,26 @@ METHOD = "raw bytes"
 HANDSHAKE_DEADLINE_S = 5.0
 
 
-class NoToken(ProtocolError):
-    """The other side offers no token, although one is required."""
-
-
-def prove_to_server(sock: socket.socket, token: bytes, job: str) -> None:
-    """The client's part. Blocks for at most `HANDSHAKE_DEADLINE_S`.
+def show_credentials(sock: socket.socket, credentials: Credentials, job: str) -> socket.socket:
+    """The client's part. Returns the connection to use: `sock`, or TLS around it. If it fails, `sock` is closed.
 
     Raises:
         SmpUnavailable: the other side has another token, another job, or no token.
+        OSError: it has not the right certificate, or the connection ended or took too long.
     """
+    try:
+        if credentials.tls is not None:
+            sock = credentials.tls.client.wrap_socket(sock, server_hostname=credentials.tls.name)
+        if credentials.token:
+            prove_to_server(sock, credentials.token, job)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def prove_to_server(sock: socket.socket, token: bytes, job: str) -> None:
+    """The client's part of the token. Blocks for at most `HANDSHAKE_DEADLINE_S`. Raises as `show_credentials`."""
     limit = time.monotonic() + HANDSHAKE_DEADLINE_S
     signer = Signer(token, job)
     try:
@@ -52,7 +65,7 @@ def prove_to_server(sock: socket.socket, token: bytes, job: str) -> None:
 
 
 def check_client(sock: socket.socket, token: bytes, job: str) -> None:
-    """The server's part. Blocks for at most `HANDSHAKE_DEADLINE_S`, and reads 108 bytes.
+    """The server's part of the token. Blocks for at most `HANDSHAKE_DEADLINE_S`, and reads 108 bytes.
 
     Raises:
         ProtocolError: the client offers no token, or another one.
@@ -60,8 +73,8 @@ def check_client(sock: socket.socket, token: bytes, job: str) -> None:
     """
     limit = time.monotonic() + HANDSHAKE_DEADLINE_S
     verifier = Verifier(token, job)
-    _check_magic(_exactly(sock, len(MAGIC), limit))
     sock.sendall(MAGIC + verifier.name)
+    _check_magic(_exactly(sock, len(MAGIC), limit))
     sign = _exactly(sock, SIGN_BYTES, limit)
     verifier.verify(METHOD, sign)
     sock.sendall(verifier.sign_reply(sign, b""))
@@ -69,7 +82,7 @@ def check_client(sock: socket.socket, token: bytes, job: str) -> None:
 
 def _check_magic(said: bytes) -> None:
     if said != MAGIC:
-        raise NoToken("it offers no token")
+        raise ProtocolError("it offers no token")
 
 
 def _exactly(sock: socket.socket, count: int, limit: float) -> bytes:

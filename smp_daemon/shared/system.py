@@ -22,7 +22,6 @@ from typing import Any
 from holdfast.smp_daemon.shared.credentials import Credentials, current
 from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.populate import populate
-from holdfast.smp_daemon.shared.uids import is_of_this_user
 
 
 class System:
@@ -43,7 +42,6 @@ class System:
     randbits = staticmethod(secrets.randbits)
 
     socket = socket.socket
-    is_of_this_user = staticmethod(is_of_this_user)
 
     os: Any = os
     mmap: Any = mmap

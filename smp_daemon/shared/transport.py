@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
     DeadlineExceeded,
@@ -28,7 +27,7 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
 )
 from holdfast.smp_daemon.shared.handshake import MAGIC as TOKEN_MAGIC
-from holdfast.smp_daemon.shared.handshake import prove_to_server
+from holdfast.smp_daemon.shared.handshake import show_credentials
 from holdfast.smp_daemon.shared.limits import (
     CALL_DEADLINE_S,
     MAX_MESSAGE_BYTES,
@@ -249,7 +248,7 @@ def _lengths(head: bytearray) -> tuple[int, int]:
     """The checked lengths of the JSON and of the raw bytes. Raises `ProtocolError`."""
     magic, length, payload = _FRAME.unpack(head)
     if magic == TOKEN_MAGIC:
-        raise ProtocolError("the other side offers a token, but this side has none: set HOLDFAST_TOKEN_FILE on both")
+        raise SmpUnavailable("the other side has a token, but this side has none: set HOLDFAST_TOKEN_FILE on both")
     if magic != _MAGIC:
         raise ProtocolError("this is not a holdfast message")
     if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
@@ -300,23 +299,10 @@ def connect(
             return SocketStream(sock, deadline_s, system)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            sock = _shown_credentials(sock, job, system.credentials())
+            sock = show_credentials(sock, system.credentials(), job)
         except OSError as error:
             raise _mapped(error) from error
         return SocketStream(sock, deadline_s, system)
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _shown_credentials(sock: socket.socket, job: str, credentials: Credentials) -> socket.socket:
-    """Exchange credentials, if this process has any. Returns the connection: `sock`, or a TLS socket around it."""
-    try:
-        if credentials.tls is not None:
-            sock = credentials.tls.client.wrap_socket(sock, server_hostname=credentials.tls.name)
-        if credentials.token:
-            prove_to_server(sock, credentials.token, job)
-        return sock
     except BaseException:
         sock.close()
         raise

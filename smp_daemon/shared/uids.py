@@ -35,16 +35,11 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return int(pid), int(uid)
 
 
-def is_of_this_user(sock: socket.socket) -> bool:
-    """Whether a TCP connection comes from this user (or root) or from another machine.
-
-    Listening on loopback alone does not keep other users of this machine out.
-    """
-    return may_come(sock.getpeername()[:2], sock.getsockname()[:2])
-
-
 def may_come(peer: Address, ours: Address) -> bool:
-    """`is_of_this_user` for the connection from `peer` to `ours`."""
+    """Whether the TCP connection from `peer` to `ours` comes from this user (or root), or from another machine.
+
+    Listening on loopback alone does not keep other users of this machine out. Raises `OSError` as `uid_of`.
+    """
     if not ipaddress.ip_address(peer[0]).is_loopback:
         return True
     return uid_of(peer, ours) in (os.getuid(), 0)

@@ -162,6 +162,10 @@ class SimSocket:
     def getsockname(self) -> Any:
         return self._address
 
+    def getpeername(self) -> Any:
+        """Return an address of another machine, whose users nobody is asked for."""
+        return "192.0.2.1", 0
+
     def fileno(self) -> int:
         return -1 if self._closed else 3
 

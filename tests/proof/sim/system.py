@@ -57,7 +57,6 @@ class SimSystem(System):
     randbits = staticmethod(lambda k: active().random.getrandbits(k))
 
     socket: Any = SimSocket
-    is_of_this_user = staticmethod(lambda sock: True)
 
     mmap: Any = MemoryMmap
     rmtree: Any = staticmethod(MemoryShutil.rmtree)

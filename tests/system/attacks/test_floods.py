@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from holdfast.smp_daemon.net.authenticator import PLACES
+from holdfast.smp_daemon.net.gate import PLACES
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S
 from tests.access_kit import credentials, token_file
