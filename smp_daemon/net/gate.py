@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, check_client
-from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.uids import SCARCE, may_come
@@ -35,7 +35,6 @@ PENALTY_S = 1.0
 
 MAX_DISCARDED_BYTES = 1 << 16
 COMPLAIN_EVERY_S = 60.0
-MAX_SOURCES = 1024
 
 log = get_log(__name__)
 
@@ -47,14 +46,13 @@ class Gate:
         self.credentials = credentials
         self.job = job
         self._system = system
-        # Guards `_refused`, and `_entering` with `_closed`, as in `SocketListener`. Held briefly, never during a
-        # handshake; no other lock is taken under it.
+        # Guards `_entering`, together with `_closed`, as in `SocketListener`. Threads of connections hold it briefly,
+        # never during a handshake; no other lock is taken under it.
         self._lock = system.Lock()
         self._entering: dict[socket.socket, str] = {}
         """The connections that are being authenticated, the oldest first, with the address that each comes from."""
         self._closed = system.Event()
-        self._refused: dict[str, tuple[float, int]] = {}
-        """By address: when a refusal was last logged, and how many there were since."""
+        self._refusals = Episodes(log, system.monotonic, COMPLAIN_EVERY_S)
 
     def check(self, peer: Address, ours: Address, names: Collection[str] = ()) -> None:
         """Check what is known of a peer before it shows a token: whose process it is, and its certificate.
@@ -73,19 +71,9 @@ class Gate:
             raise ProtocolError("it is another user's process")
 
     def complain(self, source: str, why: object) -> bool:
-        """Note that a peer at the address `source` is refused. Returns whether that was logged: for each address the
-        first is, then at most one every `COMPLAIN_EVERY_S`."""
-        now_s = self._system.monotonic()
-        with self._lock:
-            at, count = self._refused.pop(source, (float("-inf"), 0))
-            due = now_s - at >= COMPLAIN_EVERY_S
-            self._refused[source] = (now_s, 0) if due else (at, count + 1)
-            while len(self._refused) > MAX_SOURCES:
-                del self._refused[next(iter(self._refused))]
-        if due:
-            more = f" ({count} more since the last time)" if count else ""
-            log.warning("a connection from %s was not let in: %s%s", source, why, more)
-        return due
+        """Log that a peer at the address `source` is refused, at most once every `COMPLAIN_EVERY_S` for each address.
+        Returns whether it was logged."""
+        return self._refusals.begin(source, "a connection from %s was not let in: %s", source, why)
 
     def admit(self, sock: socket.socket) -> socket.socket | None:
         """The socket to use in place of `sock`; None if the connection was refused, and `sock` is closed.

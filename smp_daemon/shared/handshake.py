@@ -51,8 +51,9 @@ def prove_to_server(sock: socket.socket, token: bytes, job: str) -> None:
     signer = Signer(token, job)
     try:
         sock.sendall(MAGIC)
-        _check_magic(_exactly(sock, len(MAGIC), limit))
-        signer.learn("", _exactly(sock, NAME_BYTES, limit))
+        hello = _exactly(sock, len(MAGIC) + NAME_BYTES, limit)
+        _check_magic(hello[: len(MAGIC)])
+        signer.learn("", hello[len(MAGIC) :])
         sign = signer.sign("", METHOD, b"")
         sock.sendall(sign)
         if not signer.is_genuine(sign, _exactly(sock, MAC_BYTES, limit), b""):

@@ -15,6 +15,7 @@ import faulthandler
 import json
 import logging
 import logging.handlers
+import math
 import sys
 import threading
 import time
@@ -84,24 +85,30 @@ class Episodes:
     ``begin`` logs the first failure and counts the others, until ``end`` logs how many there were.
     """
 
-    def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic, every_s: float = math.inf) -> None:
+        """`every_s`: how often a failure that nothing ends is logged again, in seconds."""
         self._log = log
         self._clock = clock
+        self._every_s = every_s
         self._lock = threading.Lock()  # guards `_going_on`; innermost: lines are logged without it
         self._going_on: dict[Hashable, _Episode] = {}
 
     def begin(
         self, key: Hashable, text: str, *args: Any, level: int = logging.WARNING, extra: dict[str, Any] | None = None
     ) -> bool:
-        """Note a failure of `key`. Returns whether it is the first, and was therefore logged."""
+        """Note a failure of `key`. Returns whether it was logged: the first is, and then one every `every_s`."""
+        now_s = self._clock()
         with self._lock:
             known = self._going_on.get(key)
-            if known is not None:
+            if known is not None and now_s - known.began_s < self._every_s:
                 known.count += 1
                 return False
-            if len(self._going_on) >= MAX_EPISODES:
+            if known is not None:
+                text, args = f"{text} (%d times in the last %.0f s)", (*args, known.count, now_s - known.began_s)
+                del self._going_on[key]
+            elif len(self._going_on) >= MAX_EPISODES:
                 del self._going_on[next(iter(self._going_on))]
-            self._going_on[key] = _Episode(self._clock())
+            self._going_on[key] = _Episode(now_s)
         self._log.log(level, text, *args, extra=extra)
         return True
 

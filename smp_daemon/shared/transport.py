@@ -145,7 +145,7 @@ class SocketStream:
                 return None
             if self._deadline_s is None:  # the wait for a message has no limit, but the wait for its rest has
                 self._sock.settimeout(CALL_DEADLINE_S)
-            if first < len(head):
+            if first < len(head) and not head.startswith(TOKEN_MAGIC):  # whoever offers a token says no more for now
                 self._fill(memoryview(head)[first:])
             length, payload = _lengths(head)
             body = bytearray()

@@ -168,6 +168,20 @@ class TestWhatGoesOnFailing:
             episodes.end("a", "back")
         assert len(lines.lines) == 4
 
+    def test_may_be_logged_again_every_so_often(self, lines: Lines) -> None:
+        now = 100.0
+        episodes = Episodes(get_log("a test"), clock=lambda: now, every_s=60.0)
+        for _ in range(2):
+            assert episodes.begin("a", "%s is away", "node1")
+            for _ in range(4):
+                now += 14.0
+                assert not episodes.begin("a", "%s is away", "node1")
+            now += 4.0
+        assert [parse_line(line)["msg"] for line in lines.lines] == [
+            "node1 is away",
+            "node1 is away (5 times in the last 60 s)",
+        ]
+
     def test_takes_little_memory_whatever_fails(self, lines: Lines) -> None:
         episodes = Episodes(get_log("a test"))
         for key in range(2 * MAX_EPISODES):

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.net.gate import PENALTY_S
 from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.shared.handshake import MAGIC, prove_to_server
+from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, MAGIC, prove_to_server
 from holdfast.smp_daemon.shared.signatures import MAC_BYTES, NAME_BYTES, SIGN_BYTES
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import credentials, token_file
@@ -93,6 +93,16 @@ def test_messages_without_a_token_are_not_read(guarded: Guarded) -> None:
 def test_who_has_forgotten_the_token_is_told_so(guarded: Guarded) -> None:
     with credentials({}), pytest.raises(SmpUnavailable, match="HOLDFAST_TOKEN_FILE"):
         call(connect(guarded.smps[0].bulk, 10.0, JOB), HELD)
+
+
+def test_who_shows_a_token_where_none_is_known_is_told_so_at_once(guarded: Guarded) -> None:
+    with playground() as ground:
+        with credentials({}):
+            smp = ground.smp()
+        began = time.monotonic()
+        with credentials(guarded.environment), pytest.raises(SmpUnavailable, match="HOLDFAST_TOKEN_FILE"):
+            connect(smp.bulk, 10.0, JOB)
+        assert time.monotonic() - began < HANDSHAKE_DEADLINE_S
 
 
 class Overheard:
