@@ -7,7 +7,6 @@ certificates; this module checks the name in them.
 from __future__ import annotations
 
 import ipaddress
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.signatures import Signer, Verifier, WrongServer
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.uids import uid_of
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
 LONGEST_CALL_S = 24 * 3600
@@ -71,15 +69,6 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
         with self._lock:
             peers, self._admitted = self._admitted, set()
         return peers
-
-    def is_of_another_user(self, peer: Address) -> bool:
-        """Whether a connection that exists is refused for good: it is not this user's, and no credentials are set.
-
-        Raises `OSError` if no descriptor is left to find out.
-        """
-        if self.gate.credentials or not ipaddress.ip_address(peer[0]).is_loopback:
-            return False
-        return uid_of(peer, self.listens_at) not in (None, os.getuid(), 0)
 
     def _check(self, method: str, sign: bytes, context: grpc.ServicerContext, peer: Address | None) -> None:
         if context.time_remaining() > LONGEST_CALL_S:

@@ -7,6 +7,8 @@ connections for raw bytes pass it before any message is read or memory is alloca
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import socket
 import ssl
 import time
@@ -20,7 +22,7 @@ from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, check_cli
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.shared.uids import SCARCE, may_come
+from holdfast.smp_daemon.shared.uids import SCARCE, may_come, uid_of
 
 PLACES = 64
 """Number of connections that may be authenticated at a time. A new one replaces the oldest, so that silent peers cannot
@@ -69,6 +71,12 @@ class Gate:
             raise ProtocolError(f"its certificate is not for {tls.name!r} but for {sorted(names)}")
         if not self.credentials and not may_come(peer, ours):
             raise ProtocolError("it is another user's process")
+
+    def is_of_another_user(self, peer: Address, ours: Address) -> bool:
+        """Whether a peer is certainly another user's process, and that is not allowed. Raises `OSError` as `check`."""
+        if self.credentials or not ipaddress.ip_address(peer[0]).is_loopback:
+            return False
+        return uid_of(peer, ours) not in (None, os.getuid(), 0)
 
     def complain(self, source: str, why: object) -> bool:
         """Log that a peer at the address `source` is refused, at most once every `COMPLAIN_EVERY_S` for each address.
