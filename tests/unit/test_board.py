@@ -224,7 +224,7 @@ def test_what_is_no_board_is_refused_by_a_trainer_with_what_to_do(tmp_path: Path
         os.mkfifo(path)
     else:
         path.write_bytes(b"x" * 100)
-    with pytest.raises(ProtocolError, match=r"board.*holdfast smp stop"):
+    with pytest.raises(ProtocolError, match=r"board.*smp stop"):
         Board(path)
 
 

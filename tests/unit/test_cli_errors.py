@@ -53,24 +53,24 @@ COMMANDS = {" ".join(words): (words, parser) for words, parser in leaves()}
 WITH_JSON = [name for name, (_, parser) in COMMANDS.items() if "--json" in parser._option_string_actions]
 
 BAD: dict[str, tuple[list[str], int, str]] = {
-    "demo": (["--nodes", "4", "--protect", "6+2"], WRONG, "6+2 needs 8 nodes, and there are 4"),
+    "demo": (["--nodes", "4", "--protect", "6+2"], WRONG, "6+2 needs 8 nodes"),
     "audit": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
-    "status": (["--job", "nosuch"], NOT_FOUND, "job nosuch: there is no arena"),
-    "smp start": (["--job", "a/b"], WRONG, "'a/b' cannot be a job id"),
-    "smp stop": (["--job", "nosuch"], NOT_FOUND, "job nosuch: there is no arena"),
-    "smp status": (["--job", "a/b"], WRONG, "'a/b' cannot be a job id"),
-    "drain": (["nosuch"], NOT_FOUND, "has a node 'nosuch': there are none"),
-    "give-up": (["0badcafe"], NOT_FOUND, "no SMP of any job is on this machine"),
-    "export": (["--job", "nosuch", "out"], NOT_FOUND, "no SMP of job 'nosuch' has an arena"),
-    "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is not a time"),
-    "doctor": (["--", "train"], WRONG, "no command is taken here"),
+    "status": (["--job", "nosuch"], NOT_FOUND, "nosuch: there is no arena"),
+    "smp start": (["--job", "a/b"], WRONG, "'a/b' cannot be"),
+    "smp stop": (["--job", "nosuch"], NOT_FOUND, "nosuch: there is no arena"),
+    "smp status": (["--job", "a/b"], WRONG, "'a/b' cannot be"),
+    "drain": (["nosuch"], NOT_FOUND, "has a node 'nosuch'"),
+    "give-up": (["0badcafe"], NOT_FOUND, "no SMP of any job"),
+    "export": (["--job", "nosuch", "out"], NOT_FOUND, "no SMP of job 'nosuch'"),
+    "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is not"),
+    "doctor": (["--", "train"], WRONG, "no command"),
     "bench node": (["--nodes", "3"], WRONG, "unrecognized arguments: --nodes"),
     "chaos list": (["surplus"], WRONG, "unrecognized arguments: surplus"),
-    "chaos run": (["--faults", "x"], WRONG, "--faults: invalid int value: 'x'"),
+    "chaos run": (["--faults", "x"], WRONG, "--faults: invalid int"),
     "plan": (["--step", "1s", "--model", "nosuch"], WRONG, "--model 'nosuch'"),
     "profile": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
-    "tune": (["--measured", "nosuch.json"], WRONG, "--measured: nosuch.json is not a file"),
-    "deploy": (["nosuch"], WRONG, "kind: invalid choice: 'nosuch'"),
+    "tune": (["--measured", "nosuch.json"], WRONG, "--measured: nosuch.json is not"),
+    "deploy": (["nosuch"], WRONG, "invalid choice: 'nosuch'"),
 }
 """Wrong arguments for each command."""
 
@@ -121,7 +121,7 @@ FILES = [
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_done(
     words: list[str], option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for path, why in ((tmp_path / "no" / "file", "there is no directory"), (tmp_path, "is a directory")):
+    for path, why in ((tmp_path / "no" / "file", "no directory"), (tmp_path, "is a directory")):
         assert main([*words, option, str(path)]) == WRONG
         said = capsys.readouterr().err
         assert said.startswith(f"holdfast: {option}") and f": {path}" in said
@@ -132,12 +132,12 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_done(
 def test_an_arena_that_is_no_directory_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ["node0"] if name == "drain" else []
     assert main([*name.split(), *needed, "--arena", __file__]) == WRONG
-    assert f"--arena: {__file__} is not a directory" in capsys.readouterr().err
+    assert f"--arena: {__file__} is not" in capsys.readouterr().err
 
 
 def test_a_result_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--step", "1s", "--state", "1GB", "--json", "/dev/full"]) == FAILED
-    assert capsys.readouterr().err.splitlines()[-1] == "holdfast: No space left on device"
+    assert capsys.readouterr().err.splitlines()[-1] == f"holdfast: {os.strerror(errno.ENOSPC)}"
 
 
 def test_kinds_have_statuses() -> None:
@@ -146,7 +146,7 @@ def test_kinds_have_statuses() -> None:
     assert describe(SmpUnavailable("x")) == ("SmpUnavailable", "x", NO_ANSWER)
     assert describe(HoldfastError("x")) == ("HoldfastError", "x", FAILED)
     missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/x")
-    assert describe(missing) == ("FileNotFoundError", "/x: No such file or directory", WRONG)
+    assert describe(missing) == ("FileNotFoundError", f"/x: {missing.strerror}", WRONG)
     assert describe(EndedBySignal(15)) == ("EndedBySignal", "ended by SIGTERM", 143)
     assert describe(KeyboardInterrupt())[2] == 130
     with pytest.raises(ZeroDivisionError):

@@ -88,7 +88,7 @@ def test_several_schedules_come_back(arena: Path, kind: type) -> None:
             r"\['ExponentialLR', 'StepLR'\] in",
         ),
         (lambda o: lr_scheduler.StepLR(o, 2), r"\['StepLR'\] in this job"),
-        (lambda o: None, "none in this job"),
+        (lambda o: None, "none in this"),
     ],
     ids=["another order", "one", "none"],
 )
@@ -281,7 +281,7 @@ def test_a_job_without_that_module_is_refused(arena: Path) -> None:
         go_on(snap, model, optim)
     again = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Sequential())
     other = torch.optim.Adam(again.parameters())
-    with pytest.raises(StateMismatch, match=r"\['model0\.0'\] in the snapshot, none in"):
+    with pytest.raises(StateMismatch, match=r"\['model0\.0'\] in .*, none in"):
         InMemorySnapshot(again, other).__enter__()
 
 

@@ -146,7 +146,7 @@ def test_what_was_sealed_is_held_and_nothing_else(place: Place) -> None:
     assert place.holdings.open(PARITY) == (memoryview(parity), parity_record(PARITY, parity))
     for other in (ShardKey(SECOND, "dp0"), ShardKey(FIRST, "dp1"), ParityKey(FIRST, TAG, 1), ParityKey(FIRST, "x", 0)):
         assert not place.holdings.holds(other)
-        with pytest.raises(ProtocolError, match=re.escape(f"{other} is not held here")):
+        with pytest.raises(ProtocolError, match=re.escape(str(other))):
             place.holdings.open(other)
     assert place.holdings.held() == [SHARD, PARITY]
 
@@ -156,7 +156,7 @@ def test_what_is_being_written_is_not_held(place: Place) -> None:
     pool.create(20)
     pool.begin(FIRST, 20)
     assert not place.holdings.holds(SHARD)
-    with pytest.raises(ProtocolError, match=r"dp0 of step 1 .* is not held here"):
+    with pytest.raises(ProtocolError, match=r"dp0 of .* not held"):
         place.holdings.open(SHARD)
 
 
@@ -174,7 +174,7 @@ def test_units_are_cut_from_where_they_stand(place: Place) -> None:
 @pytest.mark.parametrize("index", [-1, 3, 1 << 62])
 def test_a_unit_that_there_is_not_is_refused(place: Place, index: int) -> None:
     place.put_shard(SHARD)
-    with pytest.raises(ProtocolError, match=f"no unit {index}: dp0 of step 1 .* has 3"):
+    with pytest.raises(ProtocolError, match=f"no unit {index}: .* has 3"):
         place.holdings.checked_unit(SHARD, index)
     assert place.count("units_damaged") == 0
 
@@ -187,7 +187,7 @@ def test_damage_is_noted_once_and_counted_however_often_it_is_found(place: Place
     place.put_shard(SHARD)
     place.flip(SHARD, at)
     for _ in range(3):
-        with pytest.raises(DamagedSnapshot, match=r"unit 1 of dp0 of step 1 .* does not match its digest"):
+        with pytest.raises(DamagedSnapshot, match=r"unit 1 of dp0 .*digest"):
             place.holdings.checked_unit(SHARD, 1)
         assert place.holdings.damaged_units(SHARD) == [1]
     assert place.count("units_damaged") == 1
@@ -260,7 +260,7 @@ def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
         return digest(unit)
 
     monkeypatch.setattr("holdfast.smp_daemon.shared.belief.digest", slow_digest)
-    with pytest.raises(ProtocolError, match="not held here any more"):
+    with pytest.raises(ProtocolError, match="any more"):
         place.holdings.checked_unit(SHARD, 0)
     assert place.count("units_damaged") == 0
 
@@ -300,7 +300,7 @@ def test_what_does_not_match_the_digest_is_not_written(place: Place, wrong: str)
         "another unit": content[:8],
     }[wrong]
     assert place.holdings.damaged_units(SHARD) == [1]
-    with pytest.raises(DamagedSnapshot, match=r"the recomputed unit 1 of dp0 .* does not match"):
+    with pytest.raises(DamagedSnapshot, match="recomputed unit 1 of dp0"):
         place.holdings.repair(SHARD, 1, memoryview(offered))
     assert bytes(place.view(SHARD)) == damaged
     assert place.holdings.damaged_units(SHARD) == [1]
@@ -424,7 +424,7 @@ def test_what_no_trainer_may_have_written_is_not_held(place: Place) -> None:
 def test_a_second_attempt_takes_the_slot_of_the_first_which_writes_into_nothing(place: Place) -> None:
     with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
         pass  # leaves a slot with other bytes in it
-    with pytest.raises(StaleEpoch, match=r"step 1 .* was received into was taken away"):
+    with pytest.raises(StaleEpoch, match=r"step 1 .*taken away"):
         with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as first:
             with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
                 second[:] = content_of(SHARD)
@@ -446,7 +446,7 @@ def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> 
 def test_what_its_trainer_is_writing_is_not_received(place: Place) -> None:
     place.pool(SHARD).create(20)
     writing = place.pool(SHARD).begin(FIRST, 20)
-    with pytest.raises(NoFreeSlot, match=r"dp0 of step 1 .* its trainer is writing it"):
+    with pytest.raises(NoFreeSlot, match=r"dp0 .*trainer is writing"):
         with place.holdings.receiving_shard(SHARD, LAYOUT, accept):
             pass
     assert (writing.state, writing.snapshot) == (SlotState.WRITING, FIRST)
@@ -469,7 +469,7 @@ def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
 
 
 def test_a_parity_that_lacks_a_unit_is_not_held(place: Place) -> None:
-    with pytest.raises(ValueError, match="lacks units of 1 stripes"):
+    with pytest.raises(ValueError, match="units of 1 stripes"):
         with place.holdings.receiving_parity(PARITY, LAYOUT, 0):
             pass
     assert place.holdings.held() == []
@@ -480,7 +480,7 @@ def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place
     pool, stripes = place.pool(PARITY), LAYOUT.stripes(0)
     place.arena.reserve({pool: (stripes.parity_bytes(0), 1)})
     stripe, length = stripes.parity_stripes(0)[0], stripes.parity_bytes(0)
-    with pytest.raises(StaleEpoch, match=r"step 1 .* was given up"):
+    with pytest.raises(StaleEpoch, match=r"step 1 .*given up"):
         with place.holdings.receiving_parity(PARITY, LAYOUT, 0) as gathering:
             place.holdings.stop_repairs(lambda snapshot: snapshot == SECOND)
             with pytest.raises(NoFreeSlot):

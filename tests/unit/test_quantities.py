@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +15,9 @@ from holdfast.smp_daemon.shared.quantities import amount, duration, parse_rate, 
 from holdfast.smp_daemon.shared.settings import DEADLINES, TABLE, Setting
 
 REFUSED = {
-    "SIZE": "'64' has no unit: give a size such as 64GB or 60GiB",
-    "RATE": "'64' has no unit: give a rate such as 2GB/s or 500MB/s",
-    "TIME": "'64' has no unit: give a time such as 800ms, 90s, 5min, 36h or 1000d",
+    "SIZE": "'64' has no unit: .* 64GB",
+    "RATE": "'64' has no unit: .* 2GB/s",
+    "TIME": "'64' has no unit: .* 800ms",
 }
 
 
@@ -61,9 +62,8 @@ def test_what_is_none_is_refused(read: Callable[[str], float], texts: tuple[str,
 @pytest.mark.parametrize(("read", "kind"), [(parse_size, "SIZE"), (parse_rate, "RATE"), (parse_time, "TIME")])
 def test_a_number_without_a_unit_is_refused(read: Callable[[str, str], float], kind: str) -> None:
     for text in ("64", "1e9", "1.5"):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match="--it: " + REFUSED[kind].replace("64", text, 1)):
             read(text, "--it")
-        assert str(refused.value) == "--it: " + REFUSED[kind].replace("64", text, 1)
 
 
 def options() -> Iterator[tuple[list[str], str, str]]:
@@ -94,7 +94,7 @@ def test_every_option_refuses_a_number_without_a_unit(
 ) -> None:
     assert main([*words, *needed(words), f"{option}=64"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"holdfast: {option}") and REFUSED[kind] in said and said.count("\n") == 1
+    assert said.startswith(f"holdfast: {option}") and re.search(REFUSED[kind], said) and said.count("\n") == 1
 
 
 def test_options_that_mean_a_size_a_time_or_a_rate_say_so() -> None:
@@ -111,9 +111,8 @@ def test_options_that_mean_a_size_a_time_or_a_rate_say_so() -> None:
 
 @pytest.mark.parametrize("setting", [each for each in TABLE if each.kind.shown in REFUSED], ids=lambda each: each.name)
 def test_every_variable_refuses_a_number_without_a_unit(setting: Setting[Any]) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"{setting.variable}.*{REFUSED[setting.kind.shown]}"):
         setting.value({setting.variable: "64"})
-    assert setting.variable in str(refused.value) and REFUSED[setting.kind.shown] in str(refused.value)
 
 
 def test_deadlines_refuse_a_number_without_a_unit() -> None:

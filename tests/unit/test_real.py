@@ -82,16 +82,14 @@ def test_what_else_makes_runs_differ_is_named() -> None:
     assert "weights differ" in said([first, other])
     assert said([first, second[2:]]) == ""  # begins with the interrupted step
     assert said([first, whole()[at(5) :]]).startswith("rank 0, process 2: loss")  # a step is missing
-    assert said([first, [*second[:-3], second[-1]]]) == "rank 0 ended after 24 of 26 notes"
-    assert said([first, [*second[:-1], ("loss", "0x1p+0"), second[-1]]]).startswith(
-        "rank 0, process 2: 1 notes too many"
-    )
+    assert "24 of 26 notes" in said([first, [*second[:-3], second[-1]]])
+    assert "1 notes too many" in said([first, [*second[:-1], ("loss", "0x1p+0"), second[-1]]])
     assert said([first, whole()]).endswith("nothing was restored")
-    assert said([first, second[:-1]]) == "rank 0 of the killed run did not end"
-    assert said([first, second, second], 1) == "rank 0 was started 3 times, though there were 1 kills"
-    assert compare(plain, {}, 1).difference == "ranks [0] were undisturbed, ranks [] were killed"
+    assert "did not end" in said([first, second[:-1]])
+    assert "started 3 times" in said([first, second, second], 1)
+    assert "ranks [] were killed" in compare(plain, {}, 1).difference
     spoilt: list[Note] = [("loss", "nan"), *whole()[1:]]
-    assert "losses that are no numbers" in compare({0: [spoilt]}, {0: [first, second]}, 1).difference
+    assert "no numbers" in compare({0: [spoilt]}, {0: [first, second]}, 1).difference
 
 
 def test_notes_are_read_by_rank_and_in_order(tmp_path: Path) -> None:
@@ -111,10 +109,13 @@ def test_what_a_program_left_is_compared(tmp_path: Path) -> None:
     (killed / "progress.0").write_text("start\n1\n2\nstart\n2\n")
     assert programs.compare(plain, killed) == ("", [1], 1, 2, 1)
     (killed / "losses.0").write_text("loss 1 0x1\nloss 2 0x2\nloss 2 0x3\n")
-    assert programs.compare(plain, killed).difference == "losses.0: loss 2 was done again with another result"
+    assert programs.compare(plain, killed).difference.startswith("losses.0: loss 2 was done")
     (killed / "losses.0").write_text("loss 1 0x1\n")
     (killed / "state.0").unlink()
-    assert programs.compare(plain, killed).difference == "losses.0: loss 2 differs; state.0: model differs"
+    assert programs.compare(plain, killed).difference.split("; ") == [
+        "losses.0: loss 2 differs",
+        "state.0: model differs",
+    ]
 
 
 def test_a_digest_sees_every_bit_and_no_address() -> None:
@@ -159,7 +160,7 @@ def test_processes_are_killed_and_started_again(folder: Path) -> None:
     outcome = drive(command(folder, 200), dict(os.environ), folder, kills, again=True, deadline_s=60)
     assert (outcome.status, outcome.hung) == (0, False)
     assert [each.partition(",")[0] for each in outcome.killed] == ["rank 0", "rank 0"]
-    assert outcome.killed[1].endswith("right after an evaluation")
+    assert outcome.killed[1].endswith("after an evaluation")
     assert not (folder / "told").exists()
 
 
@@ -182,7 +183,7 @@ def test_kills_come_from_the_seed_and_fit_into_the_run() -> None:
         made = plan(seed, 3, 4, 40, 8)
         assert sum(kill.times for kill in made[:-1]) < 40 and all(0 <= kill.rank < 4 for kill in made)
         assert made[-1].after == "eval"
-    with pytest.raises(ValueError, match=r"11 steps .* 3 kills: give it 12"):
+    with pytest.raises(ValueError, match=r"11 steps .* 3 kills: .* 12"):
         plan(1, 3, 1, 11, 0)
 
 
@@ -208,7 +209,7 @@ def test_lines_are_put_in_where_the_script_has_them_once() -> None:
     assert difference(LOOP, apply(LOOP, Edit("x.py", "done()", "done(1)")), "x.py") == (
         "@@ -5,3 +5,3 @@\n             print(step)\n-        done()\n+        done(1)\n     return step"
     )
-    with pytest.raises(ValueError, match=r"x\.py has 'missing\(\)' 0 times"):
+    with pytest.raises(ValueError, match=r"x\.py .*'missing\(\)' 0 times"):
         apply(LOOP, Edit("x.py", "missing()", ""))
     with pytest.raises(ValueError, match=r"'done\(\)' 2 times"):
         apply(LOOP + LOOP, Edit("x.py", "done()", ""))
@@ -220,7 +221,7 @@ def test_a_framework_that_is_absent_is_skipped_by_name(tmp_path: Path) -> None:
     result = execute(next(run for run in RUNS if run.name == "nanogpt"), tmp_path, {}, 1)
     assert (result.outcome, result.said) == ("skipped", f"nanoGPT is not in {tmp_path}")
     said = markdown(report([result], "2026-01-01T00:00:00+00:00", 1))
-    assert f"## Skipped\n\n* nanogpt: nanoGPT is not in {tmp_path}\n" in said
+    assert f"## Skipped\n\n* nanogpt: {result.said}\n" in said
 
 
 def test_a_report_says_what_was_killed_and_which_lines_are_ours() -> None:

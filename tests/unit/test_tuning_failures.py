@@ -50,7 +50,7 @@ def test_an_mtbf_keeps_the_shares() -> None:
 
 @pytest.mark.parametrize("mtbf", [0.0, -5.0, float("nan"), float("inf")])
 def test_an_impossible_mtbf_is_refused(mtbf: float) -> None:
-    with pytest.raises(ConfigError, match=r"the MTBF of a node is .* give more than 0"):
+    with pytest.raises(ConfigError, match="MTBF of a node"):
         from_profile(profile("llama3"), mtbf_s=mtbf)
 
 
@@ -60,7 +60,7 @@ def test_the_prior_weighs_what_published_rates_say() -> None:
 
 
 def test_negative_rates_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rate of memory failures is -1 per second"):
+    with pytest.raises(ConfigError, match="memory failures is -1"):
         FailureModel(0.0, -1.0, 0.0, 0.0, "nowhere")
 
 
@@ -78,13 +78,13 @@ def test_a_log_is_read_by_class_or_by_cause() -> None:
     [
         ("", "header is"),
         ("time,class\n", "no incidents"),
-        ("when,class\n1,process\n", r"header is \['when', 'class'\]: it needs"),
-        ("time,class\n2026-01-01,process\n36.5,process\n", "line 3: time is '36.5'.*not both"),
-        ("time,class\nyesterday,process\n", "line 2: time is 'yesterday'"),
-        ("time_h,class\n36h,process\n", "line 2: time_h is '36h': give a number from 0 on, without a unit"),
+        ("when,class\n1,process\n", r"header .*\['when', 'class'\]"),
+        ("time,class\n2026-01-01,process\n36.5,process\n", "line 3: .*'36.5'.*not both"),
+        ("time,class\nyesterday,process\n", "line 2: .*'yesterday'"),
+        ("time_h,class\n36h,process\n", "line 2: .*'36h'.*a unit"),
         ("time_h,class\n-3,process\n", "line 2: time_h is '-3'"),
-        ("time_h,class\n3,bad luck\n", "line 2: 'bad luck' is not a class"),
-        ("time_h,cause\n3,gremlins\n", "line 2: 'gremlins' is not a class"),
+        ("time_h,class\n3,bad luck\n", "line 2: 'bad luck'"),
+        ("time_h,cause\n3,gremlins\n", "line 2: 'gremlins'"),
         ("time_h,class,nodes\n3,memory,0\n", "line 2: nodes is 0"),
     ],
 )

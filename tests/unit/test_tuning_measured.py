@@ -40,15 +40,15 @@ def test_a_profile_survives_json(measured: Measured) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step_s": -1.0}, "step_s is -1: give more than 0"),
-        ({"step_s": "2 s"}, "step_s is '2 s': give a number"),
-        ({"step_s": True}, "step_s is True: give a number"),
-        ({"slots": 2.5}, "slots is 2.5: give a whole number"),
-        ({"slots": 1}, "slots is 1: give 2 to 16"),
+        ({"step_s": -1.0}, "step_s is -1: .* more than 0"),
+        ({"step_s": "2 s"}, "step_s is '2 s': .*number"),
+        ({"step_s": True}, "step_s is True: .*number"),
+        ({"slots": 2.5}, "slots is 2.5: .*whole"),
+        ({"slots": 1}, "slots is 1: .*2 to 16"),
         ({"quiet_steps": 0}, "quiet_steps is 0: at least 1"),
-        ({"encode_s": float("nan")}, "encode_s is nan: give 0 or more"),
-        ({"data": 0}, "parity is 2 and data 0"),
-        ({"nodes": None}, "nodes is None: give a whole number"),
+        ({"encode_s": float("nan")}, "encode_s is nan: .*0 or"),
+        ({"data": 0}, "parity is 2 .*data 0"),
+        ({"nodes": None}, "nodes .*None: .*whole"),
         ({"colour": 1}, r"unknown keys \['colour'\]"),
         ({"format": 7}, "format is 7"),
     ],
@@ -59,7 +59,7 @@ def test_a_damaged_profile_is_refused_with_its_key(change: dict[str, Any], messa
 
 
 def test_what_is_no_profile_is_refused() -> None:
-    with pytest.raises(ConfigError, match="list is not a measured profile"):
+    with pytest.raises(ConfigError, match="list is not"):
         Measured.from_json([])
     data = RUN.to_json()
     del data["copy_s"]
@@ -120,12 +120,12 @@ def test_there_is_a_level_for_each_class_that_can_be_served() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step_s": -12.0}, "time of a step is -12 s"),
-        ({"state_bytes": 0.0}, "state of a node is 0 bytes"),
+        ({"step_s": -12.0}, "a step is -12"),
+        ({"state_bytes": 0.0}, "a node is 0"),
         ({"gpus_per_node": 0}, "0 GPUs a node"),
-        ({"network_rate": 0.0}, "network rate is 0 bytes per second"),
+        ({"network_rate": 0.0}, "network rate is 0"),
         ({"persist_rate": -1.0}, "persist rate is -1"),
-        ({"interference": 1.5}, "interference is 1.5: give 0 to 1"),
+        ({"interference": 1.5}, "interference is 1.5"),
         ({}, "needs --step.* or --profile"),
         ({"step_s": 1.0}, "needs --state.* or --model or --profile"),
     ],
