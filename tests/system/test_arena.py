@@ -77,7 +77,7 @@ def test_an_arena_is_a_directory_for_its_user_alone(shm: Path) -> None:
 
 def test_a_second_smp_on_the_same_arena_is_refused(shm: Path) -> None:
     first = Arena(shm / "arena")
-    with pytest.raises(ConfigError, match="another SMP owns the arena"):
+    with pytest.raises(ConfigError, match="owns the arena"):
         Arena(shm / "arena")
     assert crash(first).path == shm / "arena"
 
@@ -114,7 +114,7 @@ def test_an_arena_of_another_user_is_refused(shm: Path, monkeypatch: pytest.Monk
 def test_a_path_that_cannot_be_a_directory_is_refused(shm: Path) -> None:
     (shm / "file").write_text("")
     for path in (shm / "file", shm / "file" / "arena", Path("/proc/nowhere")):
-        with pytest.raises(ConfigError, match="cannot make the arena"):
+        with pytest.raises(ConfigError, match="cannot make"):
             Arena(path)
 
 
@@ -161,7 +161,7 @@ def test_only_a_sealed_snapshot_has_a_path(shm: Path) -> None:
     arena.reserve({pool: (PAGE, 1)})
     pool.begin(at(7), PAGE)
     for step in (7, 8):
-        with pytest.raises(ProtocolError, match=f"step {step} .* of dp0 is not here"):
+        with pytest.raises(ProtocolError, match=f"step {step} .* dp0 is not"):
             pool.path_of(at(step))
 
 
@@ -287,7 +287,7 @@ def test_a_slot_that_cannot_be_mapped_takes_back_the_others(shm: Path, monkeypat
 def test_a_single_slot_on_a_full_file_system_is_refused_and_leaves_nothing(small_tmpfs: Path) -> None:
     arena = Arena(small_tmpfs / "arena")
     pool = arena.shard_pool("dp0")
-    with pytest.raises(ArenaTooSmall, match=f"needs {SMALL_TMPFS + PAGE:,} bytes more and its file system has"):
+    with pytest.raises(ArenaTooSmall, match=f"needs {SMALL_TMPFS + PAGE:,} bytes more"):
         pool.create(SMALL_TMPFS + PAGE)
     assert (pool.slots, files(arena)) == ([], [])
     assert pool.create(PAGE).index == 0

@@ -155,9 +155,8 @@ def test_generators_that_drifted_are_named_with_the_reason(tmp_path: Path) -> No
     console = Console(record=True, width=1000, file=io.StringIO())
     show(console, report)
     text = console.export_text()
-    assert f"CPU generator is not as it was when the step after {report.resumed[0]} began" in text
-    assert "use snap.data(loader), or call snap.begin()" in text
-    assert "main.own is a generator" in text
+    for fact in ("CPU generator", f"step after {report.resumed[0]} began", "snap.begin()", "main.own is a generator"):
+        assert fact in text
     assert found["main.x"] is None  # it only follows from the other two
 
 
@@ -170,7 +169,7 @@ def test_a_loop_over_a_data_loader_with_workers_is_exact() -> None:
 
 @pytest.mark.cluster
 def test_a_command_that_does_not_train_is_reported_with_what_it_said() -> None:
-    with pytest.raises(HoldfastError, match=r"(?s)status 3.*no such corpus"):
+    with pytest.raises(HoldfastError, match=r"(?s)status 3.*such corpus"):
         run(AuditPlan((sys.executable, "-c", "import sys; print('no such corpus'); sys.exit(3)")), lambda name: None)
     with pytest.raises(HoldfastError, match="never entered InMemorySnapshot"):
         run(AuditPlan((sys.executable, "-c", "pass")), lambda name: None)
@@ -284,12 +283,12 @@ def test_a_difference_that_may_have_done_something_is_named(values: dict[int, st
 
 @pytest.mark.parametrize("resumed", [[notes(first=0)], [Notes()]])
 def test_a_run_that_was_not_restored_is_no_audit(resumed: list[Notes]) -> None:
-    with pytest.raises(HoldfastError, match="rank 0 was not restored"):
+    with pytest.raises(HoldfastError, match=r"rank 0 .*not restored"):
         compare([notes()], [notes()], resumed)
 
 
 def test_other_numbers_of_ranks_are_no_audit() -> None:
-    with pytest.raises(HoldfastError, match="1 ranks undisturbed, 1 again, 2 resumed"):
+    with pytest.raises(HoldfastError, match=r"1 ranks .*1 again, 2 resumed"):
         compare([notes()], [notes()], [notes(first=2)] * 2)
 
 

