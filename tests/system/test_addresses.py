@@ -50,14 +50,14 @@ def test_one_address_or_several(text: str, hosts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("10.0.0.7,ib1", "'ib1' is not an IP address"),
-        ("10.0.0.7,", "'' is not an IP address"),
-        ("", "'' is not an IP address"),
+        ("10.0.0.7,ib1", "'ib1' .*IP address"),
+        ("10.0.0.7,", "'' .*IP address"),
+        ("", "'' .*IP address"),
         ("10.0.0.7,10.0.1.7,10.0.0.7", "has 10.0.0.7 twice"),
-        ("10.0.0.7,127.0.0.1", "the loopback address 127.0.0.1: leave it out"),
-        ("127.0.0.2,10.0.0.7", "the loopback address 127.0.0.2: leave it out"),
-        ("0.0.0.0,10.0.0.7", "0.0.0.0 means every address of this machine: use it alone"),
-        (",".join(f"10.0.{i}.7" for i in range(17)), "lists 17 addresses; the limit is 16"),
+        ("10.0.0.7,127.0.0.1", "loopback address 127.0.0.1"),
+        ("127.0.0.2,10.0.0.7", "loopback address 127.0.0.2"),
+        ("0.0.0.0,10.0.0.7", "0.0.0.0 means every address"),
+        (",".join(f"10.0.{i}.7" for i in range(17)), "17 addresses; .*limit is 16"),
     ],
 )
 def test_what_is_no_list_of_addresses_is_refused(text: str, says: str) -> None:
@@ -71,7 +71,7 @@ def test_an_address_of_another_machine_is_refused_before_anything_starts(ground:
     error = refusal([*smp_command(JOB, smp.name, smp.arena, hosts), "--insecure"])
     assert isinstance(error, ConfigError)
     assert "10.255.255.254, from --host (HOLDFAST_HOST)" in str(error) and "ip -brief addr" in str(error)
-    with pytest.raises(ConfigError, match=rf"^cannot listen on {ELSEWHERE}, from --host"):
+    with pytest.raises(ConfigError, match=rf"^cannot listen .*{ELSEWHERE}, from --host"):
         check_own(("127.0.0.1", ELSEWHERE), MACHINE)
     assert not smp.arena.exists()
 

@@ -39,7 +39,7 @@ def test_the_interval_follows_steps_that_take_three_times_as_long(launcher: Laun
     assert first["taken"][0] == 1
     assert first["before"] == pytest.approx(28, rel=0.35)
     assert first["after"] <= 0.6 * first["before"]  # ideally a third; other load on the machine disturbs it
-    assert any(f"a snapshot every {SHORTEST} steps" in line for line in first["logged"])
+    assert any(f"every {SHORTEST} steps" in line for line in first["logged"])
     assert not second["logged"]  # logged once for the job
     assert "loses least" in first["why"]
     (said,) = first["shown"]
@@ -63,12 +63,12 @@ def test_a_young_job_is_dense_until_its_budget_and_a_restart_counts_as_a_failure
 
 
 def test_a_wrong_mtbf_or_interval_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="every='often': a snapshot is taken every 1 or more steps, or 'auto'"):
+    with pytest.raises(ConfigError, match=r"every='often': .* 1 or more"):
         Options(job="job", every="often")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="every=0"):
         Options(job="job", every=0)
     monkeypatch.setenv(MTBF.variable, "soon")
-    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon' is not a time"):
+    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon'"):
         Options(job="job", every="auto")
     monkeypatch.setenv(MTBF.variable, "0s")
     with pytest.raises(ConfigError, match="HOLDFAST_MTBF: '0s': give more than 0"):

@@ -180,7 +180,8 @@ def test_what_is_left_out_is_said() -> None:
 
 def test_an_unusable_backend_is_left_out_and_named() -> None:
     assert {cell.backend for cell in cells(EcBenchmark(), {"isal"})} == {"numpy", "pyeclib"}
-    assert "isal is left out: no such library" in notes(EcBenchmark(), {"isal": "no such library"})
+    (said,) = (note for note in notes(EcBenchmark(), {"isal": "no such library"}) if "isal " in note)
+    assert said.endswith("no such library")
 
 
 def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +231,9 @@ def test_without_isal_no_goal_is_judged() -> None:
 def test_markdown_has_date_machine_tables_and_goals() -> None:
     text = markdown(report(row(ratio=0.5)))
     assert "2026-11-21T12:00:00+00:00: Some CPU, 2 cores" in text
-    assert "## encode\n\n| code | backend | threads | 1 MiB |\n| --- | --- | ---: | ---: |\n" in text
+    assert "\n| code | backend | threads | 1 MiB |\n" in text
     assert "| 4+2 | isal | 1 | 0.50 (10.0) |" in text
-    assert "* something is left out\n* ✗ isal encode 4+2" in text
+    assert "left out\n* ✗ isal " in text
 
 
 def test_names() -> None:

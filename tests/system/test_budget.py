@@ -54,7 +54,7 @@ def test_more_than_that_is_refused_and_nothing_is_made(shm: Path) -> None:
     arena = Arena(shm / "arena", memory=4 * PAGE)
     arena.settle()
     pool = arena.shard_pool("dp0")
-    with pytest.raises(ArenaTooSmall, match=f"HOLDFAST_MEMORY. allows {4 * PAGE:,}: allow {6 * PAGE:,} or more"):
+    with pytest.raises(ArenaTooSmall, match=rf"HOLDFAST_MEMORY.* {4 * PAGE:,}: .* {6 * PAGE:,} or more"):
         arena.reserve({pool: (2 * PAGE, 3)})
     assert pool.slots == []
     arena.reserve({pool: (2 * PAGE, 2)})
@@ -317,7 +317,7 @@ def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatc
 def test_a_job_that_needs_more_is_told_by_how_much(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_MEMORY", "64KiB")
     smps = ground.smps(2)
-    with pytest.raises(ArenaTooSmall, match=r"--memory .HOLDFAST_MEMORY. allows 65,536: allow [0-9,]+ or more"):
+    with pytest.raises(ArenaTooSmall, match=r"--memory .HOLDFAST_MEMORY. .* 65,536: .* [0-9,]+ or more"):
         run_on(smps, [[30000], [30000]])
     assert memory_of(smps[0].arena) <= 65536 + 16 * PAGE
 

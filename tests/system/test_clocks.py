@@ -134,7 +134,7 @@ def test_waits_last_as_long_as_they_should(seen: dict[str, Any], when: str) -> N
 def test_without_a_compiler_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(arena_base().glob(".launcher-*"))
     monkeypatch.setattr(clocks, "unavailable", lambda: "needs a C compiler, cc")
-    with pytest.raises(ConfigError, match="needs a C compiler"):
+    with pytest.raises(ConfigError, match="C compiler"):
         Launcher([], clocked=True)
     assert set(arena_base().glob(".launcher-*")) - before == set()
 
@@ -144,7 +144,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.write_text("#!/bin/sh\necho no such thing >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ConfigError, match=r"cc .* failed: no such thing"):
+    with pytest.raises(ConfigError, match=": no such thing"):
         clocks.compile_shim(tmp_path)
 
 

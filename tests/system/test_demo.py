@@ -124,7 +124,7 @@ def test_the_command_prints_an_account_and_writes_json() -> None:
     for recovery in result["recoveries"]:
         assert recovery["lost_steps"] in (0, 1)
         assert list(recovery["phases"]) == ["detect", "restart", "plan", "fetch", "load", "first_step"]
-    assert "identical to the last bit" in done.stderr
+    assert "identical" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_the_command_prints_an_account_and_writes_json() -> None:
         ({"steps": 0}, "--steps 0"),
         ({"kills": (Kill("trainer", (9,), 3),)}, "trainers 0 to 3"),
         ({"kills": (Kill("node", (4,), 3),)}, "nodes 0 to 3"),
-        ({"kills": (Kill("node", (1,), 1),)}, "a step from 2 to 6"),
+        ({"kills": (Kill("node", (1,), 1),)}, "from 2 to 6"),
         ({"kills": (Kill("node", (1,), 3), Kill("node", (2,), 3))}, "different steps"),
-        ({"kills": (Kill("node", (1, 2), 3),)}, r"survive the loss of 1 at once; use more nodes, or more parity"),
-        ({"kills": (Kill("node", (1, 1), 3),), "protect": "2+2"}, "the same target is named twice"),
-        ({"protect": "none"}, "survive the loss of 0"),
-        ({"nodes": 1, "ranks_per_node": 4, "kills": (Kill("node", (0,), 3),)}, r"3\+1 needs 4 nodes, and there are 1"),
+        ({"kills": (Kill("node", (1, 2), 3),)}, "the loss of 1 "),
+        ({"kills": (Kill("node", (1, 1), 3),), "protect": "2+2"}, "target .* twice"),
+        ({"protect": "none"}, "the loss of 0"),
+        ({"nodes": 1, "ranks_per_node": 4, "kills": (Kill("node", (0,), 3),)}, r"3\+1 needs 4 nodes.* 1"),
     ],
 )
 def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str) -> None:
@@ -180,7 +180,8 @@ def test_a_code_that_the_nodes_cannot_have_is_refused() -> None:
 @pytest.mark.parametrize("text", ["node:1+@3", "node:+1@3", "node:1", "rack:1@3", "node:1@x"])
 def test_a_kill_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--kill", text]) == 2
-    assert "is neither trainer:RANK@STEP nor node:INDEX@STEP" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"'{text}'" in said and "trainer:RANK@STEP" in said and "node:INDEX@STEP" in said
 
 
 def test_a_gpu_that_is_not_there_is_said_before_anything_starts() -> None:

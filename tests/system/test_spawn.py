@@ -166,7 +166,7 @@ class TestADetachedSmp:
         finish(ground, arena)
 
     def test_says_why_it_does_not_start(self, ground: Ground, arena: Path) -> None:
-        with pytest.raises(ConfigError, match=r"HOLDFAST_HOST.*'node-7' is not an IP address"):
+        with pytest.raises(ConfigError, match=r"HOLDFAST_HOST.*'node-7' .*IP address"):
             start_smp(JOB, "node0", arena, host="node-7")
         with pytest.raises(ConfigError, match="say --insecure"):
             start_smp(JOB, "node0", arena, host="0.0.0.0")
@@ -353,11 +353,11 @@ def os_subreapers() -> Sequence[int]:
 
 class TestTheReport:
     def test_of_an_smp_without_a_word_is_what_it_left_on_standard_error(self) -> None:
-        with pytest.raises(SmpUnavailable, match="without a report: boom"):
+        with pytest.raises(SmpUnavailable, match="a report: boom"):
             parse_report("", "boom\n")
 
     def test_of_an_unknown_error_is_still_one_of_ours(self) -> None:
-        with pytest.raises(HoldfastError, match="too new for us"):
+        with pytest.raises(HoldfastError, match="too new"):
             parse_report('{"error": "NeverHeardOf", "message": "too new for us"}')
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -65,7 +66,7 @@ def test_a_flipped_bit_leaves_a_checksum_that_fits(length: int) -> None:
 
 def test_a_bit_outside_the_data_is_not_flipped() -> None:
     for bit in (0, 40 * 8 - 1, 50 * 8):
-        with pytest.raises(ValueError, match=f"bit {bit} is in no"):
+        with pytest.raises(ValueError, match=f"bit {bit} "):
             flipped(packet(b"0123456789"), bit)
 
 
@@ -279,7 +280,7 @@ def test_an_unplugged_node_says_nothing_and_another_takes_its_place(wire: Wire) 
         with pytest.raises(TimeoutError):
             one.recv(1)  # no end of file, no reset
     wire.unplug("10.77.0.2")  # again: harmless
-    with pytest.raises(ConfigError, match=r"network namespace .*node is gone"), inside(there):
+    with pytest.raises(ConfigError, match=r"namespace .*gone"), inside(there):
         pass
     with inside(wire.open("10.77.0.3")):
         listening = socket.create_server(("10.77.0.3", 0))
@@ -294,7 +295,7 @@ def test_a_process_that_stays_in_a_namespace_is_left_over() -> None:
     with inside(wire.open("10.77.0.1")):
         staying = subprocess.Popen(["sleep", "60"])
     try:
-        assert wire.close() == [f"process {staying.pid} in the namespace of a node"]
+        assert [str(staying.pid) in left for left in wire.close()] == [True]
     finally:
         staying.kill()
         staying.wait(DEADLINE_S)
@@ -387,8 +388,8 @@ def test_a_device_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch
 
     def refuse(path: str, *arguments: int) -> int:
         if path == "/dev/net/tun":
-            raise FileNotFoundError(2, "No such file or directory", path)
+            raise FileNotFoundError(2, "nothing there", path)
         return real(path, *arguments)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert unavailable.__wrapped__() == "/dev/net/tun cannot be opened: No such file or directory"
+    assert re.fullmatch("/dev/net/tun .*: nothing there", unavailable.__wrapped__())
