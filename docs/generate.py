@@ -385,7 +385,7 @@ STATUSES = (
     (1, "it is not: something differs, was lost or failed"),
     (2, "refused: wrong usage, a wrong setting, a path that cannot be used, or not now"),
     (3, "there is no such job, node or SMP here"),
-    (4, "an SMP does not answer"),
+    (4, "an SMP does not answer, or refuses this command: the message says what is lacking"),
     ("130, 143, 129", "ended by Ctrl-C, SIGTERM, a closed terminal"),
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.cli.arguments import add_arena, deadline_up_to
 from holdfast.cli.output import add_json, write_json
+from holdfast.cli.smp import check_readable
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.coding.drain import Drained
 from holdfast.smp_daemon.net.peers import PeerClient
@@ -52,6 +53,7 @@ def add(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """``holdfast drain``."""
     overview = _job_of(parsed)
+    overview.check_let_in()
     address = _address_of(overview, parsed.node)
     spares = parse_spares(parsed.to)
     message = Drain(job=overview.job, deadline_s=parsed.deadline, spares=spares, wait=parsed.wait)
@@ -94,6 +96,9 @@ def _job_of(parsed: argparse.Namespace) -> Overview:
     if len(having) > 1:
         raise ConfigError(f"{parsed.node} is in the jobs {', '.join(o.job for o in having)}: choose one with --job")
     if not having:
+        for overview in found:
+            overview.check_let_in()
+        check_readable(parsed.job, parsed.arena)
         known = ", ".join(sorted({name for overview in found for name in _names(overview)})) or "none"
         raise NotFound(
             f"no job on this machine has a node {parsed.node!r}: there are {known}: name one of these, or say --at "
@@ -110,7 +115,9 @@ def _address_of(overview: Overview, node: str) -> Address:
     for status in overview.statuses:
         if status.inventory.node == node:
             return status.inventory.control
+    refusal = overview.refused.get(node)
+    why = f": {refusal}: {refusal.fix}" if refusal else " does not answer"
     raise SmpUnavailable(
-        f"the SMP of {node} does not answer, so nothing can be moved from it. What the others can restore without it, "
+        f"the SMP of {node}{why}, so nothing can be moved from it. What the others can restore without it, "
         f"they protect again on their own: {overview.sentence()}"
     )

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.arguments import add_arena, time
-from holdfast.cli.output import add_json, write_json
-from holdfast.cli.smp import jobs_in
-from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.cli.output import FAILED, NOT_FOUND, OK, add_json, write_json
+from holdfast.cli.smp import check_readable, jobs_in
+from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.quantities import duration
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add(commands: Any) -> None:
         description="Finds arenas of this user that no trainer uses and ends their SMPs. Snapshots in them are lost: "
         "a job that is to be restarted needs them, so only those untouched for an hour are taken, unless the job is "
         "named. What a command such as `holdfast demo` left when it was killed goes at once. What stays is listed, "
-        "with the reason.",
+        f"with the reason. Status {NOT_FOUND}: the job that was named has no arena; {FAILED}: its arena stays.",
     )
     gc.add_argument("--job", help="only this job, which is given up: also if its SMP still runs or was used just now")
     gc.add_argument(
@@ -52,7 +53,7 @@ def _run(parsed: argparse.Namespace) -> int:
     older_than_s = parsed.older_than
     if older_than_s is None:
         older_than_s = 0.0 if parsed.job else UNTOUCHED_S
-    found, seen = [], False
+    found, seen, kept = [], False, False
     for each in find_arenas(base, job=parsed.job):
         seen = True
         pids = [smp.pid for smp in each.smps]
@@ -61,6 +62,7 @@ def _run(parsed: argparse.Namespace) -> int:
         said = f"{each.path}: {whose}, {each.bytes:,} bytes{smps}"
         if why := _why_kept(each, older_than_s):
             print(f"kept {said}: {why}", file=sys.stderr)
+            kept = True
             continue
         if not parsed.dry_run:
             remove(each, zero=parsed.zero)
@@ -75,10 +77,14 @@ def _run(parsed: argparse.Namespace) -> int:
             }
         )
     if not seen:
+        if parsed.job:
+            check_readable(parsed.job, base)
         of = f" of job {parsed.job}; jobs there: {jobs_in(base)}" if parsed.job else ""
         print(f"nothing to remove: {base} has no arena{of}", file=sys.stderr)
     write_json(parsed.json, found)
-    return 0
+    if not parsed.job:
+        return OK
+    return FAILED if kept else OK if seen else NOT_FOUND
 
 
 def _why_kept(arena: Leftover, older_than_s: float) -> str:
@@ -90,20 +96,25 @@ def _why_kept(arena: Leftover, older_than_s: float) -> str:
             f"it was changed {duration(arena.untouched_s)} ago, and its job may be about to start again; if not, add "
             f"--job {arena.job}"
         )
-    if trainers := _connected(arena):
-        return f"its SMP has {trainers} connections of trainers, in another container perhaps: end these first"
-    return ""
+    return _used_elsewhere(arena)
 
 
-def _connected(arena: Leftover) -> int:
-    """How many connections trainers have to the arena's SMP, if it runs and answers: it also knows of those whose
-    memory cannot be looked at from here."""
+def _used_elsewhere(arena: Leftover) -> str:
+    """`_why_kept` by what the arena's SMP says, if it runs and answers: it also knows of trainers whose memory cannot
+    be looked at from here."""
+    from holdfast.smp_daemon.ops.refusals import refusal_of
     from holdfast.smp_daemon.ops.status import take_statuses
     from holdfast.smp_daemon.shared.spawn import running_owner
 
     try:
         owner = running_owner(arena.path) if arena.job and arena.smps else None
     except ProtocolError:
-        return 0  # its smp.json was lost: this SMP is about to write it again, or hangs and serves nobody
-    statuses = take_statuses(owner.job, [owner.control]) if owner is not None else []
-    return sum(status.inventory.trainers for status in statuses)
+        return ""  # its smp.json was lost: this SMP is about to write it again, or hangs and serves nobody
+    if owner is None:
+        return ""
+    failures: dict[Address, HoldfastError] = {}
+    statuses = take_statuses(owner.job, [owner.control], failures=failures)
+    if trainers := sum(status.inventory.trainers for status in statuses):
+        return f"its SMP has {trainers} connections of trainers, in another container perhaps: end these first"
+    refusals = map(refusal_of, failures.values())
+    return next((f"whether trainers use it is not known: {why}: {why.fix}" for why in refusals if why), "")

@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.cli.arguments import add_arena
 from holdfast.cli.drain import look_at
 from holdfast.cli.output import add_json, write_json
+from holdfast.cli.smp import check_readable
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview
@@ -45,6 +46,7 @@ def add(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """``holdfast give-up``."""
     overview = _job_of(parsed)
+    overview.check_let_in()
     ids = _chosen(overview, parsed.runs)
     out = sys.stderr if parsed.json == "-" else sys.stdout
     told: dict[str, str] = {}
@@ -59,7 +61,8 @@ def run(parsed: argparse.Namespace) -> int:
                 told[node] = str(error)
                 print(f"{node}: not given up: {error}", file=out)
     for name in (*overview.silent, *overview.lost):
-        print(f"{name} does not answer: if it comes back, the next start's nodes know its run as old", file=out)
+        why = overview.refused.get(name, "does not answer")
+        print(f"{name} {why}: if it comes back, the next start's nodes know its run as old", file=out)
     write_json(parsed.json, {"job": overview.job, "runs": list(ids), "nodes": told})
     return int(any(told.values()))
 
@@ -69,6 +72,7 @@ def _job_of(parsed: argparse.Namespace) -> Overview:
         return look_at(parsed)
     found = [overview for _, overview in gather(parsed.arena, parsed.job)]
     if not found:
+        check_readable(parsed.job, parsed.arena)
         raise NotFound(
             f"no SMP of {f'job {parsed.job!r}' if parsed.job else 'any job'} is on this machine: name one with --at "
             f"HOST:PORT, or start the job with {GIVE_UP_ENV}=RUN"

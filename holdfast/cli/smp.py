@@ -13,10 +13,11 @@ from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.interpreter import own_environment
-from holdfast.smp_daemon.shared.paths import arena_path, find_owners, socket_path
+from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_us, find_owners, socket_path
+from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.settings import HOST, JOB, MEMORY, NODE, SMP_OPTIONS, SWITCH, given
 from holdfast.smp_daemon.shared.spawn import (
     find_leftovers,
@@ -104,6 +105,7 @@ def _start(parsed: argparse.Namespace) -> int:
 
 def _stop(parsed: argparse.Namespace) -> int:
     job = parsed.job or job_from_environment()
+    check_readable(job, parsed.arena)
     arena = arena_path(job, parsed.arena).absolute()
     pid = None
     try:
@@ -133,15 +135,25 @@ def no_arena_message(job: str, arena: Path) -> str:
     return f"job {job}: there is no arena {arena}; jobs in {arena.parent}: {jobs_in(arena.parent)}"
 
 
+def check_readable(job: str | None, base: Path | None) -> None:
+    """Raises `SmpUnavailable` if this user may not read the arena of `job`, or of some job, below `base`."""
+    from holdfast.smp_daemon.ops.refusals import Refusal
+
+    for path in closed_to_us(arena_path(job, base) if job else base or arena_base()):
+        raise SmpUnavailable(f"{path}: {Refusal.PERMISSION}: {Refusal.PERMISSION.fix}")
+
+
 def jobs_in(base: Path) -> str:
     """The jobs with arenas below `base`, as text."""
     return ", ".join(sorted({owner.job for owner in find_owners(base)})) or "none"
 
 
 def _status(parsed: argparse.Namespace) -> int:
+    from holdfast.smp_daemon.ops.refusals import refusal_of
     from holdfast.smp_daemon.ops.status import take_statuses
 
     job = parsed.job or job_from_environment()
+    check_readable(job, parsed.arena)
     arena = arena_path(job, parsed.arena).absolute()
     owner = running_owner(arena)
     report: dict[str, Any] = {"job": job, "arena": str(arena), "running": owner is not None, "answers": False}
@@ -150,9 +162,13 @@ def _status(parsed: argparse.Namespace) -> int:
     )
     lines, code = [said], NOT_FOUND
     if owner is not None:
-        report |= asdict(owner)
-        lines, code = [f"SMP {owner.pid} of job {job} on {owner.node} does not answer"], NO_ANSWER
-        for status in take_statuses(job, [owner.control]):
+        failures: dict[Address, HoldfastError] = {}
+        statuses = take_statuses(job, [owner.control], failures=failures)
+        refusal = next(filter(None, map(refusal_of, failures.values())), None)
+        report |= {**asdict(owner), "refused": refusal and refusal.value}
+        why = f": {refusal}: {refusal.fix}" if refusal else " does not answer"
+        lines, code = [f"SMP {owner.pid} of job {job} on {owner.node}{why}"], NO_ANSWER
+        for status in statuses:
             held = status.inventory
             newest = max((snapshot for snapshot, _ in held.shards), default=None)
             lines, code = (

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import add_json, console_of, write_json
-from holdfast.cli.smp import no_arena_message
+from holdfast.cli.smp import check_readable, no_arena_message
 from holdfast.report import Report, say
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import NotFound
@@ -49,6 +49,8 @@ def show_status(parsed: argparse.Namespace) -> int:
     """``holdfast status``."""
     console = console_of(parsed)
     overviews = gather(parsed.arena, parsed.job)
+    if not overviews:
+        check_readable(parsed.job, parsed.arena)
     if parsed.job and not overviews:
         raise NotFound(no_arena_message(parsed.job, arena_path(parsed.job, parsed.arena)))
     say(console, render(overviews))
@@ -90,8 +92,8 @@ def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
 def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     safe = overview.safest
     if not overview.statuses:
-        gone = f"{overview.job}: the SMP {owner.pid} does not answer at {owner.host}:{owner.control_port}"
-        return [Text(gone, style=COLOURS[-1])]
+        gone = f"the SMP {owner.pid} does not answer at {owner.host}:{owner.control_port}"
+        return [Text(f"{overview.job}: {'; '.join(overview.refusals) or gone}", style=COLOURS[-1])]
     style = COLOURS.get(safe.tolerates, "green") if safe else "yellow"
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
     parts += [Text(trouble, style=COLOURS[-1]) for trouble in overview.alarms]
@@ -135,9 +137,9 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
             ]
         )
     for how, names in (("silent", overview.silent), ("lost", overview.lost)):
-        rows += [[name, how, "-", "-", "-", "-", "-"] for name in names]
+        rows += [[name, str(overview.refused.get(name, how)), "-", "-", "-", "-", "-"] for name in names]
     head = ("node", "address", "connections", "newest", "arena", "process", "damaged")
-    styles = [COLOURS[-1] if row[1] in ("silent", "lost") else "" for row in rows]
+    styles = [COLOURS[-1] if row[2] == "-" else "" for row in rows]
     return [*parts, Report(head, rows, left=2, styles=styles), Text("")]
 
 

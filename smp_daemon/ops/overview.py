@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.smp_daemon.ops.refusals import Refusal, refusal_of
 from holdfast.smp_daemon.ops.status import Status, take_statuses, troubles
 from holdfast.smp_daemon.recovery.inventories import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
 from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
 from holdfast.smp_daemon.shared.crash_loop import current_crash_loop
+from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -34,6 +36,8 @@ class Overview:
         snapshots: every snapshot that a restart might go back to, the newest first.
         runs: the runs of the job that these SMPs hold something of, the newest first. A restart goes on with the first,
             and everything else here is of that one.
+        refused: SMPs that run and do not let this process in, and what it lacks: by node, which is silent, too, or by
+            address if no SMP says which node it is.
     """
 
     job: str
@@ -42,6 +46,7 @@ class Overview:
     snapshots: tuple[Redundancy, ...]
     lost: tuple[str, ...] = ()
     runs: tuple[SeenRun, ...] = ()
+    refused: dict[str, Refusal] = field(default_factory=dict)
 
     @property
     def run(self) -> Run | None:
@@ -76,10 +81,21 @@ class Overview:
         if self.trainerless_s:
             bad.append(f"no trainer is connected, for {self.trainerless_s:,.0f} s: the job does not train")
         bad += [f"{name} is lost: the others have regrouped without it" for name in self.lost]
+        bad += self.refusals
         if len(self.versions) > 1:
             of = [f"{version or 'unknown'} on {', '.join(nodes)}" for version, nodes in self.versions.items()]
             bad.append(f"SMPs are of several versions of holdfast: {'; '.join(of)}")
         return bad
+
+    @property
+    def refusals(self) -> list[str]:
+        """Which SMPs do not let this process in, and what to do about it, in words."""
+        return [f"the SMP of {name}: {refusal}: {refusal.fix}" for name, refusal in self.refused.items()]
+
+    def check_let_in(self) -> None:
+        """Raises `SmpUnavailable` if no SMP answers, and one runs that does not let this process in."""
+        if not self.statuses and self.refused:
+            raise SmpUnavailable("; ".join(self.refusals))
 
     @property
     def versions(self) -> dict[str, list[str]]:
@@ -158,6 +174,7 @@ class Overview:
             "after_a_crash": self._told(self.newest),
             "after_a_loss": self._told(self.safest if self.safest and self.safest.tolerates > 0 else None),
             "silent": self.silent,
+            "refused": {name: refusal.value for name, refusal in self.refused.items()},
             "lost": self.lost,
             "trainerless_s": self.trainerless_s,
             "alarms": self.alarms,
@@ -212,7 +229,8 @@ class Overview:
 
 def look(job: str, first: Address) -> Overview:
     """Ask the SMP at `first` about the job, then every SMP that it knows. Blocks for some seconds at most."""
-    statuses = take_statuses(job, [first])
+    failures: dict[Address, HoldfastError] = {}
+    statuses = take_statuses(job, [first], failures=failures)
     known = [
         layout
         for status in statuses
@@ -223,13 +241,16 @@ def look(job: str, first: Address) -> Overview:
     epoch = [layout for layout in known if newest is not None and layout.epoch == newest.epoch]
     gone = {node.name for layout in epoch for node in layout.nodes} - set(newest.left if newest else ())
     others = [address for address in addresses_of(epoch, gone) if address != first]
-    statuses = sorted([*statuses, *take_statuses(job, others, known)], key=lambda each: each.inventory.node)
+    statuses = sorted([*statuses, *take_statuses(job, others, known, failures)], key=lambda each: each.inventory.node)
     answering = {status.inventory.node for status in statuses}
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
     lost = sorted(gone - answering - {node.name for node in newest.nodes}) if newest else []
+    names = {node.control: node.name for layout in epoch for node in layout.nodes}
+    refusals = {names.get(at, f"{at[0]}:{at[1]}"): refusal_of(error) for at, error in failures.items()}
+    refused = {name: refusal for name, refusal in refusals.items() if refusal is not None}
     inventories = [status.inventory for status in statuses]
     seen = runs_in_reach(inventories)
     over = given_up(inventories, seen)
     runs = [each for each in seen if each.run.id not in over]
     held = redundancies(own_inventories(inventories, runs[0].run if runs else None))
-    return Overview(job, tuple(statuses), tuple(silent), tuple(held), tuple(lost), tuple(runs))
+    return Overview(job, tuple(statuses), tuple(silent), tuple(held), tuple(lost), tuple(runs), refused)

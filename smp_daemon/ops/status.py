@@ -14,6 +14,7 @@ from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.persist.persister import TierState
 from holdfast.smp_daemon.recovery.inventories import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery
+from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent, last_events, log_file_problem
@@ -179,9 +180,15 @@ def take_status(smp: Core) -> Status:
     )
 
 
-def take_statuses(job: str, addresses: Collection[Address], known: Collection[Layout] = ()) -> list[Status]:
-    """The statuses of the SMPs that answer, sorted by node. Blocks as `gather_inventories`; `known` as there."""
+def take_statuses(
+    job: str,
+    addresses: Collection[Address],
+    known: Collection[Layout] = (),
+    failures: dict[Address, HoldfastError] | None = None,
+) -> list[Status]:
+    """The statuses of the SMPs that answer, sorted by node. Blocks as `gather_inventories`; `known` as there, and
+    `failures` as in `ask_all`."""
     by_digest = {layout.digest: layout for layout in known}
     message = PeerStatus(job=job, known=frozenset(by_digest))
-    found = ask_all(message, addresses, lambda reply: Status.read(reply, by_digest))
+    found = ask_all(message, addresses, lambda reply: Status.read(reply, by_digest), failures=failures)
     return sorted(found, key=lambda status: status.inventory.node)

@@ -53,10 +53,11 @@ def gather_inventories(
     """
     by_digest = {layout.digest: layout for layout in known}
     message = PeerInventory(job=job, known=frozenset(by_digest))
-    strangers: list[VersionMismatch] = []
-    found = ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), system, strangers)
-    if strangers:
-        raise strangers[0]
+    failures: dict[Address, HoldfastError] = {}
+    found = ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), system, failures)
+    for error in failures.values():
+        if isinstance(error, VersionMismatch):
+            raise error
     return found
 
 
@@ -65,13 +66,13 @@ def ask_all(
     addresses: Collection[Address],
     read: Callable[[Message], T],
     system: System = MACHINE,
-    strangers: list[VersionMismatch] | None = None,
+    failures: dict[Address, HoldfastError] | None = None,
 ) -> list[T]:
     """Send `message` to all addresses and return the answers that came, parsed by `read`. Blocks like
     `gather_inventories`.
 
     Args:
-        strangers: receives an error for each SMP whose version this one cannot talk to.
+        failures: receives the error of each SMP that gives no answer.
     """
 
     def ask(address: Address) -> T | None:
@@ -82,15 +83,16 @@ def ask_all(
         except VersionMismatch as error:
             mismatch = VersionMismatch(f"{address[0]}:{address[1]} cannot be asked: {error}")
             _silent.begin(address, "%s", mismatch, extra=about(peer=address))
-            if strangers is not None:
-                strangers.append(mismatch)
+            failed[address] = mismatch
             return None
         except HoldfastError as error:
             text, args = (
                 ("%s", ()) if isinstance(error, SmpUnavailable | DeadlineExceeded) else ("%s:%d refuses: %s", address)
             )
             _silent.begin(address, text, *args, error, level=logging.INFO, extra=about(peer=address))
+            failed[address] = error
             return None
 
+    failed = {} if failures is None else failures
     with PeerClient(message.job, system=system) as peers, system.Pool(AT_ONCE, "inventories") as pool:
         return [answer for answer in pool.map(ask, addresses) if answer is not None]

@@ -100,6 +100,14 @@ def folders_with(name: str, base: Path) -> list[Path]:
     return sorted(Path(folder) for folder, folders, files in os.walk(base) if name in files or name in folders)
 
 
+def closed_to_us(path: Path) -> list[Path]:
+    """The directories, at or below `path`, that this user may not read, sorted: other users' arenas, for example."""
+    errors: list[OSError] = []
+    for _ in os.walk(path, onerror=errors.append):
+        pass
+    return sorted(Path(error.filename) for error in errors if isinstance(error, PermissionError))
+
+
 def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:
     """The owners of the arenas of `job`, or of any job, below `base`, sorted by path. A damaged ``smp.json`` is
     skipped, and named in the log once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -11,6 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from holdfast.cli.main import main
+from holdfast.cli.output import NO_ANSWER
 from holdfast.smp_daemon.net.control import CALL_KEY, address_of, learn
 from holdfast.smp_daemon.net.gate import COMPLAIN_EVERY_S, Gate
 from holdfast.smp_daemon.net.peers import METHOD, PeerClient
@@ -50,6 +53,7 @@ TOKEN = b"a token of enough bytes"
 
 
 def environment_of(kind: str, path: Path) -> dict[str, str]:
+    path.mkdir(exist_ok=True)
     token = token_file(path / "token") if "token" in kind else {}
     return token | (Authority(path / "ca").environment() if "mTLS" in kind else {})
 
@@ -364,6 +368,55 @@ def test_a_certificate_for_another_name_is_not_enough(ground: Ground, tmp_path: 
     with credentials(authority.environment() | {"HOLDFAST_TLS_NAME": "web.example.org"}):
         with pytest.raises(SmpUnavailable, match="certificate"):
             connect(smp.bulk, DEADLINE_S, JOB)
+
+
+LACKS = [
+    ("token", "", "token"),
+    ("token", "token", "token"),
+    ("", "token", "token"),
+    pytest.param("mTLS", "", "certificate", marks=needs_openssl),
+    pytest.param("mTLS", "mTLS", "certificate", marks=needs_openssl),
+    pytest.param("", "mTLS", "certificate", marks=needs_openssl),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "refused"), LACKS)
+def test_a_command_that_is_refused_says_what_it_lacks(
+    ground: Ground, tmp_path: Path, capsys: pytest.CaptureFixture[str], theirs: str, ours: str, refused: str
+) -> None:
+    """Never that the SMP does not answer. `gc`, which cannot ask for trainers, keeps the arena."""
+    with credentials(environment_of(theirs, tmp_path / "theirs")):
+        smp = ground.smp()
+    where = ["--arena", str(ground.base), "--job", JOB]
+    with credentials(environment_of(ours, tmp_path / "ours")):
+        for status, words in (
+            (1, ["status", *where]),
+            (NO_ANSWER, ["drain", smp.name, *where]),
+            (NO_ANSWER, ["drain", smp.name, "--at", "{}:{}".format(*smp.control), "--job", JOB]),
+            (NO_ANSWER, ["give-up", *where]),
+            (1, ["gc", *where]),
+        ):
+            assert main(words) == status, words
+            said = "".join(capsys.readouterr())
+            assert f"refused: {refused}" in said and "does not answer" not in said, words
+        assert main(["status", *where, "--json", "-"]) == 1
+        assert list(json.loads(capsys.readouterr().out)[0]["refused"].values()) == [refused]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "refused"), LACKS[:1])
+def test_a_node_among_others_that_refuses_is_told_from_a_silent_one(
+    ground: Ground, tmp_path: Path, theirs: str, ours: str, refused: str
+) -> None:
+    smps = ground.smps(3)
+    run_on(smps, [[3000], [3000], [3000]]).protect(1)
+    smps[2].kill()
+    smps[1].kill()
+    with credentials(environment_of(theirs, tmp_path)):
+        smps[1].launch().wait_ready()
+    with credentials(environment_of(ours, tmp_path)):
+        overview = look(JOB, smps[0].control)
+    assert overview.silent == ("node1", "node2") and not overview.is_well
+    assert {name: why.value for name, why in overview.refused.items()} == {"node1": refused}
 
 
 def ping(smp: SmpProcess) -> object:

@@ -21,6 +21,7 @@ from holdfast.cli.smp import smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.paths import read_owner
+from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
 from tests.system.test_persister import await_
@@ -111,6 +112,16 @@ def test_one_that_is_stopped_by_the_kernel_does_not_answer(
     status, seen = smp(capsys, "status")
     assert (status, seen["running"], seen["answers"]) == (NO_ANSWER, True, False)
     end(psutil.Process(said["pid"]))
+
+
+def test_one_that_does_not_let_it_in_is_not_one_that_does_not_answer(
+    ground: Ground, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with credentials(token_file(tmp_path / "token")):
+        smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    status, seen = smp(capsys, "status")
+    assert (status, seen["running"], seen["answers"], seen["refused"]) == (NO_ANSWER, True, False, "token")
+    assert smp(capsys, "stop")[0] == 0, "over its own socket no token is needed"
 
 
 def test_what_a_dead_one_held_can_be_removed(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from holdfast.cli.main import main
+from holdfast.cli.output import FAILED, NOT_FOUND
 from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -499,7 +500,7 @@ class TestGc:
         kept = [line for line in said.err.splitlines() if line.startswith("kept ")]
         assert [str(base / name) in line for name, line in zip(("orphan", "other"), kept, strict=True)] == [True, True]
         assert "--job orphaned" in kept[0] and "--job other" in kept[1]
-        assert main(["gc", "--arena", str(base), "--job", "orphaned", "--older-than", "1h"]) == 0
+        assert main(["gc", "--arena", str(base), "--job", "orphaned", "--older-than", "1h"]) == FAILED
         assert is_running(owner.pid), "an age that is given counts"
         assert main(["gc", "--arena", str(base), "--job", "orphaned"]) == 0
         assert not is_running(owner.pid)
@@ -510,7 +511,7 @@ class TestGc:
     ) -> None:
         owner = start_smp(JOB, "node0", base / "live", host=ground.host())
         client = ground.keep(SmpClient(base / "live", JOB))
-        assert main(["gc", "--arena", str(base), "--job", JOB]) == 0
+        assert main(["gc", "--arena", str(base), "--job", JOB]) == FAILED
         assert f"process {os.getpid()} " in capsys.readouterr().err
         assert (client.inventory().node, client.pid) == ("node0", owner.pid)
         finish(ground, base / "live")
@@ -523,7 +524,7 @@ class TestGc:
         stream = connect(socket_path(base / "live"), DEADLINE_S)
         call(stream, to_plain(Hello(job=JOB, version=PROTOCOL_VERSION)))
         assert str(base / "live") not in Path("/proc/self/maps").read_text()
-        assert main(["gc", "--arena", str(base), "--job", JOB]) == 0
+        assert main(["gc", "--arena", str(base), "--job", JOB]) == FAILED
         assert "kept" in capsys.readouterr().err and is_running(owner.pid)
         stream.close()
         finish(ground, base / "live")
@@ -532,7 +533,7 @@ class TestGc:
         self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         dead_arena(ground, base / "dead", "there")
-        assert main(["gc", "--arena", str(base), "--job", "misspelt"]) == 0
+        assert main(["gc", "--arena", str(base), "--job", "misspelt"]) == NOT_FOUND
         said = capsys.readouterr().err
         assert "misspelt" in said and "there" in said and (base / "dead").exists()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.output import NO_ANSWER
 from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
@@ -95,6 +96,26 @@ def test_nor_talk_over_it_if_its_modes_are_opened(victim: Victim) -> None:
     finally:
         for path, mode in zip(opened, before, strict=True):
             path.chmod(stat.S_IMODE(mode))
+
+
+AS_NOBODY = """
+import os, sys
+import grpc, rich.console, rich.live, encodings.idna
+import holdfast.cli.main as cli, holdfast.smp_daemon.ops.overview
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@as_root
+@pytest.mark.parametrize("words", ["status", "status --job", "smp status --job", "smp stop --job", "gc --job"])
+def test_a_command_of_another_user_says_that_it_may_not_look(victim: Victim, words: str) -> None:
+    """Not that there is no such job, nor that its SMP does not run."""
+    command = [*words.split(), *[JOB] * words.endswith("--job"), "--arena", str(victim.ground.base)]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, *command], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == NO_ANSWER and "refused: permission" in done.stderr, done
 
 
 @as_root
