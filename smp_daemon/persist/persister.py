@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.options import PersistOptions
-from holdfast.smp_daemon.persist.place import PersistPlace, open_place, place_name
+from holdfast.smp_daemon.persist.place import PersistPlace, caution, open_place, place_name
 from holdfast.smp_daemon.persist.reading import FoundRun, find_runs, look, read_shard, run_files
 from holdfast.smp_daemon.persist.writing import note_run, publish, tidy, write_node
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
@@ -214,14 +214,16 @@ class Persister:
     # ------------------------------------------------------------------ writing
 
     def _run(self, options: PersistOptions) -> None:
-        self.system.Thread(target=self._note_runs, name="persist-run", daemon=True).start()
+        self.system.Thread(target=self._note_runs, args=(options,), name="persist-run", daemon=True).start()
         due_s = self.system.monotonic()  # due at once: otherwise each replaced node would delay all nodes
         while (order := self._await_order(due_s)) is not None:
             due_s = self.system.monotonic() + options.every_s
             self._watch(_Work(self, options, *order))
 
-    def _note_runs(self) -> None:
+    def _note_runs(self, options: PersistOptions) -> None:
         """Note each run that begins. In a thread of its own, as storage may hang."""
+        if why := caution(options.url):
+            log.warning("what is persisted may be lost with this node: %s", why)
         while not self._closed.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._noted is not None or self._closed.is_set())
@@ -235,6 +237,7 @@ class Persister:
             except HoldfastError as error:
                 text = "run %s may share its place on storage with another run: %s"
                 self._episodes.begin("run", text, layout.run, error, level=logging.ERROR)
+                self._say(problem=str(error))
 
     def _check_alone(self, layout: Layout) -> None:
         """Raise `PlaceError` if another run of this job is at work and persists at the place. Of two that began at the

@@ -93,6 +93,15 @@ def place_name(url: str) -> str:
     return _shown(url) if (path := _directory(url)) is None else str(path)
 
 
+def caution(url: str) -> str:
+    """Why what is persisted at a place may be lost with this node, in words; empty if nothing is known against it."""
+    path = _directory(url)
+    if path is None:
+        return f"{_shown(url)} is this process's memory" if url.startswith("memory:") else ""
+    on_root = path.is_dir() and path.stat().st_dev == Path("/").stat().st_dev
+    return f"{path} is on the root file system: is the storage mounted?" if on_root else ""
+
+
 def _directory(url: str) -> Path | None:
     """The directory that a path or a ``file://`` URL names; None: `url` is for fsspec."""
     if url.startswith("file://"):
@@ -149,6 +158,8 @@ class Directory:
         target = self._root / path
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
         with _reported(f"{target} cannot be written"):
+            if not self._root.is_dir():  # a storage that is not mounted: what is written would be lost with the node
+                raise PlaceError(f"{self._root} is not a directory that is there: mount the storage, or make it there")
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with part.open("wb", buffering=0) as file:

@@ -49,6 +49,7 @@ def test_torch_loads_what_several_ranks_held(launcher: Launcher, tmp_path: Path,
 def persisted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ground, Run, SnapshotId, str]]:
     with playground() as ground:
         place = str(ground.base / "place")
+        Path(place).mkdir()
         monkeypatch.setenv("HOLDFAST_PERSIST", place)
         monkeypatch.setenv("HOLDFAST_PERSIST_EVERY", "100ms")
         run = run_on(ground.smps(2), [[3000], [1000]])

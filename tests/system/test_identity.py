@@ -381,6 +381,7 @@ def test_a_run_that_is_given_up_is_dropped_and_stays_known_as_old(ground: Ground
 
 def test_two_runs_at_one_place_are_told_of_each_other(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither saw the other as it began. Each has a folder of its own, and the one that notes its run last says so."""
+    (ground.base / "place").mkdir()
     monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
     first, second = ground.smps(2)
     run_on([first], [[900]], epoch=next_epoch(0, 1), identity=OLD)

@@ -39,6 +39,7 @@ EVERY = "100ms"
 @pytest.fixture
 def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     with playground() as ground:
+        (ground.base / "place").mkdir()
         monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
         monkeypatch.setenv("HOLDFAST_PERSIST_EVERY", EVERY)
         yield ground
@@ -313,6 +314,7 @@ def test_a_start_goes_on_although_storage_does_not_say_what_it_has(
 @pytest.fixture(params=["directory", "memory"])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> place.PersistPlace:
     if request.param == "directory":
+        (tmp_path / "deep/er").mkdir(parents=True)
         return open_place(f"file://{tmp_path}/deep/er")
     fsspec = pytest.importorskip("fsspec")
     fsspec.filesystem("memory").rm("/", recursive=True)
@@ -349,6 +351,12 @@ def test_a_file_that_is_given_up_is_not_there(tmp_path: Path) -> None:
             file.write(b"123")
             raise RuntimeError("the writer died")
     assert list((tmp_path / "job/one").iterdir()) == []
+
+
+def test_what_would_be_lost_with_the_node_is_warned_of(tmp_path: Path) -> None:
+    assert "root file system" in place.caution("/")
+    assert "memory" in place.caution("memory://bucket")
+    assert place.caution("s3://bucket/prefix") == place.caution("/dev/shm") == place.caution("/nowhere") == ""
 
 
 def test_a_place_is_shown_without_its_password() -> None:

@@ -100,6 +100,7 @@ def test_an_smp_answers_while_it_reserves_and_gives_slots_as_they_come(ground: G
 def test_the_slot_of_what_is_persisted_is_made_before_the_second(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (ground.base / "place").mkdir()
     monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
     smp = ground.smp(rules=[(SLICE, None)])
     run, there = laid_out(smp)

@@ -67,6 +67,7 @@ class Scene:
         self.fault = fault
         self.base = Path("/dev/shm") / f"holdfast-alerts-{os.getpid()}"
         self.base.mkdir(mode=0o700)
+        (self.base / "place").mkdir()
         self.stop = self.base / "stop"
         number = os.getpid() % 200 + 20
         self.nodes = [VirtualNode(i, 0, f"127.44.{number}.{i + 1}", self.base, fault) for i in range(nodes)]
