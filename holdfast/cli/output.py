@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,7 @@ def describe(error: BaseException) -> tuple[str, str, int]:
 def json_target(words: Sequence[str]) -> str | None:
     """The value of ``--json`` in a command line that may be wrong elsewhere."""
     words = words[: words.index("--")] if "--" in words else words
-    for word, following in zip(words, [*words[1:], None], strict=True):
+    for word, following in zip_longest(words, words[1:]):
         if word == "--json":
             return following
         if word.startswith("--json="):

@@ -68,6 +68,12 @@ def test_something_is_said_before_what_takes_long(words: list[str], tmp_path: Pa
     assert (status, said != "") == (SAID, True), said
 
 
+def test_the_package_is_run_as_the_command_is() -> None:
+    command = [sys.executable, "-m", "holdfast", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "holdfast"), done.stderr
+
+
 @pytest.mark.parametrize("words", [["demo"]], ids=" ".join)
 def test_without_megatron_core_one_line_says_so_at_once_and_how_to_install_it(words: list[str], tmp_path: Path) -> None:
     status, said = run(words, tmp_path, "megatron")

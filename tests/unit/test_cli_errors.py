@@ -158,6 +158,12 @@ def test_where_json_goes_is_read_from_a_command_line_that_is_wrong() -> None:
     assert json_target(["plan", "--json=x"]) == "x"
     assert json_target(["audit", "--", "train", "--json", "x"]) is None
     assert json_target(["plan", "--json"]) is None
+    assert json_target([]) is None
+
+
+def test_the_bare_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == WRONG
+    assert "COMMAND" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", [None, "-"])
