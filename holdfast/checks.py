@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import math
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,6 +78,18 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkCard:
+    """A network card that is up, with its IPv4 addresses and its rate in bytes per second; 0: unknown."""
+
+    name: str
+    addresses: tuple[str, ...]
+    rate: float
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.rate * 8 / 1e9:g} Gbit/s" if self.rate else f"{self.name}, of unknown rate"
+
+
+@dataclass(frozen=True, slots=True)
 class Secrets:
     """The credentials with which this node proves to other nodes that it belongs to the job.
 
@@ -119,6 +131,7 @@ class Facts:
         receives: whether units are received and digested by compiled code.
         host, insecure: ``HOLDFAST_HOST`` and ``HOLDFAST_INSECURE``.
         bindings: by ``address:port``, why it cannot be listened on; empty if it can. Port 0: any port.
+        cards: the network cards that are up, without loopback.
         clock: source of the monotonic clock. `synchronised`: whether the wall clock is synchronised; None: unknown.
     """
 
@@ -150,6 +163,7 @@ class Facts:
     host: str
     insecure: bool
     bindings: dict[str, str]
+    cards: tuple[NetworkCard, ...]
     clock: str
     synchronised: bool | None
     secrets: Secrets
@@ -356,7 +370,7 @@ def _ports(facts: Facts) -> Iterator[Finding]:
         address, _, port = place.rpartition(":")
         check = f"port {port} of {address}" if int(port) else f"address {address}"
         if not why:
-            yield Finding(check, "can be listened on", needed)
+            yield _card(facts.cards, address, Finding(check, "can be listened on", needed))
         elif int(port):
             fix = "HOLDFAST_HTTP=auto, or another; nothing, if this job's SMP is there already"
             yield Finding(check, why, needed, "note", fix)
@@ -364,6 +378,20 @@ def _ports(facts: Facts) -> Iterator[Finding]:
             loopback = address.startswith("127.")
             fix = "ip link set lo up" if loopback else OWN_ADDRESSES
             yield Finding(check, why, needed, "problem", fix)
+
+
+def _card(cards: Sequence[NetworkCard], address: str, finding: Finding) -> Finding:
+    """The finding about an address, with the card that it belongs to, and whether another one is faster."""
+    own = next((card for card in cards if address in card.addresses), None)
+    if own is None:
+        return finding
+    found = f"{finding.found}: {own}"
+    fastest = max(cards, key=lambda card: card.rate)
+    if not own.rate or fastest.rate <= own.rate:
+        return replace(finding, found=found)
+    fast = ",".join(address for card in cards if card.rate == fastest.rate for address in card.addresses[:1])
+    fix = f"export HOLDFAST_HOST={fast}, if other nodes reach it"
+    return replace(finding, found=f"{found}; {fastest} is faster", verdict="note", fix=fix)
 
 
 def _clock(facts: Facts) -> Finding:

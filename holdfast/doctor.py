@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from holdfast.checks import Facts, Finding, Mount, Secrets, Verdict
+from holdfast.checks import Facts, Finding, Mount, NetworkCard, Secrets, Verdict
 from holdfast.ec import choose_codec, describe_auto
 from holdfast.ec.backends import BACKENDS
 from holdfast.report import Report
@@ -40,6 +40,9 @@ UNLIMITED_BYTES = 1 << 60
 """A control group without a limit reports this much or more."""
 
 STA_UNSYNC = 0x40
+MEGABIT_BYTES = 125_000
+UNKNOWN_SPEED = 65_535
+"""What a driver that does not know its speed may report, in Mbit/s."""
 
 
 def gather() -> Facts:
@@ -85,6 +88,7 @@ def gather() -> Facts:
         host=host,
         insecure=INSECURE.value(),
         bindings=_bindings(host, HTTP.text()),
+        cards=network_cards(),
         clock=_text(SYS / "devices/system/clocksource/clocksource0/current_clocksource"),
         synchronised=_is_synchronised(),
         secrets=secrets_of(os.environ),
@@ -170,6 +174,19 @@ def _bindings(host: str, http: str) -> dict[str, str]:
     if port.isdigit():
         wanted[address or "127.0.0.1", int(port)] = None
     return {f"{address}:{port}": why_not_bound(address, port) for address, port in wanted}
+
+
+def network_cards() -> tuple[NetworkCard, ...]:
+    """The network cards that are up and have an IPv4 address, without loopback."""
+    states = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        own = tuple(each.address for each in addresses if each.family == socket.AF_INET)
+        state = states.get(name)
+        if own and state is not None and state.isup and "loopback" not in state.flags.split(","):
+            known = 0 < state.speed < UNKNOWN_SPEED
+            found.append(NetworkCard(name, own, state.speed * MEGABIT_BYTES if known else 0.0))
+    return tuple(found)
 
 
 def _is_synchronised() -> bool | None:

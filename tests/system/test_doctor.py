@@ -13,8 +13,17 @@ from typing import Any
 
 import pytest
 
-from holdfast.checks import Facts, Finding, Mount, Secrets, examine
-from holdfast.doctor import MARKS, cgroup_memory, chosen, mount_of, numa_memory, secrets_of, why_not_bound
+from holdfast.checks import Facts, Finding, Mount, NetworkCard, Secrets, examine
+from holdfast.doctor import (
+    MARKS,
+    cgroup_memory,
+    chosen,
+    mount_of,
+    network_cards,
+    numa_memory,
+    secrets_of,
+    why_not_bound,
+)
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -48,9 +57,15 @@ GOOD = Facts(
     host="127.0.0.1",
     insecure=False,
     bindings={"127.0.0.1:0": ""},
+    cards=(),
     clock="tsc",
     synchronised=True,
     secrets=Secrets(),
+)
+CARDS = (
+    NetworkCard("eno1", ("10.0.0.7",), 125e6),
+    NetworkCard("ib0", ("10.1.0.7",), 50e9),
+    NetworkCard("ib1", ("10.2.0.7",), 50e9),
 )
 TLS = ("HOLDFAST_TLS_CERT", "HOLDFAST_TLS_KEY", "HOLDFAST_TLS_CA")
 DISK = Mount(Path("/"), "ext4", frozenset({"rw"}))
@@ -165,6 +180,12 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
         ({"register_bytes": 65 * GIB}, "pin cap", "problem", "holdfast"),
         ({"bindings": {"127.0.0.1:0": "no"}}, "address 127.0.0.1", "problem", "ip link set lo up"),
         ({"bindings": {"10.9.9.9:0": "no"}}, "address 10.9.9.9", "problem", "HOLDFAST_HOST"),
+        (
+            {"bindings": {"10.0.0.7:0": ""}, "cards": CARDS},
+            "address 10.0.0.7",
+            "note",
+            "export HOLDFAST_HOST=10.1.0.7,10.2.0.7",
+        ),
         ({"bindings": {"127.0.0.1:9411": "taken"}}, "port 9411 of 127.0.0.1", "note", "HOLDFAST_HTTP=auto"),
         ({"clock": "hpet"}, "monotonic clock", "note", "echo tsc >"),
         ({"synchronised": False}, "wall clock", "note", "timedatectl set-ntp true"),
@@ -225,6 +246,8 @@ def test_a_path_lies_on_its_deepest_and_latest_mount() -> None:
         {"host": "10.0.0.1", "secrets": Secrets("HOLDFAST_TOKEN_FILE=/t", 64, 0o400)},
         {"host": "10.0.0.1", "secrets": Secrets(tls=frozenset(TLS))},
         {"host": "::1"},
+        {"bindings": {"10.1.0.7:0": "", "10.2.0.7:0": ""}, "cards": CARDS},
+        {"bindings": {"10.0.0.7:0": ""}, "cards": (replace(CARDS[0], rate=0.0), CARDS[1])},
     ],
 )
 def test_what_is_well_in_another_way_is_well(changes: dict[str, Any]) -> None:
@@ -285,6 +308,12 @@ def test_a_port_that_is_taken_is_told_from_one_that_is_free() -> None:
         assert "in use" in why_not_bound("127.0.0.1", taken.getsockname()[1])
     assert why_not_bound("127.0.0.1", 0) == ""
     assert why_not_bound("203.0.113.7", 0) != ""
+
+
+def test_the_card_behind_an_address_is_named() -> None:
+    found = examine(replace(GOOD, bindings={"10.1.0.7:0": ""}, cards=CARDS))
+    assert "ib0, 400 Gbit/s" in next(finding.found for finding in found if finding.check == "address 10.1.0.7")
+    assert {card.name for card in network_cards()} <= {path.name for path in Path("/sys/class/net").iterdir()} - {"lo"}
 
 
 def test_scripts_learn_from_the_exit_status_that_a_token_is_missing() -> None:
