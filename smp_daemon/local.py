@@ -234,8 +234,7 @@ class TrainerConversation:
         sources, coord = request.sources, request.coord
         self._store.note_restored(sources.snapshot)
         if sources.persisted:
-            run = sources.layout.run.id
-            recovered = self._smp.persister.recover(run, sources.snapshot, coord, request.check)
+            recovered = self._smp.persister.recover(sources.snapshot, sources.layout, coord, request.check)
         else:
             recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, request.check)
         self._smp.recoveries.restored(

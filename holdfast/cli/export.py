@@ -6,7 +6,6 @@ import argparse
 import json
 import shutil
 import tempfile
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.settings import JOB
 
 FORMATS = ("safetensors", "dcp")
 NOTHING = "there is nothing"
@@ -33,7 +31,7 @@ def add(commands: Any) -> None:
     )
     export.add_argument("folder", nargs="?", type=Path, help="a new directory for the result; not with --list")
     export.add_argument("--from", dest="place", metavar="URL", help="where snapshots are persisted; else from memory")
-    export.add_argument("--job", help="id of the training run (default HOLDFAST_JOB; with --from, the only one there)")
+    export.add_argument("--job", help="id of the training run (default HOLDFAST_JOB, or the only one there)")
     export.add_argument("--step", type=int, help="which snapshot (default the newest)")
     export.add_argument(
         "--format",
@@ -82,36 +80,32 @@ def export(
         folder: a new directory for the result.
         kind: one of `FORMATS`.
         place: URL where snapshots are persisted; None: the memory of the job's nodes.
-        job: its name; None: ``HOLDFAST_JOB``, or the only job at `place`.
+        job: its name; None: ``HOLDFAST_JOB``, or the only job there.
         step: step of the snapshot; None: the newest.
         arena: directory of arenas; None: the default.
     """
-    from holdfast.export.source import ShardSource, from_memory, from_place
+    from holdfast.export.source import offers, one_job
     from holdfast.export.tensors import fetch
-    from holdfast.smp_daemon.persist.place import open_place
 
     if folder.exists():
         raise ConfigError(f"{folder} is there already: export into a new directory")
-    with ExitStack() as stack:
-        source: ShardSource
-        if place is not None:
-            source = from_place(open_place(place), job, step)
-        else:
-            source = stack.enter_context(from_memory(_job(job), arena, step))
+    with one_job(offers(place, job, arena)).choose(step) as source:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        stack.callback(shutil.rmtree, made, ignore_errors=True)
-        raw, result = made / "slots", made / "result"
-        raw.mkdir()
-        result.mkdir()
-        slots = list(fetch(source, raw))
-        if kind == "dcp":
-            from holdfast.export.dcp import write_dcp
+        try:
+            raw, result = made / "slots", made / "result"
+            raw.mkdir()
+            result.mkdir()
+            slots = list(fetch(source, raw))
+            if kind == "dcp":
+                from holdfast.export.dcp import write_dcp
 
-            count = write_dcp(result, slots)
-        else:
-            count = _write_safetensors(result, slots, source)
-        result.rename(folder)
+                count = write_dcp(result, slots)
+            else:
+                count = _write_safetensors(result, slots, source)
+            result.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
         return {
             "job": source.layout.job,
             "epoch": source.snapshot.epoch,
@@ -136,24 +130,13 @@ def _write_safetensors(folder: Path, slots: Any, source: Any) -> int:
 
 
 def _list(parsed: argparse.Namespace, console: Any) -> int:
-    from holdfast.export.source import list_memory, list_place
-    from holdfast.smp_daemon.persist.place import open_place
+    from holdfast.export.source import offers
 
-    if parsed.place is not None:
-        found = list_place(open_place(parsed.place), parsed.job)
-    else:
-        found = list_memory(_job(parsed.job), parsed.arena)
+    found = [each for job in offers(parsed.place, parsed.job, parsed.arena) for each in job.snapshots]
     rows = []
     for each in found:
-        step, *sizes = (f"{n:,}" for n in (each.snapshot.step, each.shards, each.bytes, each.stored_bytes))
-        rows.append((each.job, each.why_not, step, epoch_text(each.snapshot.epoch), *sizes))
-    say(console, Report(("job", "", "step", "epoch", "shards", "bytes", "stored"), rows, left=2) if found else NOTHING)
+        step, *sizes = (f"{n:,}" for n in (each.snapshot.step, each.shards, each.bytes))
+        rows.append((each.job, each.why_not, step, each.run, epoch_text(each.snapshot.epoch), *sizes))
+    say(console, Report(("job", "", "step", "run", "epoch", "shards", "bytes"), rows, left=2) if found else NOTHING)
     write_json(parsed.json, [asdict(each) for each in found])
     return 0 if found else 1
-
-
-def _job(job: str | None) -> str:
-    name = job or JOB.value()
-    if not name:
-        raise ConfigError("say of which job, with --job or HOLDFAST_JOB; `holdfast status` names those of this machine")
-    return name

@@ -1,174 +1,170 @@
-"""Sources of an export: the memory of a job's nodes, or the place where a snapshot was persisted."""
+"""What can be exported: the snapshots in the memory of a job's nodes, or at the place where they were persisted. Both
+are offered, chosen and refused alike, and give units through the same interface (`UnitSource`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from holdfast.smp_daemon.persist.manifest import PersistManifest
-from holdfast.smp_daemon.persist.place import PersistPlace
-from holdfast.smp_daemon.persist.reading import find_runs, read_shard, runs_at
-from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.persist.place import PersistPlace, open_place
+from holdfast.smp_daemon.persist.reading import StoredShards, find_runs, runs_at
+from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import find_owners
-from holdfast.smp_daemon.shared.plan import candidates, choose_sources, plan_restore, undecodable
-from holdfast.smp_daemon.shared.runs import given_up, own_inventories, own_run, runs_in_reach
-from holdfast.smp_daemon.shared.settings import RUN
-from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.plan import candidates, choose_sources, undecodable
+from holdfast.smp_daemon.shared.runs import SeenRun, given_up, own_inventories, own_run, runs_in_reach
+from holdfast.smp_daemon.shared.settings import JOB, RUN
 
+Open = Callable[[], UnitSource]
 
-class ShardSource(Protocol):
-    """The shards of one snapshot. Every call blocks."""
-
-    snapshot: SnapshotId
-    layout: Layout
-
-    def fill(self, coord: str, out: memoryview) -> None:
-        """Fill `out`, which is as long as the shard, with its verified bytes. Raises `HoldfastError` if it cannot."""
-        ...
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A snapshot in a listing, and its size. `why_not`: why it cannot be exported; empty if it can."""
+class Offered:
+    """A snapshot of a job, in a listing.
+
+    Attributes:
+        run: id of its run.
+        shards, bytes: 0 if its layout is not known.
+        why_not: why it cannot be exported; empty if it can.
+    """
 
     job: str
+    run: str
     snapshot: SnapshotId
-    shards: int
-    bytes: int
-    stored_bytes: int
+    shards: int = 0
+    bytes: int = 0
     why_not: str = ""
 
 
-# ---------------------------------------------------------------------- memory
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What there is of one job in one place.
+
+    Attributes:
+        place: in words.
+        snapshots: of all its runs: the newest run first, and of each the newest snapshot first.
+        runs: the same runs. `gone`: the ids of those that were given up.
+        open: how to read each snapshot that can be exported, by run and snapshot.
+    """
+
+    job: str
+    place: str
+    runs: Sequence[SeenRun] = ()
+    gone: Collection[str] = ()
+    snapshots: tuple[Offered, ...] = ()
+    open: Mapping[tuple[str, SnapshotId], Open] = field(default_factory=dict)
+
+    def choose(self, step: int | None) -> UnitSource:
+        """The snapshot of `step`, or the newest, of the run that a start would go on with. In memory that is not older
+        than what was protected.
+
+        Raises:
+            ConfigError: there is none; or it is ambiguous which run is meant, see `own_run`.
+            Unrecoverable: it cannot be read whole; the message says why.
+        """
+        own = own_run(self.runs, RUN.value(), self.gone)
+        run, floor = (own.run.id, own.protected) if own is not None else ("", None)
+        of_run = [each for each in self.snapshots if each.run == run]
+        asked = [each for each in of_run if step in (None, each.snapshot.step)]
+        for each in asked:
+            if not each.why_not and (step is not None or floor is None or each.snapshot >= floor):
+                return self.open[run, each.snapshot]()
+            log.warning(
+                "%s is passed over: %s", each.snapshot, each.why_not or f"{floor}, which is newer, was protected"
+            )
+        if asked:
+            reasons = "; ".join(f"{each.snapshot}: {each.why_not or 'it is older'}" for each in asked)
+            raise Unrecoverable(f"no snapshot of job {self.job!r} in {self.place} can be read whole. {reasons}")
+        wanted = "a snapshot" if step is None else f"step {step}"
+        held = ", ".join(str(each.snapshot.step) for each in of_run) or "none"
+        raise ConfigError(f"{wanted} of job {self.job!r} (run {run or 'none'}) is not in {self.place}: there is {held}")
 
 
-class MemorySource:
-    """A snapshot in the memory of a job's SMPs. Lost shards are computed from parity."""
+def offers(url: str | None, job: str | None, arena: Path | None) -> list[Offers]:
+    """What can be exported of a job. Blocks.
 
-    def __init__(self, sources: Sources, fetcher: Fetcher) -> None:
-        self.snapshot = sources.snapshot
-        self.layout = sources.layout
-        self._fetcher = fetcher
-
-    def fill(self, coord: str, out: memoryview) -> None:
-        self._fetcher.all(self._fetcher.shard(coord, out), -(-out.nbytes // self.layout.unit_bytes))
-
-
-@contextmanager
-def from_memory(job: str, arena: Path | None, step: int | None) -> Iterator[MemorySource]:
-    """The newest snapshot that a restart would go back to, or the one of `step`.
+    Args:
+        url: where snapshots are persisted; None: the memory of the job's nodes.
+        job: its name; None: ``HOLDFAST_JOB``, or all jobs there.
+        arena: directory of this machine's arenas; None: the default.
 
     Raises:
-        NotFound: no SMP of the job has an arena on this machine.
-        ConfigError: the job has no snapshot in memory, or none of `step`.
-        Unrecoverable: too much of the snapshot is lost.
+        NotFound: nothing of that job is there.
+        ConfigError, PlaceError: the place cannot be used.
     """
-    inventories = _inventories(job, arena)
-    sources = _choose(job, inventories, step)
-    with Fetcher(sources, Counters()) as fetcher:
-        yield MemorySource(sources, fetcher)
+    wanted = job or JOB.value()
+    if url is None:
+        jobs, of_job = sorted({owner.job for owner in find_owners(arena)}), partial(_of_memory, arena=arena)
+        nothing = f"no SMP of job {wanted!r} has an arena on this machine: `holdfast status` names those that do"
+    else:
+        place = open_place(url)
+        jobs, of_job = sorted({of for of, _ in runs_at(place)}), partial(_of_storage, place=place)
+        nothing = f"nothing of job {wanted!r} is persisted at {place.name}, but of: {', '.join(jobs) or 'none'}"
+    if wanted and wanted not in jobs:
+        raise NotFound(nothing)
+    return [of_job(each) for each in ([wanted] if wanted else jobs)]
 
 
-def list_memory(job: str, arena: Path | None) -> list[Listed]:
-    """Every snapshot of which nodes hold a part, the newest first. Raises `NotFound`."""
-    inventories = _inventories(job, arena)
-    found = []
-    for snapshot in candidates(inventories, None):
-        sources = choose_sources(inventories, snapshot)
-        if sources is None:
-            continue
-        shards = [shard.bytes for node in sources.layout.nodes for shard in node.shards]
-        why_not = "; ".join(undecodable(sources))
-        found.append(Listed(job, snapshot, len(shards), sum(shards), sum(shards), why_not))
-    return found
+def one_job(found: Sequence[Offers]) -> Offers:
+    """The only job of these. Raises `ConfigError` if there are several, or none."""
+    if len(found) != 1:
+        there = f"there are {', '.join(each.job for each in found)}" if found else "`holdfast status` names those here"
+        raise ConfigError(f"say of which job, with --job or HOLDFAST_JOB: {there}")
+    return found[0]
+
+
+def _of_storage(job: str, place: PersistPlace) -> Offers:
+    runs = find_runs(place, job)
+    snapshots: list[Offered] = []
+    ways: dict[tuple[str, SnapshotId], Open] = {}
+    for run in runs:
+        for found in run.snapshots:
+            if found.manifest is None:
+                snapshots.append(Offered(job, run.run.id, found.snapshot, why_not=found.reason))
+                continue
+            layout = found.manifest.layout
+            snapshots.append(_offered(layout, found.snapshot, ""))
+            ways[run.run.id, found.snapshot] = partial(StoredShards, place, found.snapshot, layout)
+    seen = runs_in_reach((), [run.told() for run in runs])
+    return Offers(job, place.name, seen, given_up((), seen), tuple(snapshots), ways)
+
+
+def _of_memory(job: str, arena: Path | None) -> Offers:
+    everyone = _inventories(job, arena)
+    seen = runs_in_reach(everyone)
+    snapshots: list[Offered] = []
+    ways: dict[tuple[str, SnapshotId], Open] = {}
+    for run in seen:
+        inventories = own_inventories(everyone, run.run)
+        for snapshot in candidates(inventories, None):
+            sources = choose_sources(inventories, snapshot)
+            if sources is None:
+                reason = "no SMP knows the layout of its epoch"
+                snapshots.append(Offered(job, run.run.id, snapshot, why_not=reason))
+                continue
+            snapshots.append(_offered(sources.layout, snapshot, "; ".join(undecodable(sources))))
+            ways[run.run.id, snapshot] = partial(Fetcher, sources, Counters())
+    return Offers(job, "memory", seen, given_up(everyone, seen), tuple(snapshots), ways)
+
+
+def _offered(layout: Layout, snapshot: SnapshotId, why_not: str) -> Offered:
+    shards = [shard.bytes for node in layout.nodes for shard in node.shards]
+    return Offered(layout.job, layout.run.id, snapshot, len(shards), sum(shards), why_not)
 
 
 def _inventories(job: str, arena: Path | None) -> list[Inventory]:
-    """What the job's SMPs hold of the run that a start would go on with: those on this machine, and all that these know
-    of. Raises `NotFound`; `ConfigError` as `own_run`."""
+    """What the job's SMPs hold: those on this machine, and all that these know of."""
     owners = [owner.control for owner in find_owners(arena, job)]
-    if not owners:
-        raise NotFound(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
     here = gather_inventories(job, owners)
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
     known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
-    everyone = list((known | {inventory.node: inventory for inventory in here}).values())
-    seen = runs_in_reach(everyone)
-    own = own_run(seen, RUN.value(), given_up(everyone, seen))
-    return own_inventories(everyone, own.run if own is not None else None)
-
-
-def _choose(job: str, inventories: Sequence[Inventory], step: int | None) -> Sources:
-    if step is None:
-        plan = plan_restore(inventories, None)
-        if plan is None:
-            raise ConfigError(f"job {job!r} has no snapshot in memory")
-        return plan.sources
-    for snapshot in candidates(inventories, None):
-        sources = choose_sources(inventories, snapshot)
-        if snapshot.step != step or sources is None:
-            continue
-        if missing := undecodable(sources):
-            raise Unrecoverable(f"{snapshot}: {'; '.join(missing)}")
-        return sources
-    held = ", ".join(str(snapshot.step) for snapshot in candidates(inventories, None)) or "none"
-    raise ConfigError(f"step {step} is not in the memory of job {job!r}: there are {held}")
-
-
-# ---------------------------------------------------------------------- a place
-
-
-class PersistedSource:
-    """A snapshot in the place where it was persisted."""
-
-    def __init__(self, place: PersistPlace, whole: PersistManifest) -> None:
-        self.snapshot = whole.snapshot
-        self.layout = whole.layout
-        self._place = place
-        self._whole = whole
-
-    def fill(self, coord: str, out: memoryview) -> None:
-        read_shard(self._place, self._whole, coord, out)
-
-
-def from_place(place: PersistPlace, job: str | None, step: int | None) -> PersistedSource:
-    """The newest whole snapshot at a place, of the run that was begun last, or the one of `step`. Raises `ConfigError`
-    if there is none."""
-    name = job or _only_job(place)
-    runs = find_runs(place, name)
-    found = [each.manifest for each in runs[0].snapshots if each.manifest is not None] if runs else []
-    for whole in found:
-        if step is None or whole.snapshot.step == step:
-            return PersistedSource(place, whole)
-    held = ", ".join(str(whole.snapshot.step) for whole in found) or "none"
-    wanted = "a snapshot" if step is None else f"step {step}"
-    run = f" (run {runs[0].run})" if runs else ""
-    raise ConfigError(f"{wanted} of job {name!r}{run} is not persisted at {place.name}: there are {held}")
-
-
-def list_place(place: PersistPlace, job: str | None) -> list[Listed]:
-    """Every snapshot at a place, by job, the newest first."""
-    found = []
-    for name in [job] if job else sorted({of for of, _ in runs_at(place)}):
-        for each in (found_ for run in find_runs(place, name) for found_ in run.snapshots):
-            whole = each.manifest
-            if whole is None:
-                found.append(Listed(name, each.snapshot, 0, 0, 0, each.reason))
-            else:
-                found.append(Listed(name, each.snapshot, len(whole.stored), whole.bytes, whole.stored_bytes))
-    return found
-
-
-def _only_job(place: PersistPlace) -> str:
-    jobs = sorted({of for of, _ in runs_at(place)})
-    if len(jobs) != 1:
-        raise ConfigError(f"{place.name} has snapshots of {jobs or 'no job'}: say which with --job")
-    return jobs[0]
+    return list((known | {inventory.node: inventory for inventory in here}).values())

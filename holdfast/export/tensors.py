@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.export.source import ShardSource
+from holdfast.smp_daemon.recovery.fetch import UnitSource
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_record
@@ -43,7 +43,7 @@ class Tensor:
     """(coordinate, offset in its slot, bytes)"""
 
 
-def fetch(source: ShardSource, folder: Path) -> Iterator[SlotCopy]:
+def fetch(source: UnitSource, folder: Path) -> Iterator[SlotCopy]:
     """Copy every shard into a file in `folder`, and parse it. Blocks; takes memory for a few units."""
     for coord in source.layout.coords:
         path = folder / coord

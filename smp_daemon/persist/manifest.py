@@ -4,13 +4,14 @@
 
     <place>/<job>.<run>.json      the run, and the addresses of the SMPs that write here
     <place>/<job>.<run>/e<epoch>-s<step>/
-        <coord>.shard             one per shard
-        node-<i>.json             lists what node i of the layout has written and read back
-        snapshot.json             the layout, and every shard's length; made when all nodes' lists are there
+        <coord>.safetensors       the slot file of a shard, as it was in memory
+        <coord>.safetensors.json  its commit record, with the digest of each unit
+        node-<i>.json             node i of the layout has written its part, and read it back
+        snapshot.json             the layout; made when all nodes have written their part
 
 Each run of a job has a folder of its own, so no run touches what another has persisted. A snapshot's directory counts
-only if it has ``snapshot.json`` and every shard has the length stated in it. Any node that sees all lists writes
-``snapshot.json``; all nodes would write the same. So no coordinator is needed.
+only if it has ``snapshot.json``, and every slot file in its length with its record. Any node that sees that all have
+written their part writes ``snapshot.json``; all nodes would write the same. So no coordinator is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.identity import Run, is_run_id
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, is_identifier
-from holdfast.smp_daemon.shared.plain import Address, Count, decode_digested, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, decode_digested, from_plain, to_plain
+from holdfast.smp_daemon.shared.records import ShardRecord, record_name
+
+FORMAT = 2
+"""Of the files here. No other is read."""
 
 SNAPSHOT = "snapshot.json"
 MAX_MANIFEST_BYTES = 64 << 20
@@ -68,12 +73,12 @@ def snapshot_of(name: str) -> SnapshotId | None:
 
 
 def shard_name(coord: str) -> str:
-    """The name of a shard's file."""
-    return f"{coord}.shard"
+    """The name of a shard's slot file. That of its commit record is `records.record_name` of it."""
+    return f"{coord}.safetensors"
 
 
 def node_name(index: int) -> str:
-    """The name of the list of node `index` of the layout."""
+    """The name of the file that says that node `index` of the layout has written its part."""
     return f"node-{index:05}.json"
 
 
@@ -83,6 +88,17 @@ def read(content: bytes) -> Any:
         return decode_digested(content)
     except ProtocolError as error:
         raise DamagedSnapshot(str(error)) from error
+
+
+def stored_record(content: bytes) -> ShardRecord:
+    """The commit record in a shard's file. Raises `DamagedSnapshot` if it is none."""
+    try:
+        record = from_plain(ShardRecord, read(content), "a shard's commit record")
+    except ProtocolError as error:
+        raise DamagedSnapshot(f"its record is {error}") from error
+    if len(record.digests) != -(-record.bytes // record.unit_bytes):
+        raise DamagedSnapshot(f"its record has {len(record.digests)} digests of {record.bytes} bytes")
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,82 +119,62 @@ class PersistManifest:
     """A whole snapshot at a place.
 
     Attributes:
-        layout: the layout of its epoch, which names its shards. Nodes may have other names by now.
-        stored: the length of each shard's file, in bytes.
+        layout: the layout of its epoch, which names its shards and their lengths. Nodes may have other names by now.
     """
 
     snapshot: SnapshotId
     layout: Layout
-    stored: Mapping[str, Count]
 
     @property
     def bytes(self) -> int:
-        """The length of all shards as they were in memory."""
-        return sum(shard.bytes for node in self.layout.nodes for shard in node.shards)
-
-    @property
-    def stored_bytes(self) -> int:
-        """The length of all shard files."""
-        return sum(self.stored.values())
+        """The length of all shards."""
+        return sum(map(self.layout.shard_bytes, self.layout.coords))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
-        return {"format": 1, **to_plain(self)}
+        return {"format": FORMAT, **to_plain(self)}
 
     @classmethod
     def from_json(cls, data: Any) -> PersistManifest:
-        """Undo `to_json`. Raises `DamagedSnapshot` if `data` has another form, or does not name every shard."""
+        """Undo `to_json`. Raises `DamagedSnapshot` if `data` has another form."""
         version = data.get("format") if isinstance(data, dict) else None
-        if version != 1:
-            raise DamagedSnapshot(f"it is of format {version!r}, and this version reads 1: install a newer holdfast")
+        if version != FORMAT:
+            raise DamagedSnapshot(
+                f"it is of format {version!r}, and this version of holdfast reads format {FORMAT} only: use the "
+                "version that wrote it"
+            )
         try:
             found = from_plain(cls, data, "a manifest")
         except HoldfastError as error:
             raise DamagedSnapshot(f"it is {error}") from error
-        if found.stored.keys() != set(found.layout.coords) or found.layout.epoch != found.snapshot.epoch:
-            raise DamagedSnapshot("its shards are not those of its layout")
+        if found.layout.epoch != found.snapshot.epoch:
+            raise DamagedSnapshot("its layout is of another epoch")
         return found
 
     def missing(self, files: Mapping[str, int]) -> list[str]:
         """Reasons why `files`, the names and lengths in a directory, are not this snapshot; empty if they are."""
-        return [
-            f"{name} has {files[name]} bytes, not {length}" if name in files else f"{name} is not there"
-            for name, length in ((shard_name(coord), length) for coord, length in self.stored.items())
-            if files.get(name) != length
-        ]
+        reasons = []
+        for coord in self.layout.coords:
+            name, length = shard_name(coord), self.layout.shard_bytes(coord)
+            reasons += [f"{each} is not there" for each in (name, record_name(name)) if each not in files]
+            if files.get(name, length) != length:
+                reasons.append(f"{name} has {files[name]} bytes, not {length}")
+        return reasons
 
 
-def node_list(snapshot: SnapshotId, stored: Mapping[str, int], layout: Layout) -> dict[str, Any]:
-    """A node's list: the snapshot, the length of each shard's file that it has written, and how many nodes write
-    one."""
-    writers = sum(bool(node.shards) for node in layout.nodes)
-    return {"snapshot": list(snapshot), "stored": dict(stored), "writers": writers}
+def node_part(snapshot: SnapshotId, layout: Layout) -> dict[str, Any]:
+    """What the file of a node says: the snapshot, and how many nodes write such a file."""
+    return {"snapshot": list(snapshot), "writers": sum(bool(node.shards) for node in layout.nodes)}
 
 
-def node_lists(files: Collection[str]) -> list[str]:
-    """The names of nodes' lists among `files`."""
+def node_parts(files: Collection[str]) -> list[str]:
+    """The names of nodes' files among `files`."""
     return sorted(name for name in files if _NODE.fullmatch(name))
 
 
 def missing_nodes(layout: Layout, files: Collection[str]) -> list[str]:
-    """Names of the nodes whose lists are not among `files`. Nodes without shards write none."""
+    """Names of the nodes whose files are not among `files`. Nodes without shards write none."""
     return [node.name for i, node in enumerate(layout.nodes) if node.shards and node_name(i) not in files]
-
-
-def combine(snapshot: SnapshotId, layout: Layout, lists: Collection[Any]) -> PersistManifest:
-    """The manifest made from the lists of all nodes. Raises `DamagedSnapshot` if the lists do not fit the snapshot or
-    the layout."""
-    stored: dict[str, int] = {}
-    try:
-        for each in lists:
-            if SnapshotId(*each["snapshot"]) != snapshot:
-                raise DamagedSnapshot(f"a node's list is of {each['snapshot']}, not of {snapshot}")
-            stored |= {str(coord): int(length) for coord, length in each["stored"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedSnapshot(f"a node's list is damaged: {error!r}") from error
-    if stored.keys() != set(layout.coords):
-        raise DamagedSnapshot("the lists of the nodes do not name the shards of their layout")
-    return PersistManifest(snapshot, layout, {coord: stored[coord] for coord in layout.coords})
 
 
 def expendable(complete: Collection[SnapshotId], incomplete: Collection[SnapshotId], keep: int) -> list[SnapshotId]:

@@ -15,23 +15,21 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import PersistPlace, caution, open_place, place_name
-from holdfast.smp_daemon.persist.reading import FoundRun, find_runs, look, read_shard, run_files
+from holdfast.smp_daemon.persist.reading import StoredShards, find_runs, look, run_files
 from holdfast.smp_daemon.persist.writing import note_run, publish, tidy, write_node
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
-from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, recovered
+from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, hold_shard
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.inventory import Persisted, PersistedRun
+from holdfast.smp_daemon.shared.inventory import Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
 STUCK_S = 60.0
@@ -149,44 +147,28 @@ class Persister:
         return Persisted(
             place.name,
             max((each.snapshot.epoch for run in runs for each in run.snapshots), default=0),
-            tuple(
-                PersistedRun(
-                    found.run,
-                    frozenset(each.snapshot for each in found.snapshots if each.manifest is not None),
-                    _reasons(found, unfinished=False),
-                    _reasons(found, unfinished=True),
-                    found.at,
-                )
-                for found in runs
-            ),
+            tuple(run.told() for run in runs),
         )
 
     def layout_of(self, run: str, snapshot: SnapshotId) -> Layout:
         """The layout of a persisted snapshot of the run with that id. Blocks. Raises `PlaceError`; `DamagedSnapshot` if
         it is not whole."""
-        return self._manifest(run, snapshot).layout
+        found = look(self._its_place, self._store.job, run, snapshot)
+        if found.manifest is None:
+            raise DamagedSnapshot(f"{snapshot} at {self._its_place.name} is not whole: {found.reason}")
+        return found.manifest.layout
 
-    def recover(self, run: str, snapshot: SnapshotId, coord: str, check: bool) -> RecoveredSlot:
-        """Make sure that this node holds a shard of a persisted snapshot. Blocks.
+    def recover(self, snapshot: SnapshotId, layout: Layout, coord: str, check: bool) -> RecoveredSlot:
+        """Make sure that this node holds a shard of a persisted snapshot. Blocks; see `hold_shard`.
 
         Args:
-            run: id of the snapshot's run.
-            check: check a shard that is held already, and read it from the place again if it is damaged.
+            layout: the snapshot's, from `layout_of`.
 
         Raises:
-            DamagedSnapshot: the snapshot is not whole there, or the file is not what was written.
+            DamagedSnapshot: the files are not what was written.
             PlaceError: the storage fails.
         """
-        store, key = self._store, ShardKey(snapshot, coord)
-        if store.holdings.holds(key):
-            if not check or not store.holdings.damaged_units(key):
-                return recovered(store, key, "held", 0)
-            store.holdings.drop(key)
-        whole = self._manifest(run, snapshot)
-        store.keep_layout(whole.layout)
-        with store.receiving_shard(key, whole.layout) as view:
-            count = read_shard(self._its_place, whole, coord, view)
-        return recovered(store, key, "persisted", count)
+        return hold_shard(self._store, StoredShards(self._its_place, snapshot, layout, self.system), coord, check)
 
     @property
     def _its_place(self) -> PersistPlace:
@@ -204,12 +186,6 @@ class Persister:
             except ConfigError as error:  # the tier is optional: only work that needs the place fails
                 raise PlaceError(str(error)) from error
         return self._place
-
-    def _manifest(self, run: str, snapshot: SnapshotId) -> PersistManifest:
-        found = look(self._its_place, self._store.job, run, snapshot)
-        if found.manifest is None:
-            raise DamagedSnapshot(f"{snapshot} at {self._its_place.name} is not whole: {found.reason}")
-        return found.manifest
 
     # ------------------------------------------------------------------ writing
 
@@ -305,15 +281,6 @@ class Persister:
                 self._state = replace(self._state, **changes)
 
 
-def _reasons(run: FoundRun, *, unfinished: bool) -> tuple[str, ...]:
-    """Why snapshots are not whole, of those that never were (`unfinished`), or of the others."""
-    return tuple(
-        f"{each.snapshot}: {each.reason}"
-        for each in run.snapshots
-        if each.manifest is None and each.unfinished is unfinished
-    )
-
-
 def _first(layout: Layout) -> str:
     """The node that does what only one node of the layout does."""
     return next(node.name for node in layout.nodes if node.shards)
@@ -348,7 +315,7 @@ class _Work:
                 store.let_go(self.snapshot)
             failpoint("persist.written", self.snapshot.step)
             self._await_others()
-            persister._done(self.snapshot, sum(stored.values()))
+            persister._done(self.snapshot, stored)
             failpoint("persist.done", self.snapshot.step)
             self._tidy()
         except HoldfastError as error:

@@ -23,14 +23,6 @@ FLUSH_BYTES = 64 << 20
 hold up everything else on that disk."""
 
 
-class Readable(Protocol):
-    """A file that is read from its beginning."""
-
-    def read(self, count: int, /) -> bytes:
-        """The next `count` bytes, or fewer where the file ends."""
-        ...
-
-
 class Writable(Protocol):
     """A file that is written from its beginning."""
 
@@ -60,8 +52,8 @@ class PersistPlace(Protocol):
         """The contents of a small file. Raises `PlaceError` if it is longer than `most` bytes."""
         ...
 
-    def open(self, path: str) -> AbstractContextManager[Readable]:
-        """A context manager that gives a binary file to read from."""
+    def read_part(self, path: str, start: int, count: int) -> bytes:
+        """`count` bytes of a file from `start`; fewer where the file ends. Thread-safe."""
         ...
 
     def create(self, path: str) -> AbstractContextManager[Writable]:
@@ -144,14 +136,13 @@ class Directory:
                 return []
 
     def read(self, path: str, most: int) -> bytes:
-        with self.open(path) as file:
-            return _limited(file, path, most)
+        return _limited(self, path, most)
 
-    @contextmanager
-    def open(self, path: str) -> Iterator[Readable]:
+    def read_part(self, path: str, start: int, count: int) -> bytes:
         with _reported(f"{self._root / path} cannot be read"):
-            with (self._root / path).open("rb", buffering=0) as file:
-                yield _Whole(file)
+            with (self._root / path).open("rb") as file:
+                file.seek(start)
+                return file.read(count)
 
     @contextmanager
     def create(self, path: str) -> Iterator[Writable]:
@@ -205,14 +196,12 @@ class Remote:
         return [_last(entry) for entry in self._list(path) if entry["type"] == "directory"]
 
     def read(self, path: str, most: int) -> bytes:
-        with self.open(path) as file:
-            return _limited(file, path, most)
+        return _limited(self, path, most)
 
-    @contextmanager
-    def open(self, path: str) -> Iterator[Readable]:
+    def read_part(self, path: str, start: int, count: int) -> bytes:
         with _reported(f"{self.name}/{path} cannot be read"):
-            with self._fs.open(self._at(path), "rb", cache_type="readahead") as file:
-                yield file
+            content: bytes = self._fs.cat_file(self._at(path), start, start + count)
+            return content
 
     @contextmanager
     def create(self, path: str) -> Iterator[Writable]:
@@ -254,20 +243,6 @@ def _discard(file: Any) -> None:
         file.closed = True  # otherwise it would be flushed when it is garbage-collected
 
 
-class _Whole:
-    """Reads exactly as many bytes as are asked for, unless the file ends."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def read(self, count: int) -> bytes:
-        parts = []
-        while count > 0 and (part := self._file.read(min(count, 16 << 20))):
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-
 class _Flushing:
     """Writes, and waits for the disk every `FLUSH_BYTES`, so that no gigabytes of dirty or cached pages pile up."""
 
@@ -299,8 +274,8 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _limited(file: Any, path: str, most: int) -> bytes:
-    content: bytes = file.read(most + 1)
+def _limited(place: PersistPlace, path: str, most: int) -> bytes:
+    content = place.read_part(path, 0, most + 1)
     if len(content) > most:
         raise PlaceError(f"{path} is longer than {most} bytes")
     return content

@@ -1,24 +1,27 @@
-"""Lists the snapshots at a place, and reads and checks a shard from it."""
+"""Lists the snapshots at a place, and gives the units of one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from holdfast.smp_daemon.persist import manifest
-from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, PersistManifest, RunFile
+from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, PersistManifest, RunFile, stored_record
 from holdfast.smp_daemon.persist.place import PersistPlace
-from holdfast.smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_header, read_units
-from holdfast.smp_daemon.shared.belief import Claim, believe
+from holdfast.smp_daemon.recovery.fetch import UnitSource, WantedUnit, Writing
+from holdfast.smp_daemon.shared.belief import Claim, believe, believe_unit
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotOurs, PlaceError, ProtocolError
 from holdfast.smp_daemon.shared.identity import Run
-from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.inventory import PersistedRun
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import Address, from_plain
-
-DECODERS = 4
-"""Number of threads that decode a shard while it is read."""
+from holdfast.smp_daemon.shared.records import ShardRecord, record_name
+from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.storage.holdings import Key, ShardKey
 
 log = get_log(__name__)
 
@@ -46,6 +49,16 @@ class FoundRun:
     run: Run
     snapshots: tuple[Found, ...]
     at: tuple[Address, ...]
+
+    def told(self) -> PersistedRun:
+        """What trainers and commands are told of it."""
+        whole = frozenset(each.snapshot for each in self.snapshots if each.manifest is not None)
+        return PersistedRun(self.run, whole, self._reasons(False), self._reasons(True), self.at)
+
+    def _reasons(self, unfinished: bool) -> tuple[str, ...]:
+        """Why snapshots are not whole, of those that never were (`unfinished`), or of the others."""
+        lacking = [each for each in self.snapshots if each.manifest is None and each.unfinished is unfinished]
+        return tuple(f"{each.snapshot}: {each.reason}" for each in lacking)
 
 
 def find_runs(place: PersistPlace, job: str) -> list[FoundRun]:
@@ -109,7 +122,7 @@ def look(place: PersistPlace, job: str, run: str, snapshot: SnapshotId) -> Found
     try:
         whole = PersistManifest.from_json(manifest.read(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
     except DamagedSnapshot as error:
-        return Found(snapshot, None, f"its manifest is damaged: {error}")
+        return Found(snapshot, None, f"{place.name}/{folder}/{SNAPSHOT} cannot be used: {error}")
     if whole.snapshot != snapshot or whole.layout.job != job or whole.layout.run.id != run:
         of = f"{whole.snapshot} of run {whole.layout.run} of job {whole.layout.job!r}"
         return Found(snapshot, None, f"its manifest is of {of}")
@@ -118,8 +131,8 @@ def look(place: PersistPlace, job: str, run: str, snapshot: SnapshotId) -> Found
 
 
 def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) -> bool:
-    """Whether all lists of nodes are there; also if they cannot be read: then more may have been there."""
-    names = manifest.node_lists(files)
+    """Whether all files of nodes are there; also if they cannot be read: then more may have been there."""
+    names = manifest.node_parts(files)
     if not names:
         return False
     try:
@@ -129,41 +142,55 @@ def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) 
     return len(names) >= writers
 
 
-def read_shard(
-    place: PersistPlace,
-    whole: PersistManifest,
-    coord: str,
-    out: memoryview,
-    step: Callable[[int], None] = lambda count: None,
-) -> int:
-    """Fill `out`, which is as long as the shard, with the sealed bytes. Returns how many bytes were read. Blocks.
+class StoredShards(UnitSource):
+    """The shards of a persisted snapshot: slot files and their commit records, as in an SMP's memory."""
 
-    Args:
-        step: called with the number of each unit before it is decoded.
+    def __init__(self, place: PersistPlace, snapshot: SnapshotId, layout: Layout, system: System = MACHINE) -> None:
+        """`layout`: of the snapshot's epoch, from its manifest. Reads nothing yet."""
+        super().__init__(snapshot, layout, system)
+        self._place = place
+        self._folder = manifest.folder(layout.job, layout.run.id, snapshot)
+        # Held while a record is read, so that only one of the workers reads it. `changed` is never taken under it.
+        self._reading = system.Lock()
+        self._records: dict[str, ShardRecord] = {}
 
-    Raises:
-        DamagedSnapshot: the file is not what was written; `out` may be filled in part.
-        PlaceError: the storage fails.
-    """
-    layout, expected = whole.layout, Claim.of_shard(whole.snapshot, coord, whole.layout)
-    path = f"{manifest.folder(layout.job, layout.run.id, whole.snapshot)}/{manifest.shard_name(coord)}"
-    with place.open(path) as file, ThreadPoolExecutor(DECODERS, "persist-decode") as pool:
+    def how(self, coord: str) -> str:
+        return "persisted"
+
+    def shard_unit(self, coord: str, index: int, out: memoryview) -> WantedUnit:
+        return WantedUnit(coord, index, out)
+
+    def lost_unit(self, key: Key, index: int, out: memoryview, expected: int) -> WantedUnit:
+        part = key.coord if isinstance(key, ShardKey) else str(key)  # storage has no parity: no such file
+        return WantedUnit(part, index, out, expected=expected)
+
+    def get(self, unit: WantedUnit, left: int, writing: Writing) -> int:
+        """Raises `DamagedSnapshot` if the files are not what was written, `PlaceError` if the storage fails."""
+        path = f"{self._folder}/{manifest.shard_name(unit.name)}"
         try:
-            header = read_header(file.read)
-            believe(header.claim, expected)
-            waiting: list[Future[None]] = []
-            for unit in read_units(file.read, header):
-                step(unit.number)
-                if len(waiting) == 2 * DECODERS:
-                    waiting.pop(0).result()
-                waiting.append(pool.submit(_decode, unit, header, out))
-            for each in waiting:
-                each.result()
+            record = self._record(unit.name, path)
+            offset, length = record.unit(unit.index)
+            content = self._place.read_part(path, offset, length)
+            believe_unit(memoryview(content), record.digests[unit.index], f"unit {unit.index}")
         except (DamagedSnapshot, NotOurs) as error:
-            raise DamagedSnapshot(f"{coord} of {whole.snapshot} at {place.name} is damaged: {error}") from error
-    return whole.stored[coord]
+            what = f"{unit.name} of {self.snapshot} at {self._place.name}"
+            raise DamagedSnapshot(f"{what} is damaged: {error}") from error
+        with writing():
+            np.copyto(np.frombuffer(unit.out, np.uint8), np.frombuffer(content, np.uint8))
+        with self.changed:
+            self._received += len(content)
+        return record.digests[unit.index]
 
+    def interrupt(self) -> None:
+        """A storage cannot be interrupted. What is still read then is not used."""
 
-def _decode(unit: StoredUnit, header: Header, out: memoryview) -> None:
-    start = unit.number * header.unit_bytes
-    decode_unit(unit, out[start : start + unit.length])
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _record(self, coord: str, path: str) -> ShardRecord:
+        with self._reading:
+            if coord not in self._records:
+                record = stored_record(self._place.read(record_name(path), MAX_RECORD_BYTES))
+                believe(Claim.of_record(record), Claim.of_shard(self.snapshot, coord, self.layout))
+                self._records[coord] = record
+            return self._records[coord]

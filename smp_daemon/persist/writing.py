@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from holdfast.smp_daemon.persist import manifest, planes
-from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, RunFile
+from holdfast.smp_daemon.persist import manifest
+from holdfast.smp_daemon.persist.manifest import SNAPSHOT, PersistManifest, RunFile
 from holdfast.smp_daemon.persist.place import PersistPlace
-from holdfast.smp_daemon.persist.reading import find
-from holdfast.smp_daemon.persist.shardfile import Encoder, Header, decode_unit, read_header, read_units
-from holdfast.smp_daemon.shared.belief import Claim, believe
+from holdfast.smp_daemon.persist.reading import StoredShards, find
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import encode_digested, to_plain
-from holdfast.smp_daemon.shared.records import ShardRecord, digest
-from holdfast.smp_daemon.shared.slotfile import read_format
+from holdfast.smp_daemon.shared.records import digest, record_name
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
 
 log = get_log(__name__)
@@ -29,69 +24,51 @@ Pace = Callable[[int], None]
 
 def write_node(
     place: PersistPlace, holdings: Holdings, layout: Layout, node: str, snapshot: SnapshotId, pace: Pace
-) -> Mapping[str, int]:
-    """Write all shards of `node` in `layout`, read them back, and then write the node's list. Blocks; holds a few units
+) -> int:
+    """Write all shards of `node` in `layout`, read them back, and then write the node's file. Blocks; holds a few units
     in memory.
 
     What was read back from the storage once is what older snapshots are removed for; see `tidy`.
 
-    Returns the length of each shard's file.
+    Returns the length of all its shards.
 
     Raises:
         PlaceError: the storage fails.
         DamagedSnapshot: a unit does not match its digest, in memory or as the storage gives it back.
         ProtocolError: the snapshot was released meanwhile.
     """
-    job, index = layout.job, [each.name for each in layout.nodes].index(node)
-    folder = manifest.folder(job, layout.run.id, snapshot)
-    stored = {}
-    for shard in layout.nodes[index].shards:
-        key = ShardKey(snapshot, shard.coord)
-        stored[shard.coord] = _write_shard(place, holdings, job, folder, key, pace)
-        _read_back(place, f"{folder}/{manifest.shard_name(shard.coord)}", Claim.of_shard(*key, layout), pace)
+    index = [each.name for each in layout.nodes].index(node)
+    folder = manifest.folder(layout.job, layout.run.id, snapshot)
+    stored = StoredShards(place, snapshot, layout)
+    coords = [shard.coord for shard in layout.nodes[index].shards]
+    for coord in coords:
+        _write_shard(place, holdings, f"{folder}/{manifest.shard_name(coord)}", ShardKey(snapshot, coord), pace)
+        unit = memoryview(bytearray(layout.unit_bytes))
+        for number, start in enumerate(range(0, layout.shard_bytes(coord), layout.unit_bytes)):
+            out = unit[: layout.shard_bytes(coord) - start]
+            pace(out.nbytes)
+            stored.one(stored.shard_unit(coord, number, out))
     with place.create(f"{folder}/{manifest.node_name(index)}") as file:
-        file.write(encode_digested(manifest.node_list(snapshot, stored, layout)))
-    return stored
+        file.write(encode_digested(manifest.node_part(snapshot, layout)))
+    return sum(map(layout.shard_bytes, coords))
 
 
-def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str, key: ShardKey, pace: Pace) -> int:
+def _write_shard(place: PersistPlace, holdings: Holdings, path: str, key: ShardKey, pace: Pace) -> None:
+    """Write a slot file, and then its commit record, without which it does not count."""
     view, record = holdings.open(key)
-    assert isinstance(record, ShardRecord)  # it is a shard's key
-    form, _ = read_format(view)
-    header = Header(job, record.run, *key.snapshot, key.coord, record.bytes, record.unit_bytes)
-    encoder, length = Encoder(header), 0
-    buffer = memoryview(bytearray(record.unit_bytes))
-    with place.create(f"{folder}/{manifest.shard_name(key.coord)}") as file:
-
-        def put(content: bytes) -> None:
-            nonlocal length
-            file.write(content)
-            length += len(content)
-
-        put(encoder.begin())
-        for number, width in enumerate(planes.widths(form, record.unit_bytes)):
+    with place.create(path) as file:
+        for number, sealed in enumerate(record.digests):
             if number == len(record.digests) // 2:
                 failpoint("persist.middle", key.snapshot.step)
             offset, count = record.unit(number)
             pace(count)
-            unit = buffer[:count]
-            np.copyto(np.frombuffer(unit, np.uint8), np.frombuffer(view[offset : offset + count], np.uint8))
-            if digest(unit) != record.digests[number]:  # of the copy, which is what is written
+            unit = bytes(view[offset : offset + count])
+            if digest(memoryview(unit)) != sealed:  # of the copy, which is what is written
                 holdings.checked_unit(key, number)  # raises if the slot is damaged too, and notes it for the scrub
                 raise DamagedSnapshot(f"unit {number} of {key} was damaged while it was read")
-            put(encoder.unit(unit, record.digests[number], width))
-        put(encoder.end())
-    return length
-
-
-def _read_back(place: PersistPlace, path: str, expected: Claim, pace: Pace) -> None:
-    with place.open(path) as file:
-        header = read_header(file.read)
-        believe(header.claim, expected)
-        out = memoryview(bytearray(header.unit_bytes))
-        for unit in read_units(file.read, header):
-            pace(unit.length)
-            decode_unit(unit, out[: unit.length])
+            file.write(unit)
+    with place.create(record_name(path)) as file:
+        file.write(encode_digested(to_plain(record)))
 
 
 def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[str]:
@@ -100,7 +77,7 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
 
     Raises:
         PlaceError: the storage fails.
-        DamagedSnapshot: the parts that the nodes have written do not fit together.
+        DamagedSnapshot: some of what the nodes have written is not there.
     """
     folder = manifest.folder(layout.job, layout.run.id, snapshot)
     files = place.files(folder)
@@ -109,9 +86,7 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     missing = manifest.missing_nodes(layout, files)
     if missing:
         return missing
-    names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
-    lists = [manifest.read(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
-    whole = manifest.combine(snapshot, layout, lists)
+    whole = PersistManifest(snapshot, layout)
     if gone := whole.missing(files):
         raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")
     with place.create(f"{folder}/{SNAPSHOT}") as file:

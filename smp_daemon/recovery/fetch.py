@@ -1,20 +1,25 @@
-"""Fetches units of one snapshot from other SMPs: a whole shard, what parity is made of, or single units to repair.
+"""Fetches units of one snapshot: a whole shard, what parity is made of, or single units to repair.
 
-Workers take the units in order. Each tries the ways to get its unit one after another (`smp_daemon.recovery.ways`).
-A request that is late is given up with its connection, so nothing of it can arrive any more, and the next way is tried.
-If there is none, what was late is asked again, with twice the patience. So a unit is received right where it belongs,
-by one thread at a time. A unit that does not match its digest is an erasure, like one that nobody holds.
+Workers take the units of a `UnitSource` in order. There are two: the memory of other SMPs (`Fetcher`, here), and
+storage (`persist.reading.StoredShards`).
+
+The fetcher tries the ways to get a unit one after another (`smp_daemon.recovery.ways`). A request that is late is given
+up with its connection, so nothing of it can arrive any more, and the next way is tried. If there is none, what was late
+is asked again, with twice the patience. So a unit is received right where it belongs, by one thread at a time. A unit
+that does not match its digest is an erasure, like one that nobody holds.
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Self
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.units import Computation, StripePlace, UnitReader, place_of
+from holdfast.smp_daemon.recovery.units import Computation, StripePlace, UnitReader, place_of, place_of_key
 from holdfast.smp_daemon.recovery.ways import Chooser, Way, WayKind, Ways
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
@@ -25,11 +30,13 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
     Unrecoverable,
 )
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import ParityUnit, PartialSum, ShardUnit
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.storage.holdings import Key
 
 WORKERS = 4
 """Units that are fetched at a time, which keeps all links busy."""
@@ -96,8 +103,91 @@ class _Over(Exception):
     """Another worker's unit cannot be got."""
 
 
-class Fetcher:
-    """Fetches units of one snapshot over connections that are kept until `close`. Calls block. Thread-safe."""
+class UnitSource(ABC):
+    """A place that gives the units of one snapshot's shards, each compared with the digest of its seal: so whoever
+    restores, rebuilds or exports a shard does it in one way, wherever the bytes are. Calls block. Thread-safe; use it
+    as a context manager.
+    """
+
+    def __init__(self, snapshot: SnapshotId, layout: Layout, system: System) -> None:
+        """`layout`: of the snapshot's epoch."""
+        self.snapshot = snapshot
+        self.layout = layout
+        self._system = system
+        # Guards the fields of the source. Notified when a worker stops writing or has ended. Held for bookkeeping only,
+        # never with the store's lock; under it are taken the locks of streams, counters and logs.
+        self.changed = system.Condition()
+        self._received = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes of all units and operands that have come from elsewhere."""
+        return self._received
+
+    @abstractmethod
+    def how(self, coord: str) -> str:
+        """How a shard comes from here, see `rebuild.RecoveredSlot`."""
+
+    @abstractmethod
+    def shard_unit(self, coord: str, index: int, out: memoryview) -> WantedUnit:
+        """Unit `index` of a shard, to be fetched into `out`. Reads nothing."""
+
+    @abstractmethod
+    def lost_unit(self, key: Key, index: int, out: memoryview, expected: int) -> WantedUnit:
+        """Unit `index` of what this node holds, whose bytes there do not match the digest `expected`. Reads nothing.
+        Raises `Unrecoverable` if it can come from nowhere."""
+
+    @abstractmethod
+    def get(self, unit: WantedUnit, left: int, writing: Writing) -> int:
+        """Fetch a unit and return its digest, in this thread. `left`: how many are still to come."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End what waits for an answer, if that is possible."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what is kept for later calls, which make it anew."""
+
+    def shard(self, coord: str, out: memoryview) -> Iterator[WantedUnit]:
+        """All units of a shard in order, to be fetched into `out`."""
+        length = self.layout.unit_bytes
+        for index in range(-(-out.nbytes // length)):
+            yield self.shard_unit(coord, index, out[index * length : (index + 1) * length])
+
+    def fill(self, coord: str, out: memoryview) -> None:
+        """Fetch a shard into `out`, which is as long. Raises as `all`."""
+        self.all(self.shard(coord, out), -(-out.nbytes // self.layout.unit_bytes))
+
+    def one(self, unit: WantedUnit) -> int:
+        """Fetch a unit, in this thread. Returns its digest.
+
+        Raises:
+            Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
+            DamagedSnapshot: what storage gave, or what was computed, does not match its digest.
+            PlaceError: the storage fails.
+        """
+        return self.get(unit, 1, nullcontext)
+
+    def all(self, units: Iterable[WantedUnit], count: int) -> None:
+        """Fetch `count` units by several workers. Blocks until nothing is written to any of them any more.
+
+        Args:
+            units: taken one after another, whenever a worker is free; no two workers take one at a time.
+
+        Raises: as `one`, for the first unit that cannot be got; or whatever `units` or a `came` raises.
+        """
+        _Crew(self, iter(units), count, self._system).wait()
+
+
+class Fetcher(UnitSource):
+    """The memory of the SMPs that hold something of a snapshot. Its connections are kept until `close`."""
 
     def __init__(
         self,
@@ -113,34 +203,20 @@ class Fetcher:
             backend: see `ec.choose_codec`.
             by_chain: whether helpers may pass sums on; otherwise every operand comes here.
         """
+        super().__init__(sources.snapshot, sources.layout, system)
         self.sources = sources
         self._counters = counters
         self._reader = UnitReader(sources, counters, backend)
         self._by_chain = by_chain
-        self._system = system
         self._episodes = Episodes(log)
-        # Guards all fields below. Notified when a sum is over, and when a worker stops writing or has ended. Held for
-        # bookkeeping only, never with the store's lock; under it are taken the locks of streams, counters and logs. A
-        # connection in use belongs to one thread; others only interrupt it.
-        self.changed = system.Condition()
+        # `changed` guards all fields below, and is notified when a sum is over, too. A connection in use belongs to one
+        # thread; others only interrupt it.
         self._chooser = Chooser()
         self._idle: list[tuple[Address, Links]] = []
         self._open: dict[Links, bool] = {}  # in use, in order, and whether `interrupt` has ended what each waits for
         self._buffers: list[memoryview] = []
         self._sums = 0
         self._requests = 0
-        self._received = 0
-
-    def __enter__(self) -> Fetcher:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    @property
-    def bytes_received(self) -> int:
-        """The bytes of all units and operands that have come over the network."""
-        return self._received
 
     @property
     def misses_somebody(self) -> bool:
@@ -156,43 +232,22 @@ class Fetcher:
 
     # ------------------------------------------------------------------ what is fetched
 
+    def how(self, coord: str) -> str:
+        return "fetched" if coord in self.sources.shards else "rebuilt"
+
     def shard_unit(self, coord: str, index: int, out: memoryview) -> WantedUnit:
-        """Unit `index` of a shard, to be fetched into `out`."""
         try:
-            place = place_of(self.sources.layout, coord, index)
+            place = place_of(self.layout, coord, index)
         except Unrecoverable:  # it has no parity: only its holder has it
             place = None
         return WantedUnit(coord, index, out, self.sources.holders(coord), ShardUnit(coord, index), place)
 
-    def shard(self, coord: str, out: memoryview) -> Iterator[WantedUnit]:
-        """All units of a shard in order, to be fetched into `out`."""
-        length = self.sources.layout.unit_bytes
-        for index in range(-(-out.nbytes // length)):
-            yield self.shard_unit(coord, index, out[index * length : (index + 1) * length])
-
-    def one(self, unit: WantedUnit) -> int:
-        """Fetch a unit, in this thread. Returns its digest.
-
-        Raises:
-            Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
-            DamagedSnapshot: the computed unit does not match its digest.
-        """
-        return self.get(unit, 1, nullcontext)
-
-    def all(self, units: Iterable[WantedUnit], count: int) -> None:
-        """Fetch `count` units by several workers. Blocks until nothing is written to any of them any more.
-
-        Args:
-            units: taken one after another, whenever a worker is free; no two workers take one at a time.
-
-        Raises: as `one`, for the first unit that cannot be got; or whatever `units` or a `came` raises.
-        """
-        _Crew(self, iter(units), count, self._system).wait()
+    def lost_unit(self, key: Key, index: int, out: memoryview, expected: int) -> WantedUnit:
+        return WantedUnit(str(key), index, out, place=place_of_key(self.layout, key, index), expected=expected)
 
     # ------------------------------------------------------------------ one unit
 
     def get(self, unit: WantedUnit, left: int, writing: Writing) -> int:
-        """Fetch a unit and return its digest. `left`: how many are still to come."""
         computation = Computation(self._reader, unit.place, unit.out.nbytes) if unit.place is not None else None
         ways = self._ways(unit, computation)
         draw, tries = random.Random(unit.index), 0
@@ -400,7 +455,7 @@ class Fetcher:
         return links
 
     def interrupt(self) -> None:
-        """End all requests that wait for an answer, from any thread; they raise `SmpUnavailable`."""
+        """End all requests that wait for an answer; they raise `SmpUnavailable`."""
         with self.changed:
             for links in self._open:
                 self._open[links] = True
@@ -408,13 +463,13 @@ class Fetcher:
 
 
 class _Crew:
-    """The workers of one `Fetcher.all`. They share the fetcher's lock, which guards all fields."""
+    """The workers of one `UnitSource.all`. They share the source's lock, which guards all fields."""
 
-    def __init__(self, fetcher: Fetcher, units: Iterator[WantedUnit], count: int, system: System) -> None:
-        self._fetcher = fetcher
+    def __init__(self, source: UnitSource, units: Iterator[WantedUnit], count: int, system: System) -> None:
+        self._source = source
         self._units = units
         self._left = count
-        self._changed = fetcher.changed
+        self._changed = source.changed
         self._working = min(WORKERS, count)
         self._writing = 0
         self._failure: Exception | None = None
@@ -434,7 +489,7 @@ class _Crew:
     def _work(self) -> None:
         try:
             while (unit := self._next()) is not None:
-                found = self._fetcher.get(unit, self._left, self._write)
+                found = self._source.get(unit, self._left, self._write)
                 with self._write():
                     unit.came(found)
         except _Over:
@@ -442,7 +497,7 @@ class _Crew:
         except Exception as error:  # even a bug must end the fetch, not leave `wait` waiting
             with self._changed:
                 self._failure = self._failure or error
-            self._fetcher.interrupt()
+            self._source.interrupt()
         finally:
             with self._changed:
                 self._working -= 1

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from holdfast.smp_daemon.recovery.fetch import Fetcher, WantedUnit
+from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
-from holdfast.smp_daemon.recovery.units import StripePlace, place_of
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
     DamagedSnapshot,
@@ -17,7 +16,6 @@ from holdfast.smp_daemon.shared.errors import (
     Unrecoverable,
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.sources import Sources
@@ -50,43 +48,49 @@ class RecoveredSlot:
 
 
 def recover(store: Store, sources: Sources, coord: str, method: str = "chain", check: bool = True) -> RecoveredSlot:
-    """Make sure that `store` holds the shard of `coord`. Blocks while bytes are transferred.
+    """Make sure that `store` holds the shard of `coord`, from the memory of other SMPs; see `hold_shard`.
 
     Args:
         method: how a lost shard is computed: ``decode`` fetches k units for each of its own; ``chain`` lets the helpers
             add these up, and fetches one.
-        check: read a shard that is held already, and repair units that do not match their digests. If False, the
-            caller has to check them.
 
     Raises:
-        DamagedSnapshot: the shard held here is damaged beyond repair and was dropped, or a computed unit does not match
-            its digest.
         Unrecoverable: too little is left to compute the shard from.
     """
     if method not in METHODS:
         raise ConfigError(f"{method!r} is not a way to rebuild: use one of {', '.join(METHODS)}")
-    key = ShardKey(sources.snapshot, coord)
+    with _fetcher(store, sources, by_chain=method == "chain") as fetcher:
+        return hold_shard(store, fetcher, coord, check)
+
+
+def hold_shard(store: Store, source: UnitSource, coord: str, check: bool) -> RecoveredSlot:
+    """Make sure that `store` holds the shard of `coord`, which `source` gives. Blocks while bytes are transferred.
+
+    Args:
+        check: read a shard that is held already, and repair units that do not match their digests. If False, the
+            caller has to check them.
+
+    Raises:
+        DamagedSnapshot: the shard held here is damaged beyond repair and was dropped, or a unit does not match its
+            digest.
+    """
+    key = ShardKey(source.snapshot, coord)
     if store.holdings.holds(key):
         if not check:
-            return recovered(store, key, "held", 0)
+            return _recovered(store, key, "held", 0)
         damaged = store.holdings.damaged_units(key)
-        with _fetcher(store, sources) as fetcher:
-            for index in damaged:
-                try:
-                    repair_unit(store, fetcher, key, index)
-                except (Unrecoverable, DamagedSnapshot) as error:
-                    store.holdings.drop(key)
-                    raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
-            return recovered(store, key, "repaired" if damaged else "held", fetcher.bytes_received)
-    store.keep_layout(sources.layout)
-    with (
-        store.receiving_shard(key, sources.layout) as view,
-        _fetcher(store, sources, by_chain=method == "chain") as fetcher,
-    ):
-        count = -(-view.nbytes // sources.layout.unit_bytes)
-        fetcher.all(_with_a_failpoint(fetcher.shard(coord, view), count, sources.snapshot.step), count)
-    how = "fetched" if coord in sources.shards else "rebuilt"
-    return recovered(store, key, how, fetcher.bytes_received)
+        for index in damaged:
+            try:
+                repair_unit(store, source, key, index)
+            except (Unrecoverable, DamagedSnapshot) as error:
+                store.holdings.drop(key)
+                raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
+        return _recovered(store, key, "repaired" if damaged else "held", source.bytes_received)
+    store.keep_layout(source.layout)
+    with store.receiving_shard(key, source.layout) as view:
+        count = -(-view.nbytes // source.layout.unit_bytes)
+        source.all(_with_a_failpoint(source.shard(coord, view), count, source.snapshot.step), count)
+    return _recovered(store, key, source.how(coord), source.bytes_received)
 
 
 def _with_a_failpoint(units: Iterator[WantedUnit], count: int, step: int) -> Iterator[WantedUnit]:
@@ -139,8 +143,9 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     return repaired
 
 
-def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
-    """Recompute a damaged unit from the rest of its stripe, and put it back in place. Blocks.
+def repair_unit(store: Store, source: UnitSource, key: Key, index: int) -> None:
+    """Get a damaged unit from `source`, which other SMPs compute from the rest of its stripe, and put it back in place.
+    Blocks.
 
     Raises:
         Unrecoverable, DamagedSnapshot: the unit cannot be recovered.
@@ -148,8 +153,7 @@ def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
     """
     _, record = store.holdings.open(key)
     unit = memoryview(bytearray(record.unit(index)[1]))
-    place = _place(fetcher.sources.layout, key, index)
-    fetcher.one(WantedUnit(str(key), index, unit, place=place, expected=record.digests[index]))
+    source.one(source.lost_unit(key, index, unit, record.digests[index]))
     store.holdings.repair(key, index, unit)
 
 
@@ -199,23 +203,7 @@ def _fetcher(store: Store, sources: Sources, *, by_chain: bool = True) -> Fetche
     return Fetcher(sources, store.counters, store.holdings.backend, by_chain=by_chain, system=store.system)
 
 
-def _place(layout: Layout, key: Key, index: int) -> StripePlace:
-    """The place of a unit in its stripe.
-
-    Raises:
-        Unrecoverable: the unit belongs to no stripe of this layout.
-    """
-    if isinstance(key, ParityKey):
-        group = layout.group_of(key.tag)
-        if group is None:
-            raise Unrecoverable(f"{key} belongs to no group of this layout")
-        stripes = layout.stripes(group)
-        stripe = stripes.parity_stripes(key.position)[index]
-        return StripePlace(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
-    return place_of(layout, key.coord, index)
-
-
-def recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> RecoveredSlot:
+def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> RecoveredSlot:
     """The `RecoveredSlot` of a shard that is held. Raises `ProtocolError` if it was given up meanwhile."""
     with store.changed:
         _, record = store.holdings.open(key)

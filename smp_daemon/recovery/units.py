@@ -32,6 +32,7 @@ from holdfast.smp_daemon.shared.messages import (
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.storage.holdings import Key, ShardKey
 
 MICROSECONDS = 1e6
 _REQUESTS = {ShardUnit: AskShardUnit, ParityUnit: AskParityUnit, PartialSum: AskPartialSum}
@@ -70,6 +71,19 @@ def place_of(layout: Layout, coord: str, index: int) -> StripePlace:
     stripes = layout.stripes(located.group)
     stripe = stripes.stripe_of(located.position, stripes.first_unit(located.position, located.segment) + index)
     return StripePlace(located.group, stripe, stripes.data_positions(stripe).index(located.position))
+
+
+def place_of_key(layout: Layout, key: Key, index: int) -> StripePlace:
+    """The place in its stripe of unit `index` of a shard or a parity. Raises `Unrecoverable` if it belongs to no stripe
+    of this layout."""
+    if isinstance(key, ShardKey):
+        return place_of(layout, key.coord, index)
+    group = layout.group_of(key.tag)
+    if group is None:
+        raise Unrecoverable(f"{key} belongs to no group of this layout")
+    stripes = layout.stripes(group)
+    stripe = stripes.parity_stripes(key.position)[index]
+    return StripePlace(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
 
 
 def held_units(sources: Sources, group: int, stripe: int) -> Iterator[HeldUnit]:

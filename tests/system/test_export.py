@@ -14,9 +14,8 @@ from holdfast.chaos.cluster import VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.cli.export import export
 from holdfast.cli.main import main
-from holdfast.export.source import from_place, list_place
+from holdfast.export.source import offers, one_job
 from holdfast.export.tensors import SlotCopy, read_slot, whole_tensors, write_safetensors
-from holdfast.smp_daemon.persist.place import open_place
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, write_stamp
@@ -63,11 +62,12 @@ def test_a_shard_is_the_same_from_memory_and_from_a_place(
     persisted: tuple[Ground, Run, SnapshotId, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ground, run, snapshot, place = persisted
-    source = from_place(open_place(place), None, 12)
-    for trainer in run:
-        out = memoryview(bytearray(trainer.form.total_bytes))
-        source.fill(trainer.coord, out)
-        assert bytes(out) == trainer.image(snapshot)
+    for url in (place, None):
+        with one_job(offers(url, JOB, ground.base)).choose(12) as source:
+            for trainer in run:
+                out = memoryview(bytearray(trainer.form.total_bytes))
+                source.fill(trainer.coord, out)
+                assert bytes(out) == trainer.image(snapshot)
     assert main(["export", str(tmp_path / "a"), "--from", place, "--json", str(tmp_path / "report")]) == 0
     assert json.loads((tmp_path / "report").read_text())["step"] == 12
     assert main(["export", str(tmp_path / "b"), "--job", JOB, "--arena", str(ground.base), "--step", "12"]) == 0
@@ -80,7 +80,9 @@ def test_a_shard_is_the_same_from_memory_and_from_a_place(
     assert main(["export", "--list", "--from", place]) == 0
     assert main(["export", "--list", "--job", JOB, "--arena", str(ground.base)]) == 0
     assert capsys.readouterr().out.count("12") >= 4
-    (listed,) = list_place(open_place(place), None)
+    in_memory, on_storage = (one_job(offers(url, None, ground.base)).snapshots for url in (None, place))
+    assert in_memory == on_storage
+    (listed,) = on_storage
     assert (listed.snapshot, listed.shards, listed.why_not) == (snapshot, 2, "")
 
 
@@ -98,12 +100,11 @@ def test_a_lost_shard_is_computed_for_an_export(persisted: tuple[Ground, Run, Sn
 
 def test_what_cannot_be_exported_is_said(persisted: tuple[Ground, Run, SnapshotId, str], tmp_path: Path) -> None:
     ground, _, _, place = persisted
-    with pytest.raises(ConfigError, match=r"step 7 .*'testrun' .*not persisted.*are 12"):
-        export(tmp_path / "x", place=place, step=7)
-    with pytest.raises(ConfigError, match=r"step 7 .*memory .*'testrun': .*are 12"):
-        export(tmp_path / "x", job=JOB, arena=ground.base, step=7)
-    with pytest.raises(NotFound, match="SMP of job 'other'"):
-        export(tmp_path / "x", job="other", arena=ground.base)
+    for url in (place, None):
+        with pytest.raises(ConfigError, match=r"step 7 .*'testrun' .*is not in .*: there is 12"):
+            export(tmp_path / "x", place=url, job=JOB, arena=ground.base, step=7)
+        with pytest.raises(NotFound, match="of job 'other'"):
+            export(tmp_path / "x", place=url, job="other", arena=ground.base)
     with pytest.raises(ConfigError, match="is there already"):
         export(tmp_path, place=place)
     assert list(tmp_path.iterdir()) == []

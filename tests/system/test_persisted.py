@@ -127,7 +127,7 @@ def test_damaged_ones_are_passed_over_down_to_one_that_is_whole(
     history = cluster.run()
     assert starts(history) == {(there[2].step, "persisted", "persisted")}
     (reasons,) = {tuple(sorted(e["passed_over"])) for e in history.of("started", generation=1) if e["rank"] == 2}
-    assert any(str(there[0]) in reason and "dp1.shard has" in reason for reason in reasons)
+    assert any(str(there[0]) in reason and "dp1.safetensors has" in reason for reason in reasons)
     assert any(str(there[1]) in reason and "is damaged: unit" in reason for reason in reasons)
     assert compare(undisturbed, history) == ""
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.system.test_architecture import MODULES
 
-READS = {"read_format", "read_stamp", "read_header"}
+READS = {"read_format", "read_stamp", "stored_record"}
 """Functions that read what a slot, or a persisted shard, says it is."""
 
 GIVES = {"view"}
@@ -22,7 +22,6 @@ GIVES = {"view"}
 ASKS = {"believe", "believe_slot", "_believe", "_check_slot"}
 
 ASKED_BEFORE = {
-    "smp_daemon.persist.writing._write_shard": "`Holdings.open` has believed the shard",
     "snapshot.step.reading._holds": "only asks whether another snapshot has the slot meanwhile",
     "smp_daemon.storage.holdings.Holdings.take": "bytes are received into it, and believed as they are committed",
 }
@@ -31,7 +30,7 @@ ASKED_BEFORE = {
 FORMATS = (
     "smp_daemon.shared.slotfile",
     "smp_daemon.shared.belief",
-    "smp_daemon.persist.shardfile",
+    "smp_daemon.persist.manifest",
     "smp_daemon.storage.pool",
 )
 """Modules that define these functions."""
@@ -78,7 +77,8 @@ def test_the_table_names_readers_only() -> None:
 
 
 def test_readers_are_found() -> None:
-    assert {"smp_daemon.storage.holdings.Holdings.open", "smp_daemon.persist.reading.read_shard"} <= FOUND.keys()
+    stored = "smp_daemon.persist.reading.StoredShards._record"
+    assert {"smp_daemon.storage.holdings.Holdings.open", stored} <= FOUND.keys()
     seal = "smp_daemon.storage.store.Store.seal"
     assert seal in FOUND
     [removed] = ast.parse("def seal(self, slot):\n    return self.pool.view(slot)").body

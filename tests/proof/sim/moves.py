@@ -11,7 +11,7 @@ from tests.proof.sim.world import SimNode, World, found_at_place
 
 LOST_CHANCE = 0.3
 DAMAGES = ("cut off", "flipped", "removed")
-NEEDED = (".shard", "snapshot.json")
+NEEDED = (".safetensors", ".safetensors.json", "snapshot.json")
 """The files of a persisted snapshot without which it is not whole."""
 
 
