@@ -45,7 +45,7 @@ ROUNDS = 5
 def main() -> None:
     """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=512, help="of the model of the first part (default 512)")
+    parser.add_argument("--width", type=int, default=256, help="of the model of the first part (default 256)")
     parser.add_argument("--layers", type=int, default=6, help="of the job of the second part (default 6)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long that job trains (default 60)")
     parser.add_argument("--every", default="3s", help="how often it persists (default 3s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from holdfast.cli.export import export
 from holdfast.cli.main import main
 from holdfast.export.source import offers, one_job
 from holdfast.export.tensors import SlotCopy, read_slot, whole_tensors, write_safetensors
-from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, StateMismatch
+from holdfast.smp_daemon.persist.manifest import folder, run_folder, shard_name
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, NotFound, StateMismatch, Unrecoverable
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, write_stamp
-from tests.smp_kit import JOB, Ground, Run, playground, run_on
+from tests.smp_kit import JOB, Ground, Run, flip_a_byte, playground, run_on
 from tests.system.test_persister import await_persisted, persist
 
 
@@ -108,6 +112,74 @@ def test_what_cannot_be_exported_is_said(persisted: tuple[Ground, Run, SnapshotI
     with pytest.raises(ConfigError, match="is there already"):
         export(tmp_path, place=place)
     assert list(tmp_path.iterdir()) == []
+
+
+def shard_file(place: str, snapshot: SnapshotId, coord: str) -> Path:
+    return Path(place) / folder(JOB, UNNAMED.id, snapshot) / shard_name(coord)
+
+
+def test_what_is_persisted_is_read_without_holdfast(persisted: tuple[Ground, Run, SnapshotId, str]) -> None:
+    _, run, snapshot, place = persisted
+    with safe_open(shard_file(place, snapshot, "dp1"), framework="np") as file:
+        offset, leaf = run["dp1"].form.offsets["weight"]
+        assert file.get_tensor("weight").tobytes() == run["dp1"].image(snapshot)[offset : offset + leaf.bytes]
+        assert file.metadata()["coord"] == "dp1"
+
+
+def test_files_of_another_format_are_an_error_that_names_them(
+    persisted: tuple[Ground, Run, SnapshotId, str], tmp_path: Path
+) -> None:
+    _, run, snapshot, place = persisted
+    whole = shard_file(place, snapshot, "dp0").with_name("snapshot.json")
+    whole.write_bytes(encode_digested({**decode_digested(whole.read_bytes()), "format": 1}))
+    why = r"step 12.*snapshot\.json .*format 1.* use the version that wrote it"
+    with pytest.raises(Unrecoverable, match=why):
+        export(tmp_path / "x", place=place)
+    (listed,) = one_job(offers(place, None, None)).snapshots
+    assert re.search(why, f"{listed.snapshot}: {listed.why_not}")
+    (told,) = run["dp0"].client.persisted().runs  # a start is told that it is there, and does not begin from nothing
+    assert told.has_state and not told.snapshots
+    assert re.search(why, told.others[0])
+
+
+def test_an_export_of_damaged_files_fails_and_leaves_nothing(
+    persisted: tuple[Ground, Run, SnapshotId, str], tmp_path: Path
+) -> None:
+    _, _, snapshot, place = persisted
+    file = shard_file(place, snapshot, "dp1")
+    flip_a_byte(file, at=file.stat().st_size // 2)
+    with pytest.raises(DamagedSnapshot, match=r"dp1 of step 12 .*is damaged: unit 0"):
+        export(tmp_path / "x", place=place)
+    file.unlink()
+    with pytest.raises(Unrecoverable, match=r"dp1\.safetensors is not there"):
+        export(tmp_path / "x", place=place)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_run_to_export_is_chosen_as_for_a_start(
+    persisted: tuple[Ground, Run, SnapshotId, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground, _, snapshot, place = persisted
+    for url in (place, None):
+        found = one_job(offers(url, JOB, ground.base))
+        monkeypatch.setenv("HOLDFAST_RUN", UNNAMED.id)
+        with found.choose(None) as source:
+            assert source.snapshot == snapshot
+        monkeypatch.setenv("HOLDFAST_RUN", "0badcafe")
+        with pytest.raises(ConfigError, match="0badcafe"):
+            found.choose(None)
+
+
+def test_a_job_is_asked_for_only_where_there_are_several(
+    persisted: tuple[Ground, Run, SnapshotId, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground, _, _, place = persisted
+    monkeypatch.delenv("HOLDFAST_JOB", raising=False)
+    (Path(place) / run_folder("other", UNNAMED.id)).mkdir()
+    assert [each.job for each in offers(place, None, None)] == ["other", JOB]
+    with pytest.raises(ConfigError, match=r"--job .*: there are other, testrun"):
+        one_job(offers(place, None, None))
+    assert one_job(offers(None, None, ground.base)).job == JOB
 
 
 # ---------------------------------------------------------------------- whole tensors

@@ -19,7 +19,7 @@ from holdfast.smp_daemon.persist.manifest import PersistManifest, folder, shard_
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import Directory, Remote, open_place
 from holdfast.smp_daemon.persist.reading import StoredShards, find, look
-from holdfast.smp_daemon.persist.writing import tidy
+from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -197,6 +197,21 @@ def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Gr
     assert not client.inventory().shards
 
 
+def test_a_damaged_unit_that_is_held_comes_back_from_the_place(ground: Ground) -> None:
+    smp = ground.smp()
+    run = run_on([smp], [[3000]])
+    snapshot = run.protect(1)
+    persist(run, snapshot)
+    client = run["dp0"].client
+    await_persisted(client, 1)
+    sources = Sources(snapshot, run.layout, {}, {}, persisted=True)
+    (slot,) = (each for each in smp.arena.glob("dp0.*.json") if b'"shard"' in each.read_bytes())
+    file = slot.with_suffix("")
+    flip_a_byte(file, at=file.stat().st_size // 2)
+    shard = client.recover(sources, "dp0")
+    assert (bytes(shard.view), shard.how) == (run["dp0"].image(snapshot), "repaired")
+
+
 # ---------------------------------------------------------------------- storage that fails
 
 
@@ -237,6 +252,44 @@ def moody(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Smp
     at.goes_on.set()
     run["dp0"].client.close()
     smp.close()
+
+
+class Dying(Directory):
+    """A directory whose writer dies while it writes file number `last`."""
+
+    def __init__(self, root: Path, last: int) -> None:
+        super().__init__(root)
+        self._left = last
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Any]:
+        with super().create(path) as file:
+            yield file
+            self._left -= 1
+            if self._left < 0:
+                raise PlaceError("the writer died")
+
+
+def test_a_writer_that_dies_at_any_file_leaves_nothing_that_looks_whole(
+    moody: tuple[Smp, Run, Moody], tmp_path: Path
+) -> None:
+    smp, run, _ = moody
+    snapshot, layout, node = run.protect(1), run.layout, run.layout.nodes[0].name
+    assert smp.store.hold(snapshot)
+    for last in range(10):
+        at = Dying(tmp_path, last)
+        try:
+            write_node(at, smp.store.holdings, layout, node, snapshot, lambda count: None)
+            assert publish(at, layout, snapshot) == []
+            break
+        except PlaceError:
+            found = look(at, JOB, UNNAMED.id, snapshot)
+            assert found.manifest is None
+            assert found.unfinished is (last < 3)  # the slot file, its record, and the file of the node
+    assert last == 4  # and the manifest
+    assert look(at, JOB, UNNAMED.id, snapshot).reason == ""
+    for name in at.files(folder(JOB, UNNAMED.id, snapshot)):
+        assert not name.startswith(".")
 
 
 def counted(client: SmpClient, failures: int) -> bool:
