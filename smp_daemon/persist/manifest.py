@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.identity import Run, is_run_id
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, is_identifier
-from holdfast.smp_daemon.shared.plain import Address, decode_digested, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, Count, decode_digested, from_plain, to_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, record_name
 
 FORMAT = 2
@@ -162,9 +162,43 @@ class PersistManifest:
         return reasons
 
 
-def node_part(snapshot: SnapshotId, layout: Layout) -> dict[str, Any]:
-    """What the file of a node says: the snapshot, and how many nodes write such a file."""
-    return {"snapshot": list(snapshot), "writers": sum(bool(node.shards) for node in layout.nodes)}
+@dataclass(frozen=True, slots=True)
+class NodePart:
+    """What the file of a node says.
+
+    Attributes:
+        shards: the coordinates that it has written and read back.
+        writers: how many nodes write such a file.
+    """
+
+    snapshot: SnapshotId
+    shards: tuple[str, ...]
+    writers: Count
+
+    @classmethod
+    def of(cls, snapshot: SnapshotId, layout: Layout, index: int) -> NodePart:
+        """The part of node `index` of the layout."""
+        coords = tuple(shard.coord for shard in layout.nodes[index].shards)
+        return cls(snapshot, coords, sum(bool(node.shards) for node in layout.nodes))
+
+    @classmethod
+    def read(cls, content: bytes) -> NodePart:
+        """The part in a node's file. Raises `DamagedSnapshot` if it is none."""
+        try:
+            return from_plain(cls, read(content), "the file of a node")
+        except ProtocolError as error:
+            raise DamagedSnapshot(f"a node's file is {error}") from error
+
+
+def combine(snapshot: SnapshotId, layout: Layout, parts: Collection[NodePart]) -> PersistManifest:
+    """The manifest, if these are the parts of all nodes. Raises `DamagedSnapshot` if they do not fit the snapshot or
+    the layout: SMPs that regroup may have had different revisions of it."""
+    for each in parts:
+        if each.snapshot != snapshot:
+            raise DamagedSnapshot(f"a node's file is of {each.snapshot}, not of {snapshot}")
+    if {coord for each in parts for coord in each.shards} != set(layout.coords):
+        raise DamagedSnapshot("the files of the nodes do not name the shards of their layout")
+    return PersistManifest(snapshot, layout)
 
 
 def node_parts(files: Collection[str]) -> list[str]:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.smp_daemon.persist import manifest
-from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, PersistManifest, RunFile, stored_record
+from holdfast.smp_daemon.persist.manifest import (
+    MAX_MANIFEST_BYTES,
+    SNAPSHOT,
+    NodePart,
+    PersistManifest,
+    RunFile,
+    stored_record,
+)
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.recovery.fetch import UnitSource, WantedUnit, Writing
 from holdfast.smp_daemon.shared.belief import Claim, believe, believe_unit
@@ -136,8 +143,8 @@ def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) 
     if not names:
         return False
     try:
-        writers = int(manifest.read(place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES))["writers"])
-    except (DamagedSnapshot, PlaceError, LookupError, TypeError, ValueError):
+        writers = NodePart.read(place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES)).writers
+    except (DamagedSnapshot, PlaceError):
         return True
     return len(names) >= writers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.smp_daemon.persist import manifest
-from holdfast.smp_daemon.persist.manifest import SNAPSHOT, PersistManifest, RunFile
+from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, NodePart, RunFile
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.reading import StoredShards, find
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
@@ -49,7 +49,7 @@ def write_node(
             pace(out.nbytes)
             stored.one(stored.shard_unit(coord, number, out))
     with place.create(f"{folder}/{manifest.node_name(index)}") as file:
-        file.write(encode_digested(manifest.node_part(snapshot, layout)))
+        file.write(encode_digested(to_plain(NodePart.of(snapshot, layout, index))))
     return sum(map(layout.shard_bytes, coords))
 
 
@@ -77,7 +77,7 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
 
     Raises:
         PlaceError: the storage fails.
-        DamagedSnapshot: some of what the nodes have written is not there.
+        DamagedSnapshot: the parts that the nodes have written do not fit together, or some of it is not there.
     """
     folder = manifest.folder(layout.job, layout.run.id, snapshot)
     files = place.files(folder)
@@ -86,7 +86,9 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     missing = manifest.missing_nodes(layout, files)
     if missing:
         return missing
-    whole = PersistManifest(snapshot, layout)
+    names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
+    parts = [NodePart.read(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
+    whole = manifest.combine(snapshot, layout, parts)
     if gone := whole.missing(files):
         raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")
     with place.create(f"{folder}/{SNAPSHOT}") as file:

@@ -1,4 +1,4 @@
-"""Recovers shards and parity: from this arena, from another SMP, or computed from what the group still holds."""
+"""Recovers shards and parity: from this arena, from a `UnitSource`, or computed from what the group still holds."""
 
 from __future__ import annotations
 

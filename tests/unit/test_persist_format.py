@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.persist import manifest
-from holdfast.smp_daemon.persist.manifest import PersistManifest
+from holdfast.smp_daemon.persist.manifest import NodePart, PersistManifest
 from holdfast.smp_daemon.persist.options import PersistOptions, options_of
 from holdfast.smp_daemon.persist.place import Directory
 from holdfast.smp_daemon.persist.reading import StoredShards
@@ -163,11 +163,21 @@ def test_a_flipped_bit_in_a_manifest_is_noticed() -> None:
 
 @given(layouts(), st.data())
 def test_a_snapshot_waits_for_every_node_that_has_shards(layout: Layout, data: st.DataObject) -> None:
+    whole = manifest_of(layout)
     names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
-    assert manifest.node_part(SNAPSHOT, layout)["writers"] == len(names)
+    parts = [NodePart.of(whole.snapshot, layout, i) for i, node in enumerate(layout.nodes) if node.shards]
+    assert [NodePart.read(encode_digested(to_plain(part))) for part in parts] == parts
+    assert {part.writers for part in parts} == {len(names)}
+    assert manifest.combine(whole.snapshot, layout, data.draw(st.permutations(parts))) == whole
     assert manifest.missing_nodes(layout, names) == []
     gone = data.draw(st.sampled_from(names))
     assert len(manifest.missing_nodes(layout, set(names) - {gone})) == 1
+    left = [part for part, name in zip(parts, names, strict=True) if name != gone]
+    with pytest.raises(DamagedSnapshot):
+        manifest.combine(whole.snapshot, layout, left)
+    older = [replace(part, snapshot=SnapshotId(layout.epoch, 6)) for part in parts]
+    with pytest.raises(DamagedSnapshot, match="step 6"):
+        manifest.combine(whole.snapshot, layout, older)
 
 
 @given(layouts())
