@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.state.inputs import tensors_in
+from holdfast.snapshot.state.walk import tensors_in
 
 MOST = 10_000
 """Attributes with more items than that, in all their containers, are not captured."""

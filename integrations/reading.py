@@ -12,9 +12,9 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.resume.comparison import refuse
-from holdfast.snapshot.state import own_generators, rng
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.step.looks import digest_of
 
 log = get_log(__name__)
 
@@ -30,7 +30,7 @@ class Reading:
     def __init__(self, loader: Any, heartbeat: Callable[[], None]) -> None:
         self._loader = loader
         self._heartbeat = heartbeat
-        self._own = own_generators.find(loader)
+        self._own = rng.find(loader)
         self._iterator: Iterator[Any] | None = None
         self._opened = False  # whether a batch of the iterator was read; with the first one its seeds are drawn
         self._skips = getattr(loader, "num_workers", 0) == 0  # workers draw by themselves
@@ -55,7 +55,7 @@ class Reading:
             self._iterator = iterator
         noted, taken = self._note(), _Passed(self._next)
         result = read(taken)
-        self._noted = {**noted, "batches": digest_of(taken.batches), "drawn": _digest(self._generators())}
+        self._noted = {**noted, "batches": digest_of_batch(taken.batches), "drawn": _digest(self._generators())}
         return result
 
     def resume(self, held: Tree, done: int, iterator: Iterator[Any], read: Callable[[Iterator[Any]], Any]) -> Any:
@@ -119,11 +119,11 @@ class Reading:
 
     def _generators(self) -> Tree:
         """The states of the global generators, and of the loader's own."""
-        return {"global": rng.capture(), "own": own_generators.capture(self._own)}
+        return {"global": rng.capture(), "own": rng.states(self._own)}
 
     def _put(self, generators: Tree) -> None:
         rng.restore(generators["global"])
-        own_generators.restore(self._own, generators["own"], "the trainer's data")
+        rng.put_back(self._own, generators["own"], "the trainer's data")
 
 
 class _Passed:
@@ -143,5 +143,4 @@ class _Passed:
 
 def _digest(generators: Tree) -> str:
     """A digest of all but devices' generators, which may not be there yet."""
-    held = generators["global"]
-    return digest_of([held["python"], held["numpy"], held["torch"].numpy().tobytes(), generators["own"]])
+    return digest_of([rng.on_host(generators["global"]), generators["own"]])

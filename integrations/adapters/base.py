@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, local
-from holdfast.snapshot.state import own_generators, rng, tracked
+from holdfast.snapshot.state import rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
 from holdfast.snapshot.state.hidden import ChangingAttributes, generators, owners
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated
@@ -125,7 +125,7 @@ class BaseAdapter:
             "rng": rng.capture(),
             "extra": self._extras(late=False),
             "tracked": tracked.values(self._tracked, late=False),
-            "generators": own_generators.capture(self.generators()),
+            "generators": rng.states(self.generators()),
             **({"streams": self.carried} if self.carried else {}),
         }
 
@@ -208,7 +208,7 @@ class BaseAdapter:
         check_names("what has get_extra_state", late["get_extra_state"], names)
         tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
         self._generators = self._find_generators()
-        own_generators.check(self._generators, early.get("generators", {}), OWNER)
+        rng.check(self._generators, early["generators"], OWNER)
         if len(late["optim"]) != len(self._states):
             raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._states)} in this job")
         for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
@@ -234,7 +234,7 @@ class BaseAdapter:
     def rewinding(self, early: Tree) -> Callable[[], None]:
         def rewind() -> None:
             rng.restore(early["rng"])
-            own_generators.restore(self.generators(), early.get("generators", {}), OWNER)  # older releases kept none
+            rng.put_back(self.generators(), early["generators"], OWNER)
 
         return rewind
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,6 +152,19 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def octets(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a view."""
     return flat(tensor).view(torch.uint8)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements can be read: not sparse, no subclass, and in memory that can be read."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type in DEVICES
+
+
+def memory_of(value: Any) -> int:
+    """The address of a tensor's storage, equal for tensors that share memory; for other objects, their id."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+        with suppress(RuntimeError):  # some subclasses only refer to other tensors
+            return local(value).untyped_storage().data_ptr() or id(value)
+    return id(value)
 
 
 def slot_tensor(slot: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

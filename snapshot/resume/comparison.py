@@ -20,6 +20,7 @@ from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import WatchedPieces, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Change, Tree
@@ -189,7 +190,7 @@ def _flat(adapter: Adapter) -> dict[str, Any]:
     """The plain values that code between two steps changes, by path; digests of the tensors among them."""
     values = capture_late(adapter.look())
     found = dict(_leaves("", {kind: part for kind, part in values.encoded.items() if kind != GRADIENTS}))
-    return found | {name: streams.digest(tensor) for name, tensor in values.tensors.items()}
+    return found | {name: digest_of(tensor) for name, tensor in values.tensors.items()}
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

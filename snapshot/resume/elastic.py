@@ -49,6 +49,7 @@ from holdfast.snapshot.resume.reshard import (
 from holdfast.snapshot.state import streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.completeness import check_complete
+from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
@@ -306,10 +307,10 @@ class OldManifest:
             streams.digests(early["rng"]),
             sorted(early.get("streams", {})),
             {
-                "scheduler": streams.digest(late["scheduler"]),
-                **{f"extra[{n!r}]": streams.digest(v) for part in (early, late) for n, v in part["extra"].items()},
-                **{f"extra state of {n}": streams.digest(v) for n, v in late["get_extra_state"].items()},
-                **{f"tracked {n!r}": streams.digest(v) for part in (early, late) for n, v in part["tracked"].items()},
+                "scheduler": digest_of(late["scheduler"]),
+                **{f"extra[{n!r}]": digest_of(v) for part in (early, late) for n, v in part["extra"].items()},
+                **{f"extra state of {n}": digest_of(v) for n, v in late["get_extra_state"].items()},
+                **{f"tracked {n!r}": digest_of(v) for part in (early, late) for n, v in part["tracked"].items()},
             },
         )
 

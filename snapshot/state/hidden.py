@@ -6,10 +6,8 @@ can say what of it matters, and warned of where it changes from step to step.
 
 from __future__ import annotations
 
-import random
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,18 +16,21 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.copy.tensors import local
-from holdfast.snapshot.state import own_generators
-from holdfast.snapshot.state.inputs import SAMPLED, is_dense, thinned
-from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, find, nested
-from holdfast.snapshot.state.own_generators import GENERATORS
+from holdfast.snapshot.copy.tensors import is_dense, local, memory_of
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.digests import elements_of
+from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, is_captured_number, nested
 from holdfast.snapshot.state.tracked import Tracked, make
+from holdfast.snapshot.state.walk import is_captured_as_such, is_generator, is_users_own, of_class, referred, walk
 
 KNOWN = frozenset(vars(torch.nn.Module())) | OWN
 """Attributes that every module or optimizer has: what is captured as such, and hooks."""
 
 FIRST_LOOKS = 4
 """`ChangingAttributes` looks at this many boundaries in a row before it looks less often."""
+
+SAMPLED = 64
+"""About how many elements of a tensor are compared."""
 
 MOST = 1000
 """The most attributes that are compared at one look, since reading each may wait for a GPU."""
@@ -93,36 +94,24 @@ def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
 
 
 def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[Any]) -> list[str]:
-    """Names of tensors, arrays and generators in attributes that are not captured: neither these tensors and
-    generators, nor views of the tensors."""
-    held = {_memory(each) for each in captured}
-    found = []
-    for name, owner in owners(roots):
-        for attribute, value in getattr(owner, "__dict__", {}).items():
-            if attribute not in KNOWN:
-                inside = find(
-                    f"{name}.{attribute}", value, lambda each: _is_tensor_or_array(each) or _is_generator(each)
-                )
-                found += [place for place, each in inside if _memory(each) not in held]
-    return found
+    """Names, sorted, of tensors, arrays and generators in attributes that are not captured: neither these tensors and
+    generators, nor views of the tensors; and of sets of such objects, which have no order and so no names."""
+    held = {memory_of(each) for each in captured}
+    found = walk((each for name, owner in owners(roots) for each in _attributes(name, owner)), is_users_own)
+    return sorted({path for path, value, _ in found if _keeps_state(value) and memory_of(value) not in held})
 
 
 def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str, Any]:
-    """The random generators in attributes of named modules, their submodules, and optimizers, by name.
+    """The random generators that named modules, their submodules, and optimizers keep, by name: in their attributes,
+    in the user's own objects there, and in what the user's own functions and classes refer to.
 
     Args:
         named: what the user has named, such as the getters of `track`. Generators that these refer to are left out, and
             all generators of modules and optimizers that a function among them refers to.
     """
     named = list(named)
-    taken = {id(each) for each in (random._inst, np.random.mtrand._rand, torch.default_generator)}
-    taken.update(id(each) for root in named for each in own_generators.find(root).values())
-    return {
-        place: each
-        for name, _, value in _attributes(roots, named)
-        for place, each in find(name, value, _is_generator)
-        if id(each) not in taken
-    }
+    but = {id(each) for root in named for each in rng.find(root).values()}
+    return rng.owned(_with_classes(_unnamed(roots, named)), is_users_own, but)
 
 
 class ChangingAttributes:
@@ -143,7 +132,7 @@ class ChangingAttributes:
     ) -> None:
         self._roots = list(roots)
         self._named = list(named)
-        self._captured = {_memory(each) for each in captured}
+        self._captured = {memory_of(each) for each in captured}
         self._patience = patience
         self._boundaries = 0
         self._before: dict[str, bytes] = {}
@@ -164,36 +153,54 @@ class ChangingAttributes:
         return [place for place, count in self._in_a_row.items() if count >= self._patience]
 
     def _samples(self) -> Iterator[tuple[str, bytes]]:
-        for name, owner, value in _attributes(self._roots, self._named):
-            if type(owner).__module__.startswith(WITH_TABLES) or _has_extra_state(owner):
-                continue
-            for place, each in find(name, value, _is_tensor_or_array):
-                if _memory(each) not in self._captured and (part := _sample(each)) is not None:
-                    yield place, part
-            if isinstance(value, bool | int | float | np.generic) and id(owner) not in self._captured:
-                yield name, repr(value).encode()
+        for path, value, _ in walk(self._compared(), is_users_own):
+            if isinstance(value, bool | int | float | np.generic):
+                yield path, repr(value).encode()
+            elif _is_tensor_or_array(value) and memory_of(value) not in self._captured and (part := _sample(value)):
+                yield path, part
+
+    def _compared(self) -> Iterator[tuple[str, Any]]:
+        for name, owner in _unnamed(self._roots, self._named):
+            if not type(owner).__module__.startswith(WITH_TABLES) and not _has_extra_state(owner):
+                found = _attributes(name, owner)
+                captured = id(owner) in self._captured
+                yield from (each for each in found if not (captured and is_captured_number(each[1])))
 
 
-def _attributes(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The attributes of modules and optimizers that may be state: their paths, owners and values. Owners of registered
-    classes are left out, and those that a function in `named` refers to."""
+def _attributes(name: str, owner: Any) -> list[tuple[str, Any]]:
+    """The attributes of a module or an optimizer that may be state, by path."""
+    held = getattr(owner, "__dict__", {})
+    return [(f"{name}.{attribute}", value) for attribute, value in held.items() if attribute not in KNOWN]
+
+
+def _unnamed(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The `owners` whose class is not registered, and that no function in `named` refers to."""
     functions = [each for each in named if isinstance(each, types.FunctionType)]
-    referred = [part for each in functions for part in own_generators.referred(each)]
-    inner = owners(part for part in referred if isinstance(part[1], torch.nn.Module | torch.optim.Optimizer))
+    inner = owners(part for each in functions for part in referred(each) if is_captured_as_such(part[1]))
     seen = {id(owner) for _, owner in inner}
     for name, owner in owners(roots):
         if id(owner) not in seen and _registry.keys().isdisjoint(type(owner).__mro__):
-            for attribute, value in getattr(owner, "__dict__", {}).items():
-                if attribute not in KNOWN:
-                    yield f"{name}.{attribute}", owner, value
+            yield name, owner
+
+
+def _with_classes(owned: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The attributes of owners, and those of their classes, methods included."""
+    kinds: set[type] = set()
+    for name, owner in owned:
+        yield from _attributes(name, owner)
+        if type(owner) not in kinds:
+            kinds.add(type(owner))
+            yield from ((f"{name}{part}", value) for kind in type(owner).__mro__ for part, value in of_class(kind))
+
+
+def _keeps_state(value: Any) -> bool:
+    if isinstance(value, set | frozenset):
+        return any(map(_keeps_state, value))
+    return _is_tensor_or_array(value) or is_generator(value)
 
 
 def _is_tensor_or_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray)
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def _has_extra_state(owner: Any) -> bool:
@@ -205,9 +212,7 @@ def _sample(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes | None:
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value.reshape(-1)[:: 1 + value.size // SAMPLED].tobytes()
     part = local(value).detach()
-    if value.requires_grad or not is_dense(part):
-        return None
-    return thinned(part).cpu().view(torch.uint8).numpy().tobytes()
+    return None if value.requires_grad or not is_dense(part) else elements_of(part, SAMPLED)
 
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -225,11 +230,3 @@ def _tracked(name: str, kept: _Kept, owner: Any) -> Tracked:
     put = None if kept.set is None else lambda values: kept.set(owner, values)  # type: ignore[misc]
     tensors = None if kept.tensors is None else kept.tensors(owner) if owner is not None else {}
     return make(name, get, put, tensors, kept.changes, kept.when)
-
-
-def _memory(value: Any) -> int:
-    """The address of a tensor's storage, equal for tensors that share memory; for other objects, their id."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-        with suppress(RuntimeError):  # some subclasses only refer to other tensors
-            return local(value).untyped_storage().data_ptr()
-    return id(value)

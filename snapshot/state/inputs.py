@@ -6,9 +6,8 @@ A batch that was read before the hook was entered is not captured, so a restart 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.snapshot.copy.engines import CopyEngine
-from holdfast.snapshot.copy.tensors import DEVICES, local
+from holdfast.snapshot.copy.tensors import is_dense, local
+from holdfast.snapshot.state.walk import tensors_in
 
 SAMPLED = 64
 """About how many elements of a tensor are sampled."""
@@ -86,38 +86,6 @@ def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
     dense = [tensor for tensor in tensors if is_dense(tensor)]
     elements = engine.fetch([thinned(tensor) for tensor in dense]) if dense else list
     return Inputs(tuple(f"{t.dtype} {list(t.shape)}" for t in dense), elements)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in containers and in attributes of objects, at any depth. Callables and Python modules are skipped:
-    they are not data."""
-    return _tensors_in(value, set())
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    parts: Iterable[Any] = ()
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    elif isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif id(value) not in seen and _is_data(value):
-        seen.add(id(value))  # objects may refer to each other in cycles
-        parts = vars(value).values()
-    for part in parts:
-        yield from _tensors_in(part, seen)
-
-
-def _is_data(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it can be sampled: not sparse, no subclass, and in memory that can be read."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type in DEVICES
 
 
 def thinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, Updated
+from holdfast.snapshot.state.walk import walk
 
 SHAREABLE = ("torch.optim.",)
 """Modules whose optimizers keep only functions of the reduced gradients, alike on all replicas. Other optimizers may
@@ -35,9 +36,6 @@ PLACES = frozenset({"params", "param_names"})
 
 OWN = frozenset({"state", "param_groups", "defaults"})
 """Attributes of an optimizer that hold its own state, and no inner optimizers."""
-
-DEEPEST = 3
-"""How many levels of containers in an attribute are searched."""
 
 
 def unwrapped(*optimizers: Any) -> list[torch.optim.Optimizer]:
@@ -87,24 +85,10 @@ def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[
     if id(optimizer) in seen:
         return
     seen.add(id(optimizer))
-    for attribute, value in getattr(optimizer, "__dict__", {}).items():
-        if attribute not in OWN:
-            for path, inner in find(f"{name}.{attribute}", value, _steps):
-                yield from nested(path, inner, seen)
+    for path, inner, _ in walk([(name, optimizer)], lambda value: value is optimizer, skipped=OWN):
+        if inner is not optimizer and _steps(inner):
+            yield from nested(path, inner, seen)
     yield name, optimizer
-
-
-def find(name: str, value: Any, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """`value` if it is wanted, else the wanted values in it if it is a container; each with its path."""
-    if wanted(value):
-        yield name, value
-    elif depth < DEEPEST and isinstance(value, Mapping):
-        for place, (key, part) in enumerate(value.items()):
-            path = f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[{place}]"
-            yield from find(path, part, wanted, depth + 1)
-    elif depth < DEEPEST and isinstance(value, list | tuple):
-        for place, part in enumerate(value):
-            yield from find(f"{name}[{place}]", part, wanted, depth + 1)
 
 
 def _steps(value: Any) -> bool:
@@ -298,7 +282,7 @@ class OptimizerState:
     def load(self, plain: Tree, fixed: Tree) -> None:
         """Load what `look` returned, and the values that it read. Options that are tensors are filled in place."""
         self._before = {}  # else it would keep replaced tensors alive
-        for name, number in plain.get("numbers", {}).items():  # earlier releases did not keep them
+        for name, number in plain["numbers"].items():
             held = getattr(self.optimizer, name, None)
             if type(held) is list and type(number) is list:
                 held[:] = number  # others may refer to the same list
@@ -320,11 +304,10 @@ class OptimizerState:
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
                 }
-        if (values := plain.get("values")) is not None:  # earlier releases did not keep them
-            texts = [key for key in self.optimizer.state if isinstance(key, str)]
-            for gone in (text for text in texts if text not in values and f"{NAMED}{text}" not in order):
-                self.optimizer.state.pop(gone)
-            self.optimizer.state.update(values)
+        values, texts = plain["values"], [key for key in self.optimizer.state if isinstance(key, str)]
+        for gone in (text for text in texts if text not in values and f"{NAMED}{text}" not in order):
+            self.optimizer.state.pop(gone)
+        self.optimizer.state.update(values)
         held = dict(self.optimizer.state)  # restore the order in which steps create the entries
         self.optimizer.state.clear()
         self.optimizer.state.update({key: held.pop(key) for key in keys.values() if key in held} | held)
@@ -371,8 +354,13 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
     return {
         name: list(value) if type(value) is list else value
         for name, value in vars(optimizer).items()
-        if _is_plain(value) or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+        if is_captured_number(value)
     }
+
+
+def is_captured_number(value: Any) -> bool:
+    """Whether an attribute of an optimizer is captured with it, once it changes."""
+    return _is_plain(value) or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
 def _is_plain(value: Any) -> bool:

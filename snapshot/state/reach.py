@@ -6,20 +6,17 @@ containers, and attributes of objects, tensors or not. It never uses an object's
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
-import sysconfig
-from collections.abc import Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast.snapshot.copy.tensors import local
-from holdfast.snapshot.state.packages import package_of
+from holdfast.snapshot.state.digests import digest_of, form_of
+from holdfast.snapshot.state.walk import LIBRARIES, home_of, is_installed, package_of, walk
 
 MOST = 200_000
 """Maximum number of values that are recorded."""
@@ -27,7 +24,19 @@ MOST = 200_000
 SHORT = 60
 """Plain values of up to this many characters are shown as they are, longer ones as a digest."""
 
-COMPUTED_WITH = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+DEEPEST = 1000
+"""How many levels are opened."""
+
+KINDS = {
+    torch.Generator: "torch.Generator",
+    np.random.Generator: "numpy.random.Generator",
+    np.random.RandomState: "numpy.random.RandomState",
+    np.random.BitGenerator: "numpy.random.BitGenerator",
+    random.Random: "random.Random",
+}
+"""Random generators, as they are called in texts."""
+
+COMPUTED_WITH = (torch.Tensor, np.ndarray, *KINDS)
 """Types of values that the loop computes with; all other leaves are plain values."""
 
 OURS = frozenset(
@@ -70,16 +79,7 @@ class Theirs:
         package = package_of(module)
         if package in self.packages:
             return True
-        return held and not f"{module}.".startswith(INSIDE) and _is_installed(package)
-
-
-@cache
-def _is_installed(package: str) -> bool:
-    """Whether a package is installed or part of Python, as opposed to the user's own code."""
-    if package in sys.stdlib_module_names:
-        return True
-    place = getattr(sys.modules.get(package), "__file__", None) or ""
-    return any(place.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+        return held and not f"{module}.".startswith(INSIDE) and is_installed(package)
 
 
 def reachable(frame: FrameType | None = None, theirs: Theirs | None = None) -> dict[str, str]:
@@ -112,18 +112,16 @@ class _Looking:
         self._texts: dict[int, tuple[torch.Tensor, str]] = {}  # keeps tensors alive, so that no id is reused
 
     def into(self, path: str, value: Any) -> None:
-        seen: dict[int, Any] = {}
-        todo = [(path, value, False)]
-        while todo and len(self.found) < MOST:
-            path, value, held = todo.pop()
-            text = self._text(value)
-            if text is not None:
-                if not held or isinstance(value, COMPUTED_WITH):
-                    self.found.setdefault(path, text)
-            elif id(value) not in seen:
-                seen[id(value)] = value
-                held = self._theirs.are_values_of(value, held)
-                todo += [(f"{path}{name}", part, held) for name, part in _parts(value)]
+        theirs: dict[int, bool] = {}  # whether a framework restores the plain values in what was opened
+        for place, part, holder in walk([(path, value)], _is_opened, deepest=DEEPEST, most=MOST):
+            if len(self.found) >= MOST:
+                return
+            held = theirs.get(id(holder), False)
+            text = self._text(part)
+            if text is None:
+                theirs.setdefault(id(part), self._theirs.are_values_of(part, held))
+            elif not held or isinstance(part, COMPUTED_WITH):
+                self.found.setdefault(place, text)
 
     def _text(self, value: Any) -> str | None:
         if not isinstance(value, torch.Tensor):
@@ -135,57 +133,29 @@ class _Looking:
 
 def plain(value: Any) -> str | None:
     """A text that identifies a value, or None if its parts must be looked at one by one."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_meta:
-            return f"{value.layout} {tuple(value.shape)}"
-        part = local(value)
-        octets = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{part.dtype}{tuple(part.shape)} {_digest(octets.tobytes())}"
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"{value.dtype}{value.shape} {_digest(value.tobytes())}"
-    if isinstance(value, torch.Generator):
-        return f"torch.Generator {_digest(value.get_state().numpy().tobytes())}"
-    if isinstance(value, np.random.Generator):
-        return f"numpy.random.Generator {_digest(repr(value.bit_generator.state).encode())}"
-    if isinstance(value, np.random.RandomState):
-        state = value.get_state(legacy=False)
-        held = [state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"]]
-        return f"numpy.random.RandomState {_digest(repr(held).encode())}"
-    if isinstance(value, random.Random):
-        return f"random.Random {_digest(repr(value.getstate()).encode())}"
+    if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta):
+        return f"{value.layout} {tuple(value.shape)}"
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype != object):
+        return f"{form_of(value)} {_digest(value)}"
+    for kind, called in KINDS.items():
+        if isinstance(value, kind):
+            return f"{called} {_digest(value)}"
     if isinstance(value, int) and value.bit_length() > SHORT:
-        return hex(value) if value.bit_length() <= 4 * SHORT else _digest(hex(value).encode())  # decimal is slow
+        return hex(value) if value.bit_length() <= 4 * SHORT else _digest(value)  # decimal is slow
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
         text = repr(value)
-        return text if len(text) <= SHORT else _digest(text.encode())
+        return text if len(text) <= SHORT else _digest(text)
     return None
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value, each with the suffix that names it, such as ``.x`` or ``[0]``."""
-    if isinstance(value, Mapping):
-        for place, (key, part) in enumerate(value.items()):
-            named = isinstance(key, str | int | bool | float | tuple)
-            yield f"[{key!r}]" if named else f"[{place}]", part
-    elif isinstance(value, list | tuple):
-        yield from ((f"[{place}]", part) for place, part in enumerate(value))
-    elif isinstance(value, set | frozenset):
-        yield from ((f"{{{text}}}", text) for text in sorted(filter(None, map(plain, value))))
-    elif type(value).__name__.endswith("iterator") and type(value).__module__ == "builtins":
-        yield ".position", repr(value.__reduce__()[2:])
-    elif _is_looked_into(value):
-        yield from ((f".{name}", part) for name, part in vars(value).items() if not name.startswith("__"))
-
-
-def _is_looked_into(value: Any) -> bool:
-    if isinstance(value, type) or not hasattr(value, "__dict__") or (callable(value) and not hasattr(value, "forward")):
+def _is_opened(value: Any) -> bool:
+    if callable(value) and not hasattr(value, "forward"):
         return False
-    module = type(value).__module__
-    package = package_of(module)
+    package = home_of(value)
     if package in OURS:
-        return f"{module}.".startswith(INSIDE)
-    return package not in sys.stdlib_module_names and package not in {"numpy", "holdfast", "grpc"}
+        return f"{type(value).__module__}.".startswith(INSIDE)
+    return package not in LIBRARIES - {"torch"} and package != "grpc"
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+def _digest(value: Any) -> str:
+    return digest_of(value)[:16]

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.copy.tensors import local
+from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.optimizers import has_step_hooks, nested
 
 
@@ -82,17 +82,11 @@ class Steppers:
 
     def _count_shared(self, optimizer: torch.optim.Optimizer) -> int:
         of_job = {id(parameter) for parameter in self._parameters}
-        memory = {_memory(parameter) for parameter in self._parameters}
+        memory = {memory_of(parameter) for parameter in self._parameters}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return sum(id(parameter) in of_job or _memory(parameter) in memory for parameter in updated)
+        return sum(id(parameter) in of_job or memory_of(parameter) in memory for parameter in updated)
 
     def _only_wraps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer contains others, all of them known."""
         inside = [each for _, each in nested("", optimizer) if each is not optimizer]
         return bool(inside) and all(id(each) in self._known for each in inside)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; the tensor's id if it has no memory."""
-    part = local(tensor)
-    return part.untyped_storage().data_ptr() or id(tensor)

@@ -10,33 +10,21 @@ A rank that stays keeps its streams. A new rank gets each generator from the fir
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.state.values import encode
+from holdfast.snapshot.state.rng import put, state_of, states
 
 
 def digests(streams: Mapping[str, Any]) -> dict[str, str]:
     """A digest of every generator's state, to compare generators across ranks."""
-    return {name: digest(state) for name, state in streams.items()}
-
-
-def digest(value: Any) -> str:
-    """The first 32 hexadecimal digits of the SHA-256 of `value`: plain values and small tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(encode(value, "", tensors), sort_keys=True)
-    sha = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        content = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        sha.update(f"{name}{tensors[name].dtype}{tuple(tensors[name].shape)}".encode() + content.numpy().tobytes())
-    return sha.hexdigest()[:32]
+    return {name: digest_of(state) for name, state in streams.items()}
 
 
 def alike(ranks: Sequence[Mapping[str, str]]) -> set[str] | None:
@@ -71,7 +59,7 @@ def for_new_rank(
 def seed_of(streams: Mapping[str, Any]) -> int:
     """The seed of torch's generator."""
     generator = torch.Generator()
-    generator.set_state(streams["torch"])
+    put(generator, streams["torch"])
     return generator.initial_seed()
 
 
@@ -81,12 +69,13 @@ def derive(seed: int, coord: str, step: int, like: Mapping[str, Any]) -> dict[st
     Includes one CUDA stream for each that `like` has.
     """
     number = int.from_bytes(hashlib.sha256(f"holdfast {seed} {coord} {step}".encode()).digest()[:8], "big")
-    version, numbers, gauss = random.Random(number).getstate()
-    found: dict[str, Any] = {
-        "python": (version, array("I", numbers).tobytes(), gauss),
-        "numpy": np.random.RandomState(number % (1 << 32)).get_state(legacy=False),
-        "torch": torch.Generator().manual_seed(number).get_state(),
+    made: dict[str, Any] = {
+        "python": random.Random(number),
+        "numpy": np.random.RandomState(number % (1 << 32)),
+        "torch": torch.Generator().manual_seed(number),
     }
+    found = states(made)
     if "cuda" in like:
-        found["cuda"] = [torch.Generator(f"cuda:{i}").manual_seed(number).get_state() for i in range(len(like["cuda"]))]
+        devices = range(len(like["cuda"]))
+        found["cuda"] = [state_of(torch.Generator(f"cuda:{i}").manual_seed(number)) for i in devices]
     return found

@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
-from holdfast.snapshot.state.inputs import tensors_in
 from holdfast.snapshot.state.optimizers import has_step_hooks
+from holdfast.snapshot.state.walk import tensors_in
 from holdfast.snapshot.step.graphs import Graphs, capturing
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"

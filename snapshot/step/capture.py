@@ -28,6 +28,7 @@ from holdfast.snapshot.copy.witness import WatchedPieces, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.completeness import check_complete
+from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.manifest import Manifest
@@ -350,9 +351,9 @@ def read_state(early: Tree) -> Tree:
         if kind == "streams":
             continue  # streams of absent ranks, from which nobody draws
         if isinstance(part, dict):
-            found |= {f"{kind} {name}": streams.digest(value) for name, value in part.items()}
+            found |= {f"{kind} {name}": digest_of(value) for name, value in part.items()}
         else:
-            found[kind] = streams.digest(part)
+            found[kind] = digest_of(part)
     return found
 
 

@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import data as torch_data
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.state import own_generators, rng
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Stateful, Tree
 from holdfast.snapshot.step import meaning
-from holdfast.snapshot.step.looks import digest_of
 from holdfast.snapshot.step.meaning import Meaning
 
 ELSEWHERE = {"elsewhere": True}
@@ -138,7 +137,7 @@ class Data:
         self._heartbeat = heartbeat
         self._over = over
         self._held = held
-        self._place = _Place(start=_generators()) if held is None else _read(held, name)
+        self._place = _Place(start=rng.capture()) if held is None else _read(held, name)
         self._turn: object | None = None
         self._left = False  # the pass was left by `break`; it is finished as soon as anything else happens
         self._given: Tree | None = None
@@ -159,7 +158,7 @@ class Data:
         self._meaning = self._meaning_of(source)
         self._source = source
         self._draws = _may_draw(source)
-        self._own = own_generators.find(source)
+        self._own = rng.find(source)
 
     def _meaning_of(self, source: Any) -> Meaning:
         if not _is_stateful(source):
@@ -225,7 +224,7 @@ class Data:
     def _pass(self, turn: object) -> Iterator[Any]:
         iterator = None
         expected = ""
-        self._own = own_generators.find(self._source)
+        self._own = rng.find(self._source)
         while self._turn is turn:
             held, self._held = self._held, None
             self._given, self._asked, self._batch_digest = self._now() if held is None else dict(held), False, ""
@@ -248,7 +247,7 @@ class Data:
                     self._over()
                     return
                 expected = ""
-                self._batch_digest = digest_of(batch)
+                self._batch_digest = digest_of_batch(batch)
                 if self._asked:
                     self.state()  # completes the state that was asked for at the mark
                 self._begin()
@@ -271,8 +270,8 @@ class Data:
         """The iterator of a new pass."""
         place = self._place
         place.under_way = True
-        place.start = _generators()
-        place.own_start = own_generators.capture(self._own)
+        place.start = rng.capture()
+        place.own_start = rng.states(self._own)
         return self._open(self._source)
 
     def _finish(self) -> None:
@@ -296,10 +295,10 @@ class Data:
         """The next batch. If it draws from the global generators, notes their states before. Raises `StopIteration`."""
         if not self._draws:
             return next(iterator)
-        before = _generators()
+        before = rng.capture()
         batch = next(iterator)
         place = self._place
-        if place.taken and not _same(before, _generators()):
+        if place.taken and not rng.alike(before, rng.capture()):
             remembered = REMEMBERED if self._ahead is None else self._ahead + 1
             place.drawn = [*place.drawn, [place.taken, before]][-remembered:]
         return batch
@@ -309,17 +308,17 @@ class Data:
         independently of the others."""
         if self._indices is not None:
             return self._indices.history
-        return digest_of((history, look))
+        return digest_of_batch((history, look))
 
     def _fetched(self) -> str:
         """Identifies the batch just read, and the random numbers drawn to read it."""
-        return f"{self._batch_digest}:{_digest(_generators())}"
+        return f"{self._batch_digest}:{_digest(rng.capture())}"
 
     def _now(self) -> Tree:
         if self._left:
             self._finish()
         place = self._place
-        place.own = own_generators.capture(self._own)
+        place.own = rng.states(self._own)
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
         if self._meaning.told and (place.under_way or not _is_loader(self._source)):
             place.loader = _without_tensors(copy.deepcopy(self._source.state_dict()))
@@ -372,15 +371,15 @@ class Data:
         """Bring `source` between two passes."""
         if told:
             source.load_state_dict(_with_tensors(self._place.loader))
-        own_generators.restore(own_generators.find(source), self._place.own, f"data {self.name!r}")
+        rng.put_back(rng.find(source), self._place.own, f"data {self.name!r}")
 
     def _rebuild(self, source: Any, *, told: bool, checked: bool) -> Iterator[Any]:
         """An iterator of `source`, in the middle of a pass. `checked`: whether its next batch will be compared."""
-        place, owner, own = self._place, f"data {self.name!r}", own_generators.find(source)
+        place, owner, own = self._place, f"data {self.name!r}", rng.find(source)
         before = rng.capture()
         try:
-            own_generators.restore(own, place.own_start, owner)
-            rng.restore(_with_tensors(place.start))
+            rng.put_back(own, place.own_start, owner)
+            rng.restore(place.start)
             if told:
                 source.load_state_dict(_with_tensors(place.loader))
             iterator = self._open(source)
@@ -388,7 +387,7 @@ class Data:
                 self._read_again(iterator, checked)
             elif self._indices is not None:
                 self._indices.history = place.history
-            own_generators.restore(own, place.own, owner)
+            rng.put_back(own, place.own, owner)
         finally:
             rng.restore(before)
         return iterator
@@ -403,7 +402,7 @@ class Data:
         batch, history = None, ""
         for number in range(place.taken):
             if number in drawn:
-                rng.restore(_with_tensors(drawn[number]))
+                rng.restore(drawn[number])
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -412,10 +411,10 @@ class Data:
                     f"of pass {place.epoch}: give the job the data that it had"
                 ) from None
             self._heartbeat()
-            history = self._told(history, "" if self._indices is not None else digest_of(batch))
+            history = self._told(history, "" if self._indices is not None else digest_of_batch(batch))
         if self._ahead is None and history != place.history:
             self._complain("its batches differ from those of the earlier run" + (DRAWN if place.drawn else ""))
-        elif not checked and digest_of(batch) != place.last:
+        elif not checked and digest_of_batch(batch) != place.last:
             self._complain(f"batch {place.taken} of pass {place.epoch} differs from that of the earlier run")
 
     def _first(self, iterator: Iterator[Any], expected: str) -> Any:
@@ -434,7 +433,7 @@ class Data:
             batch = self._fetch(iterator)
         except StopIteration:
             return _NONE, f"{where} is not there any more"
-        self._batch_digest = digest_of(batch)
+        self._batch_digest = digest_of_batch(batch)
         if self._fetched() == expected:
             return batch, ""
         if self._batch_digest == expected.partition(":")[0]:
@@ -476,7 +475,7 @@ class _Indices:
 
     def __next__(self) -> Any:
         index = next(self._rest)
-        self.history = digest_of((self.history, index))
+        self.history = digest_of_batch((self.history, index))
         return index
 
 
@@ -572,20 +571,6 @@ def _with_tensors(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _generators() -> Tree:
-    """The states of the global generators."""
-    packed: Tree = _without_tensors(rng.capture())
-    return packed
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
-
-
 def _digest(generators: Tree) -> str:
     """A digest of the CPU's generators: one on a device may not be there yet."""
-    return digest_of([generators["python"], generators["numpy"], generators["torch"]["bytes"].tobytes()])
+    return digest_of(rng.on_host(generators))

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.utils import data as torch_data
 
-from holdfast.snapshot.state import own_generators, rng
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.digests import digest_of_batch
 from holdfast.snapshot.state.live import Stateful, Tree
-from holdfast.snapshot.step.looks import digest_of
 
 END = "end"
 """What is read after the last batch."""
@@ -46,13 +46,13 @@ def examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
 
     Leaves `source` and all random generators as they are. Errors while batches are read are raised.
     """
-    own = own_generators.find(source)  # a copy may share the data set, and with it its generators
-    before, own_before = rng.capture(), own_generators.capture(own)
+    own = rng.find(source)  # a copy may share the data set, and with it its generators
+    before, own_before = rng.capture(), rng.states(own)
     try:
         return _examine(source, heartbeat)
     finally:
         rng.restore(before)
-        own_generators.restore(own, own_before, "data")
+        rng.put_back(own, own_before, "data")
 
 
 def copy_of(source: Any) -> Any:
@@ -82,14 +82,14 @@ def _examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
         failed = ""
     second = plain.read()
     later = plain.begin()
-    after = digest_of(plain.state()) if later == second else ""  # batches that are equal do not tell places apart
+    after = digest_of_batch(plain.state()) if later == second else ""  # batches that are equal do not tell places apart
     anew = later == first
     if failed:
         return Meaning(told=False, anew=anew, why=failed)
     try:
         told.source.load_state_dict(copy.deepcopy(place))
         leads = told.begin(at_first) == second
-        lasts = told.begin() != later or (bool(after) and digest_of(told.state()) != after)
+        lasts = told.begin() != later or (bool(after) and digest_of_batch(told.state()) != after)
     except Exception as error:  # as above
         return Meaning(told=False, anew=anew, why=f"its load_state_dict fails: {error!r}")
     if not leads:
@@ -110,7 +110,7 @@ class _Trial:
 
     def generators(self) -> tuple[Tree, Tree]:
         """The states of the global generators, and of the source's own."""
-        return rng.capture(), own_generators.capture(own_generators.find(self.source))
+        return rng.capture(), rng.states(rng.find(self.source))
 
     def begin(self, generators: tuple[Tree, Tree] | None = None) -> str:
         """The first batch of a new iterator, which is made with the generators as they were at first. `generators`: as
@@ -125,7 +125,7 @@ class _Trial:
         """The next batch."""
         self._heartbeat()
         try:
-            return digest_of(next(self._iterators[-1]))
+            return digest_of_batch(next(self._iterators[-1]))
         except StopIteration:
             return END
 
@@ -134,4 +134,4 @@ class _Trial:
 
     def _put(self, generators: tuple[Tree, Tree]) -> None:
         rng.restore(generators[0])
-        own_generators.restore(own_generators.find(self.source), generators[1], "data")
+        rng.put_back(rng.find(self.source), generators[1], "data")

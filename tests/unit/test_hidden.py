@@ -62,7 +62,7 @@ def test_tensors_in_attributes_are_found_and_what_is_captured_is_not() -> None:
     vars(optim)["momentum_of_mine"] = {"w": torch.zeros(2)}
     found = untracked([("model0", model), ("optim0", optim)], model.parameters())
     of_one = ["means['x']", "history[0][0]", "noise"]
-    assert found == [*(f"model0.{i}.{name}" for i in (1, 2) for name in of_one), "optim0.momentum_of_mine['w']"]
+    assert found == sorted([*(f"model0.{i}.{n}" for i in (1, 2) for n in of_one), "optim0.momentum_of_mine['w']"])
 
 
 def test_the_hook_reports_what_it_does_not_capture(arena: Path) -> None:

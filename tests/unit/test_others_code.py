@@ -14,7 +14,7 @@ from holdfast import ConfigError, InMemorySnapshot
 from holdfast.integrations.adapters.base import settles_late
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.snapshot.copy.tensors import empty_restrided, strides_of
-from holdfast.snapshot.state.inputs import tensors_in
+from holdfast.snapshot.state.walk import tensors_in
 from tests.unit.test_beginning import STEPS, STOP, Job, Simple, counted, life, plain, trial, warnings_of
 
 pytestmark = pytest.mark.usefixtures("arena")

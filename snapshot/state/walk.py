@@ -1,0 +1,277 @@
+"""The one way through objects: everything that a value holds, each with the path to it.
+
+============================  ==================================  =======================================
+Kind                          What is followed                    Path
+============================  ==================================  =======================================
+mapping                       its values                          ``['key']``, or ``[3]`` for its place
+list, tuple, deque            its items                           ``[3]``
+set                           its items, if they sort             ``{'item'}``
+iterator of a container       its position                        ``.position``
+any other object              attributes, also those in slots     ``.name``
+function, method, partial     what it refers to                   ``.name``
+tensor, array, number, text,  nothing
+generator, class, module
+============================  ==================================  =======================================
+
+Containers are always opened, other objects if the caller says so. Everything nearer comes first, so that the limits cut
+off what is far, and a path is the shortest one. No property, no ``__getattr__`` and no ``repr`` of an object is called:
+these may change what they are asked about, or hold an address.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+DEEPEST = 10
+"""How many levels are opened."""
+
+MOST = 10_000
+"""Maximum number of containers and objects that are opened."""
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+
+PARTS = frozenset({"snapshot", "smp_daemon", "ec", "integrations", "chaos"})
+"""Parts of holdfast that count as packages of their own."""
+
+CLOSED = frozenset({"numpy", "holdfast", *(f"holdfast.{part}" for part in PARTS - {"chaos"})})
+"""Packages whose objects lead nowhere, or everywhere, as a hook does."""
+
+LIBRARIES = CLOSED | sys.stdlib_module_names | {"torch"}
+"""Packages whose functions and classes do not refer to generators of the user."""
+
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
+_LEAVES = (*_PLAIN, *GENERATORS, bytearray, memoryview, type, types.ModuleType, torch.Tensor, np.ndarray, torch.dtype)
+_CODE = (types.FunctionType, types.MethodType, functools.partial)
+
+Parts = Iterable[tuple[str, Any]]
+
+
+def walk(
+    roots: Parts,
+    into: Callable[[Any], bool],
+    *,
+    once: bool = True,
+    code: bool = False,
+    skipped: Collection[str] = (),
+    longest: int | None = None,
+    thinned: int | None = None,
+    deepest: int = DEEPEST,
+    most: int = MOST,
+) -> Iterator[tuple[str, Any, Any]]:
+    """The named `roots` and everything in them: the path, the value, and what holds it; None holds the roots.
+
+    Args:
+        into: whether to open an object that is no container. Each caller has its own reason to stop somewhere.
+        once: open an object at the first place where it is found only. Without it, values that are equal give the same
+            whichever of their parts are shared, as a digest needs; `deepest` ends what refers to itself.
+        code: follow functions and attributes of classes, too. Numbers there are no state, but generators are.
+        skipped: names of attributes that are not followed.
+        longest: containers with more entries are not opened: they are data.
+        thinned: of longer lists and tuples only about as many entries are followed, spread evenly: a sample will do.
+    """
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    todo = deque((path, value, None, 0) for path, value in roots)
+    while todo and most:
+        path, value, holder, depth = todo.popleft()
+        yield path, value, holder
+        opened = _of(type(value)).opened
+        if opened is None or depth == deepest or id(value) in seen:
+            continue
+        if opened is not _attributes:
+            if opened is _referred:
+                if not (code and into(value)):
+                    continue
+            elif longest is not None and opened is not _position and len(value) > longest:
+                continue
+            parts = opened(value)
+            if thinned is not None and opened is _items and len(value) > thinned:
+                parts = islice(parts, 0, None, len(value) // thinned)
+        elif into(value):
+            parts = _attributes(value, skipped, code)
+        else:
+            continue
+        most -= 1
+        if once:
+            seen[id(value)] = value
+        todo.extend([(path + name, part, value, depth + 1) for name, part in parts])
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in containers and in attributes of objects. Callables, such as modules, are no data."""
+    found = walk([("", value)], lambda each: not callable(each))
+    return (part for _, part, _ in found if isinstance(part, torch.Tensor))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random generator that has a state."""
+    return _of(type(value)).is_generator
+
+
+def is_captured_as_such(value: Any) -> bool:
+    """Whether an object is a model or an optimizer."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def package_of(module: object) -> str:
+    """``torch`` for ``torch.nn.init``, ``holdfast.ec`` for ``holdfast.ec.codec``, ``holdfast`` for ``holdfast.cli``."""
+    first, _, rest = str(module).partition(".")
+    part = rest.partition(".")[0]
+    return f"{first}.{part}" if first == "holdfast" and part in PARTS else first
+
+
+def home_of(value: Any) -> str:
+    """The package that a function, or the class of any other object, comes from."""
+    return package_of(value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__)
+
+
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Whether a package is installed or part of Python, as opposed to the user's own code."""
+    if package in sys.stdlib_module_names:
+        return True
+    place = getattr(sys.modules.get(package), "__file__", None) or ""
+    return any(place.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+
+
+def is_users_own(value: Any) -> bool:
+    """Whether an object, that is neither a model nor an optimizer, or a function comes from the user's own code."""
+    if isinstance(value, types.MethodType | functools.partial):
+        return True  # what it is made of is looked at one by one
+    package = home_of(value)
+    return package not in LIBRARIES and not is_installed(package) and not is_captured_as_such(value)
+
+
+def referred(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The objects that a function refers to besides its arguments."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:
+            continue  # the cell is still empty
+    known = function.__globals__
+    yield from ((f".{name}", known[name]) for name in _global_names(function.__code__) if name in known)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+class _Learned(NamedTuple):
+    """What is known of a class.
+
+    Attributes:
+        opened: gives the parts of an instance; None: it is opened by nobody.
+        slots: those that class statements have made. Those of builtin classes may create what they return.
+    """
+
+    kind: type
+    opened: Callable[..., Parts] | None
+    is_generator: bool
+    slots: list[types.MemberDescriptorType]
+
+
+_known: dict[int, _Learned] = {}
+"""By id, since a class whose metaclass compares need not be hashable; with the class, so that no id is reused."""
+
+
+def _of(kind: type) -> _Learned:
+    known = _known.get(id(kind))
+    if known is not None:
+        return known
+    if len(_known) >= MOST:
+        _known.clear()  # of a process that makes classes again and again
+    made = [vars(each) for each in kind.__mro__ if "__slots__" in vars(each)]
+    slots = [part for each in made for part in each.values() if isinstance(part, types.MemberDescriptorType)]
+    generates = issubclass(kind, GENERATORS) and not issubclass(kind, random.SystemRandom)
+    _known[id(kind)] = learned = _Learned(kind, _opener_of(kind), generates, slots)
+    return learned
+
+
+def _opener_of(kind: type) -> Callable[..., Parts] | None:
+    if issubclass(kind, _LEAVES):
+        return None
+    if issubclass(kind, Mapping):
+        return _values
+    if issubclass(kind, list | tuple | deque):
+        return _items
+    if issubclass(kind, set | frozenset):
+        return _members
+    if issubclass(kind, _CODE):
+        return _referred
+    return _position if kind.__name__.endswith("iterator") and kind.__module__ == "builtins" else _attributes
+
+
+def _values(value: Mapping[Any, Any]) -> Parts:
+    for place, (key, part) in enumerate(value.items()):
+        yield f"[{key!r}]" if is_plain(key) else f"[{place}]", part
+
+
+def _items(value: Iterable[Any]) -> Parts:
+    return ((f"[{place}]", part) for place, part in enumerate(value))
+
+
+def _members(value: Collection[Any]) -> Parts:
+    """Nothing if they have no order that is the same in every run."""
+    return sorted((f"{{{part!r}}}", part) for part in value) if all(map(is_plain, value)) else ()
+
+
+def _position(value: Any) -> Parts:
+    return [(".position", value.__reduce__()[2:])]
+
+
+def _referred(value: Any) -> Parts:
+    if isinstance(value, functools.partial):
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [(".__self__", value.__self__), (".__func__", value.__func__)]
+    return referred(value) if package_of(value.__module__) not in LIBRARIES else ()
+
+
+def _attributes(value: Any, skipped: Collection[str], code: bool) -> Parts:
+    for name, part in attributes(value):
+        if name not in skipped and not name.startswith("__"):
+            yield f".{name}", part
+    if code:
+        for kind in type(value).__mro__:
+            yield from of_class(kind)
+
+
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """An object's own attributes, those in slots included."""
+    try:
+        yield from list(object.__getattribute__(value, "__dict__").items())
+    except AttributeError:
+        pass  # it has slots only, or is of a builtin class
+    for slot in _of(type(value)).slots:
+        try:
+            yield slot.__name__, slot.__get__(value)
+        except AttributeError:
+            continue  # nothing was assigned yet
+
+
+def of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """The attributes of one class of the user, methods included."""
+    if package_of(kind.__module__) not in LIBRARIES:
+        yield from ((f".{name}", part) for name, part in vars(kind).items() if not name.startswith("__dict"))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, or a tuple of these: its ``repr`` is the same in every run."""
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):  # a nested function or comprehension
+            yield from _global_names(inner)
