@@ -27,6 +27,7 @@ from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.resume.comparison import ENV as DRIFT_ENV
 from holdfast.snapshot.state.audit import AuditOrders
+from holdfast.snapshot.state.reach import GENERATOR
 
 RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
 KILLED = RUNS[2:4]
@@ -39,7 +40,6 @@ GLOBAL_GENERATORS = {
     "random.torch": "torch's CPU generator",
     "random.cuda": "a generator of a CUDA device",
 }
-OWN_GENERATORS = ("torch.Generator ", "numpy.random.", "random.Random ")
 """Prefixes of the noted values of generators that are not global."""
 
 NOTHING = "nothing"
@@ -329,7 +329,7 @@ def drift(difference: Difference) -> str | None:
             "snap.data(loader), or call snap.begin() at the top of the loop. Outside of an audit such a job is refused "
             "when it is started again"
         )
-    if difference.expected.startswith(OWN_GENERATORS):
+    if difference.expected.startswith(GENERATOR):
         return (
             f"{difference.name} is a generator of the job's own, and nobody puts it back: if only a loader draws from "
             "it, use snap.data(loader); else give its state to snap.track(...)"
@@ -344,7 +344,7 @@ def distinct(differences: Iterable[Difference]) -> list[Difference]:
         by_name.setdefault(difference.name, difference)
     by_value: dict[tuple[str, str], Difference] = {}
     for difference in sorted(by_name.values(), key=lambda difference: len(difference.name)):
-        tensor = difference.expected.startswith(("torch.", *OWN_GENERATORS))
+        tensor = difference.expected.startswith(("torch.", GENERATOR))
         key = (difference.expected, difference.found) if tensor else (difference.name, "")
         by_value.setdefault(key, difference)
     return sorted(by_value.values(), key=lambda difference: (difference.step, difference.rank, difference.name))

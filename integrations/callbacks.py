@@ -7,17 +7,16 @@ trainer's checkpoints, if at all, by means of its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from holdfast.hook import InMemorySnapshot
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.copy.tensors import local
-
-DEEPEST = 3
-"""How many levels of nested containers in attributes are searched."""
+from holdfast.snapshot.copy.tensors import is_dense, local, memory_of
+from holdfast.snapshot.state.digests import elements_of
+from holdfast.snapshot.state.walk import is_users_own, walk
 
 SAMPLE = 256
 """Number of elements of each tensor that are compared."""
@@ -39,10 +38,10 @@ def keep_averages(snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: St
     """
     held = _memory_of(snap)
     for name, callback in _named(callbacks).items():
-        asked = held | {_memory(tensor) for _, tensor in _inside("", state_of(callback))}
+        asked = held | {memory_of(tensor) for _, tensor in _inside("", state_of(callback))}
         for place, kept in _kept(callback):
             tensors = kept.values() if isinstance(kept, dict) else (tensor for _, tensor in _tensors_of(kept))
-            memory = {_memory(tensor) for tensor in tensors}
+            memory = {memory_of(tensor) for tensor in tensors}
             if memory and not memory & asked:
                 held |= memory
                 snap.track(f"{name}{place}", tensors=kept, changes="after step")
@@ -69,7 +68,7 @@ class Overlooked:
         self._turn += 1
         if self._turn & (self._turn - 1):
             return
-        now = {name: _sample(tensor) for name, tensor in self._found()}
+        now = {name: elements_of(tensor, SAMPLE) for name, tensor in self._found() if is_dense(local(tensor))}
         changed = sorted(name for name in now if now[name] != self._seen.get(name, now[name]))
         self._seen |= now
         if changed:
@@ -89,10 +88,10 @@ class Overlooked:
             return
         held = _memory_of(snap)
         for name, callback in self._named.items():
-            asked = held | {_memory(tensor) for _, tensor in _inside("", self._state_of(callback))}
+            asked = held | {memory_of(tensor) for _, tensor in _inside("", self._state_of(callback))}
             for place, value in vars(callback).items():
                 for each, tensor in _inside(f"{name}.{place}", value):
-                    if _memory(tensor) not in asked:
+                    if memory_of(tensor) not in asked:
                         yield each, tensor
 
 
@@ -127,34 +126,13 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _inside(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, torch.nn.Module):
-        yield from ((f"{name}.{inner}", tensor) for inner, tensor in _tensors_of(value))
-    elif depth < DEEPEST and isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _inside(f"{name}[{key!r}]", part, depth + 1)
-    elif depth < DEEPEST and isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            yield from _inside(f"{name}[{i}]", part, depth + 1)
+def _inside(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, part, _ in walk([(name, value)], is_users_own):
+        if isinstance(part, torch.Tensor):
+            yield path, part
+        elif isinstance(part, torch.nn.Module):
+            yield from ((f"{path}.{inner}", tensor) for inner, tensor in _tensors_of(part))
 
 
 def _memory_of(snap: InMemorySnapshot) -> set[int]:
-    return {_memory(item.tensor) for item in snap._adapter.tensors()}
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """A key that is the same for tensors that share memory."""
-    if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
-        return local(tensor).untyped_storage().data_ptr()
-    return id(tensor)
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    """The bytes of some elements, evenly spread over the tensor."""
-    if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
-        return b""
-    flat = local(tensor).detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].contiguous().cpu()
-    return some.view(torch.uint8).numpy().tobytes()
+    return {memory_of(item.tensor) for item in snap._adapter.tensors()}

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.state.values import packed, unpacked
 from holdfast.snapshot.state.walk import tensors_in
 
 MOST = 10_000
@@ -26,7 +27,6 @@ LARGEST = 64 << 20
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LISTS = (list, tuple, set, deque)
 _MAPPINGS = (dict, defaultdict, OrderedDict)
-_TENSOR = "holdfast.tensor"
 
 
 class SubclassState:
@@ -58,13 +58,13 @@ class SubclassState:
             value = vars(self._trainer)[name]
             items = _items(value)
             if items is not None and not _same(items, self._at_first.get(name)):
-                found[name] = _pack(value)
+                found[name] = packed(value)
         return found
 
     def put(self, held: dict[str, Any]) -> None:
         """Put the values back, into the containers that are there."""
         for name, value in held.items():
-            setattr(self._trainer, name, _put(getattr(self._trainer, name, None), value, self._trainer.args.device))
+            setattr(self._trainer, name, unpacked(value, self._trainer.args.device, getattr(self._trainer, name, None)))
 
     def check(self, tracked: set[str]) -> None:
         """A step begins. Looks only at calls 1, 2, 4, 8 and so on.
@@ -135,36 +135,3 @@ def _same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]] | None) ->
         and len(items) == len(others)
         and all(one[0] is other[0] and one[1] == other[1] for one, other in zip(items, others, strict=True))
     )
-
-
-def _pack(value: Any) -> Any:
-    """`value` with bytes for tensors. As leaves of the slot, each new size would need a new layout."""
-    if type(value) is torch.Tensor:
-        octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return {_TENSOR: value.dtype, "shape": list(value.shape), "bytes": octets, "host": value.device.type == "cpu"}
-    if type(value) in _LISTS:
-        return type(value)(map(_pack, value))
-    if type(value) in _MAPPINGS:
-        return {key: _pack(part) for key, part in value.items()}
-    return value
-
-
-def _put(there: Any, held: Any, device: torch.device) -> Any:
-    """What `_pack` was given. Mappings and deques that are there are filled anew: they know more than their items."""
-    if isinstance(held, dict) and _TENSOR in held:
-        made = torch.empty(held["shape"], dtype=held[_TENSOR])
-        made.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(held["bytes"]))
-        return made if held["host"] else made.to(device)
-    if isinstance(held, dict):
-        filled: Any = there if type(there) in _MAPPINGS else {}
-        items = {key: _put(filled.get(key), part, device) for key, part in held.items()}
-        filled.clear()
-        filled.update(items)
-        return filled
-    if isinstance(held, deque) and isinstance(there, deque):
-        there.clear()
-        there.extend(_put(None, part, device) for part in held)
-        return there
-    if isinstance(held, list | tuple | set | deque):
-        return type(held)(_put(None, part, device) for part in held)
-    return held

@@ -276,16 +276,10 @@ class OldManifest:
         """The manifest of `shard`. Reads and digests the leaves that only this rank holds.
 
         Raises:
-            StateMismatch: the shard was written by a version that did not note which parts of a whole tensors are.
             IncompleteSnapshot: it lacks something that it lists.
         """
         early, late, fixed = shard.values()
         check_complete(fixed, late, whole_leaves(shard.form, shared_leaves(shard.record)).keys())
-        if "blocks" not in shard.record[FIXED]:
-            raise StateMismatch(
-                f"the snapshot of {shard.coord} was taken by an older holdfast and cannot be resharded: "
-                "start with the same parallel sizes"
-            )
         shared, blocks = shared_leaves(shard.record), shard.record[FIXED]["blocks"]
         tensors = {name: place for name, place in shard.form.offsets.items() if not is_of_record(name)}
         encoded = shard.record[LATE].get("optim", [])

@@ -20,7 +20,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.settings import AUDIT
-from holdfast.snapshot.state import rng
+from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.reach import Theirs, plain, reachable
 
 DRAIN_DEADLINE_S = 10.0
@@ -108,7 +108,7 @@ class Auditor:
             return
         self._settled = step
         values = reachable(sys._getframe(1), self._theirs)
-        values |= {f"random.{name}": _text(state) for name, state in rng.capture().items()}
+        values |= {f"random.{name}": digest for name, digest in streams.digests(rng.capture()).items()}
         self._note({"step": step, "values": values, "protected": self._protected()})
 
     def before_step(self, step: int) -> None:
@@ -145,14 +145,7 @@ class Auditor:
 
     def _saw_outputs(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         found = outputs if isinstance(outputs, tuple | list) else [outputs]
-        self._outputs += [_text(each) for each in found if isinstance(each, torch.Tensor)]
+        self._outputs += [plain(each) or "" for each in found if isinstance(each, torch.Tensor)]
 
     def _note(self, what: dict[str, Any]) -> None:
         self._file.write(json.dumps(what) + "\n")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return str([_text(part) for part in value])
-    text = plain(value)
-    return text if text is not None else plain(repr(value)) or ""

@@ -7,6 +7,8 @@ have equal digests whichever process made them.
 from __future__ import annotations
 
 import hashlib
+import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from holdfast.snapshot.copy.tensors import local, octets
 from holdfast.snapshot.state.rng import state_of
-from holdfast.snapshot.state.walk import is_generator, walk
+from holdfast.snapshot.state.walk import GENERATORS, walk
 
 SAMPLED = 1024
 """About how many elements of each tensor, and of each list, of a batch are compared."""
@@ -42,7 +44,7 @@ def _digest(value: Any, sampled: int | None) -> str:
     found = walk([("", value)], _is_opened, once=False, thinned=sampled, deepest=deepest, most=most)
     for path, part, _ in found:
         kind = type(part)
-        told = _TOLD.get(kind) or _told
+        told = _TOLD.get(id(kind)) or next(filter(None, (_TOLD.get(id(each)) for each in kind.__mro__)))
         digest.update(f"{path} {kind.__qualname__} ".encode("utf-8", "surrogatepass"))
         digest.update(told(part, sampled))
     return digest.hexdigest()
@@ -81,10 +83,6 @@ def _told_array(value: np.ndarray[Any, Any], sampled: int | None) -> bytes:
     return form_of(value).encode() + (b"" if value.dtype.hasobject else part.tobytes())
 
 
-def _told_text(value: str, sampled: int | None) -> bytes:
-    return value.encode("utf-8", "surrogatepass")
-
-
 def _told_number(value: Any, sampled: int | None) -> bytes:
     return (hex(value) if isinstance(value, int) else repr(value)).encode()  # decimal has limits, and is slow
 
@@ -93,33 +91,19 @@ def _told_length(value: Any, sampled: int | None) -> bytes:
     return str(len(value)).encode()
 
 
-_TOLD: dict[type, Callable[[Any, int | None], bytes]] = {
-    **dict.fromkeys((bool, int, float, complex, type(None)), _told_number),
-    **dict.fromkeys((list, tuple, dict, set, frozenset), _told_length),
-    str: _told_text,
+_BY_TYPE: dict[Any, Callable[[Any, int | None], bytes]] = {
+    **dict.fromkeys((bool, int, float, complex, type(None), torch.dtype), _told_number),
+    **dict.fromkeys((list, tuple, dict, set, frozenset, deque), _told_length),
+    **dict.fromkeys((bytes, bytearray, memoryview), lambda value, sampled: bytes(value)),
+    **dict.fromkeys(GENERATORS, lambda value, sampled: digest_of(state_of(value)).encode()),
+    str: lambda value, sampled: value.encode("utf-8", "surrogatepass"),
+    np.generic: lambda value, sampled: b"" if value.dtype.hasobject else str(value.dtype).encode() + value.tobytes(),
     torch.Tensor: _told_tensor,
     np.ndarray: _told_array,
+    random.SystemRandom: lambda value, sampled: b"",
+    object: lambda value, sampled: b"",
 }
-"""What is told of the commonest types; `_told` knows the rest."""
-
-
-def _told(value: Any, sampled: int | None) -> bytes:
-    match value:
-        case torch.Tensor():
-            return _told_tensor(value, sampled)
-        case np.ndarray():
-            return _told_array(value, sampled)
-        case str():
-            return _told_text(value, sampled)
-        case bytes() | bytearray() | memoryview():
-            return bytes(value)
-        case bool() | int() | float() | complex() | torch.dtype():
-            return _told_number(value, sampled)
-        case np.generic():
-            return str(value.dtype).encode() + (b"" if value.dtype.hasobject else value.tobytes())
-        case _ if is_generator(value):
-            return digest_of(state_of(value)).encode()
-    return b""
+_TOLD = {id(kind): told for kind, told in _BY_TYPE.items()}  # a metaclass may compare its classes
 
 
 def _thin(shape: tuple[int, ...], sampled: int) -> tuple[slice, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,22 +32,15 @@ FIRST_LOOKS = 4
 SAMPLED = 64
 """About how many elements of a tensor are compared."""
 
+MOST_OPENED = 1_000_000
+"""Maximum number of containers and objects in attributes that are looked into."""
+
 MOST = 1000
 """The most attributes that are compared at one look, since reading each may wait for a GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The arguments of `register`."""
-
-    get: Callable[[Any], Any] | None
-    set: Callable[[Any, Any], Any] | None
-    tensors: Callable[[Any], dict[str, torch.Tensor]] | None
-    changes: str
-    when: str
-
-
-_registry: dict[type, _Kept] = {}
+_registry: dict[type, Callable[[str, Any], Tracked]] = {}
+"""By class, what makes a `Tracked` of a name and an instance."""
 
 
 def register(
@@ -74,9 +67,13 @@ def register(
     """
     if kind in _registry:
         raise ConfigError(f"{kind.__qualname__} is registered already")
-    kept = _Kept(get, set, tensors, changes, when)
-    _tracked("check", kept, None)
-    _registry[kind] = kept
+
+    def of(name: str, owner: Any) -> Tracked:
+        pull, push = (None if each is None else partial(each, owner) for each in (get, set))
+        return make(name, pull, push, None if tensors is None else tensors(owner), changes, when)
+
+    make("check", get, set, None if tensors is None else {}, changes, when)  # type: ignore[arg-type]
+    _registry[kind] = of
 
 
 def unregister(kind: type) -> None:
@@ -89,7 +86,7 @@ def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
     for name, owner in owners(roots):
         for kind in type(owner).__mro__:
             if kind in _registry:
-                yield _tracked(name.replace(".", "/"), _registry[kind], owner)
+                yield _registry[kind](name.replace(".", "/"), owner)
                 break
 
 
@@ -97,7 +94,8 @@ def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[Any]) -> list
     """Names, sorted, of tensors, arrays and generators in attributes that are not captured: neither these tensors and
     generators, nor views of the tensors; and of sets of such objects, which have no order and so no names."""
     held = {memory_of(each) for each in captured}
-    found = walk((each for name, owner in owners(roots) for each in _attributes(name, owner)), is_users_own)
+    attributes = (each for name, owner in owners(roots) for each in _attributes(name, owner))
+    found = walk(attributes, is_users_own, most=MOST_OPENED)
     return sorted({path for path, value, _ in found if _keeps_state(value) and memory_of(value) not in held})
 
 
@@ -111,7 +109,7 @@ def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[s
     """
     named = list(named)
     but = {id(each) for root in named for each in rng.find(root).values()}
-    return rng.owned(_with_classes(_unnamed(roots, named)), is_users_own, but)
+    return rng.owned(_with_classes(_unnamed(roots, named)), is_users_own, but, most=MOST_OPENED)
 
 
 class ChangingAttributes:
@@ -153,7 +151,7 @@ class ChangingAttributes:
         return [place for place, count in self._in_a_row.items() if count >= self._patience]
 
     def _samples(self) -> Iterator[tuple[str, bytes]]:
-        for path, value, _ in walk(self._compared(), is_users_own):
+        for path, value, _ in walk(self._compared(), is_users_own, most=MOST_OPENED):
             if isinstance(value, bool | int | float | np.generic):
                 yield path, repr(value).encode()
             elif _is_tensor_or_array(value) and memory_of(value) not in self._captured and (part := _sample(value)):
@@ -223,10 +221,3 @@ def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{inner}" if inner else name, module) for inner, module in root.named_modules())
         else:
             yield from nested(name, root, seen)
-
-
-def _tracked(name: str, kept: _Kept, owner: Any) -> Tracked:
-    get = None if kept.get is None else lambda: kept.get(owner)  # type: ignore[misc]
-    put = None if kept.set is None else lambda values: kept.set(owner, values)  # type: ignore[misc]
-    tensors = None if kept.tensors is None else kept.tensors(owner) if owner is not None else {}
-    return make(name, get, put, tensors, kept.changes, kept.when)

@@ -382,5 +382,6 @@ def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 def check_names(what: str, held: Iterable[str], have: Iterable[str]) -> None:
     """Raises `StateMismatch` unless the snapshot and the job name the same parts."""
-    if set(held) != set(have):
-        raise StateMismatch(f"{what} is {sorted(held) or 'none'} in the snapshot, {sorted(have) or 'none'} in this job")
+    before, now = sorted(held), sorted(have)
+    if before != now:
+        raise StateMismatch(f"{what} is {before or 'none'} in the snapshot, {now or 'none'} in this job")

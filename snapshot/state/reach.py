@@ -6,7 +6,6 @@ containers, and attributes of objects, tensors or not. It never uses an object's
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Collection, Mapping
 from types import FrameType
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.snapshot.state.digests import digest_of, form_of
-from holdfast.snapshot.state.walk import LIBRARIES, home_of, is_installed, package_of, walk
+from holdfast.snapshot.state.walk import GENERATORS, LIBRARIES, home_of, is_generator, is_installed, package_of, walk
 
 MOST = 200_000
 """Maximum number of values that are recorded."""
@@ -27,16 +26,10 @@ SHORT = 60
 DEEPEST = 1000
 """How many levels are opened."""
 
-KINDS = {
-    torch.Generator: "torch.Generator",
-    np.random.Generator: "numpy.random.Generator",
-    np.random.RandomState: "numpy.random.RandomState",
-    np.random.BitGenerator: "numpy.random.BitGenerator",
-    random.Random: "random.Random",
-}
-"""Random generators, as they are called in texts."""
+GENERATOR = "generator"
+"""What the text of a random generator begins with."""
 
-COMPUTED_WITH = (torch.Tensor, np.ndarray, *KINDS)
+COMPUTED_WITH = (torch.Tensor, np.ndarray, *GENERATORS)
 """Types of values that the loop computes with; all other leaves are plain values."""
 
 OURS = frozenset(
@@ -133,18 +126,14 @@ class _Looking:
 
 def plain(value: Any) -> str | None:
     """A text that identifies a value, or None if its parts must be looked at one by one."""
-    if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta):
-        return f"{value.layout} {tuple(value.shape)}"
-    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype != object):
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
         return f"{form_of(value)} {_digest(value)}"
-    for kind, called in KINDS.items():
-        if isinstance(value, kind):
-            return f"{called} {_digest(value)}"
-    if isinstance(value, int) and value.bit_length() > SHORT:
-        return hex(value) if value.bit_length() <= 4 * SHORT else _digest(value)  # decimal is slow
+    if is_generator(value):
+        return f"{GENERATOR} {_digest(value)}"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
-        text = repr(value)
-        return text if len(text) <= SHORT else _digest(text)
+        is_long = isinstance(value, int) and value.bit_length() > SHORT  # decimal is slow
+        text = _digest(value) if is_long else repr(value)
+        return text if len(text) <= SHORT else _digest(value)
     return None
 
 

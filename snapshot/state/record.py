@@ -168,7 +168,7 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
     if missing := {EARLY, LATE, FIXED} - record.keys():
         raise ProtocolError(f"the record holds {sorted(record)}, and not {sorted(missing)}")
     fixed = record[FIXED]
-    if not isinstance(fixed, dict) or fixed.keys() - {"blocks", "strides"} != {"state", "shared"}:
+    if not isinstance(fixed, dict) or fixed.keys() != {"state", "shared", "blocks", "strides"}:
         raise ProtocolError("the record does not say what is fixed and what is shared")
     return decode(record[EARLY], tensor), decode(record[LATE], tensor), decode(fixed["state"], tensor)
 
@@ -181,12 +181,9 @@ def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
 def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
     """Give live tensors the strides they had in the snapshot.
 
-    A tensor whose strides differ gets new memory, which the caller must fill. Records of releases that did not note
-    strides change nothing.
+    A tensor whose strides differ gets new memory, which the caller must fill.
     """
-    strides = record[FIXED].get("strides")
-    if strides is None:
-        return
+    strides = record[FIXED]["strides"]
     for item in live:
         empty = empty_restrided(item.tensor, strides.get(item.name))
         if empty is not None:

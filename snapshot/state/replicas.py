@@ -16,11 +16,12 @@ import xxhash
 
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.plain import Count, from_plain
+from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import Sample
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.tensors import flat, leaf_of
+from holdfast.snapshot.copy.tensors import flat, leaf_of, octets
 from holdfast.snapshot.state.live import LiveTensor
 from holdfast.snapshot.state.shares import Part, missing, parse_part, part_name, same_on_all, share
 
@@ -56,7 +57,7 @@ class Sharing:
         def values() -> list[int]:
             """For each set the digest and its negative: their minima are opposite if all digests are alike."""
             values = [1 << 62] * 2 * self.sets
-            found = 0 if sample is None else xxhash.xxh3_64_intdigest(sample.read().data) >> 2
+            found = 0 if sample is None else digest(sample.read().data) >> 2
             values[2 * self.number : 2 * self.number + 2] = [found, -1 if sample is None else -found]
             return values
 
@@ -108,7 +109,7 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
     members = [rank for rank, other in enumerate(sets) if other == replica_set]
     items = [item for item in tensors if item.replicated and item.tensor.numel() and item.tensor.is_contiguous()]
     candidates = {item.name: item.tensor for item in items}
-    mine = {item.name: _digest(item.tensor) for item in items} if len(members) > 1 else {}
+    mine = {item.name: digest(octets(item.tensor).cpu().numpy().data) for item in items} if len(members) > 1 else {}
     names = _held_by_all(agreement, mine, members)
     if agreement.minimum([-len(names)])() == [0]:
         return ALONE
@@ -210,7 +211,3 @@ def is_part_of(name: str, shared: Mapping[str, Leaf]) -> bool:
     """Whether the leaf `name` of a slot is a shared leaf, or a part of one."""
     part = parse_part(name)
     return name in shared or (part is not None and part[0] in shared)
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(flat(tensor).view(torch.uint8).cpu().numpy().data)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, local
 from holdfast.snapshot.state.live import Change, Container, LiveTensor
+from holdfast.snapshot.state.optimizers import check_names
 
 CHANGES = {"any": Change.ANY, "after step": Change.STEP, "step": Change.STEP, "never": Change.STEP}
 WHEN = ("forward", "step")
@@ -100,11 +101,7 @@ def values(tracked: Mapping[str, Tracked], *, late: bool) -> dict[str, Any]:
 
 def check(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
     """Raises `StateMismatch` unless the snapshot and the job have plain values of the same pieces."""
-    have = {name for name, part in tracked.items() if part.get is not None}
-    if have != held.keys():
-        raise StateMismatch(
-            f"tracked is {sorted(held) or 'none'} in the snapshot, {sorted(have) or 'none'} in this job"
-        )
+    check_names("tracked", held, (name for name, part in tracked.items() if part.get is not None))
 
 
 def load(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ replaced by their name, so that they are stored as leaves of the slot.
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import math
 import re
@@ -18,11 +19,12 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
-from holdfast.snapshot.copy.tensors import empty_restrided, strides_of
+from holdfast.snapshot.copy.tensors import empty_restrided, octets, strides_of
 
 LONGEST_JSON_INT = 4096
 """In bits. Longer integers are stored in hexadecimal: Python refuses decimal numbers of more than 4300 digits."""
 
+_PACKED = "holdfast.tensor"
 _NUMBER_TYPE = re.compile(r"[<>|=][biufc][1-9][0-9]?")
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
@@ -174,3 +176,41 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+def packed(value: Any) -> Any:
+    """`value` with arrays of bytes for the tensors in it. As leaves of the slot, tensors that come and go, or change
+    their size, would each time need a new layout."""
+    if isinstance(value, torch.Tensor):
+        data = octets(value.detach().cpu().contiguous()).numpy()
+        return {_PACKED: value.dtype, "shape": list(value.shape), "bytes": data, "host": value.device.type == "cpu"}
+    if isinstance(value, dict):
+        return {key: packed(part) for key, part in value.items()}
+    return type(value)(map(packed, value)) if type(value) in (list, tuple, set, deque) else value
+
+
+def unpacked(held: Any, device: torch.device | None = None, there: Any = None) -> Any:
+    """A copy of what `packed` was given.
+
+    Args:
+        device: where tensors go that were not on the host; None: they stay there.
+        there: filled anew and returned if it is a dict or a deque, like `held`: it knows more than its items.
+    """
+    if isinstance(held, dict) and _PACKED in held:
+        made = torch.empty(held["shape"], dtype=held[_PACKED])
+        octets(made).copy_(torch.from_numpy(held["bytes"]))
+        return made if held["host"] or device is None else made.to(device)
+    if isinstance(held, dict):
+        filled = there if isinstance(there, dict) else {}
+        items = {key: unpacked(part, device, filled.get(key)) for key, part in held.items()}
+        filled.clear()
+        filled.update(items)
+        return filled
+    if type(held) not in (list, tuple, set, deque):
+        return copy.deepcopy(held)
+    parts = (unpacked(part, device) for part in held)
+    if isinstance(held, deque) and isinstance(there, deque):
+        there.clear()
+        there.extend(parts)
+        return there
+    return type(held)(parts)

@@ -82,11 +82,11 @@ def walk(
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     todo = deque((path, value, None, 0) for path, value in roots)
-    while todo and most:
+    while todo:
         path, value, holder, depth = todo.popleft()
         yield path, value, holder
         opened = _of(type(value)).opened
-        if opened is None or depth == deepest or id(value) in seen:
+        if opened is None or not most or depth == deepest or id(value) in seen:
             continue
         if opened is not _attributes:
             if opened is _referred:
@@ -181,7 +181,7 @@ class _Learned(NamedTuple):
 
 
 _known: dict[int, _Learned] = {}
-"""By id, since a class whose metaclass compares need not be hashable; with the class, so that no id is reused."""
+"""By id, since a metaclass may compare its classes; with the class, so that no id is reused."""
 
 
 def _of(kind: type) -> _Learned:

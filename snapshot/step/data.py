@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Stateful, Tree
+from holdfast.snapshot.state.values import packed, unpacked
 from holdfast.snapshot.step import meaning
 from holdfast.snapshot.step.meaning import Meaning
 
@@ -321,7 +322,7 @@ class Data:
         place.own = rng.states(self._own)
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
         if self._meaning.told and (place.under_way or not _is_loader(self._source)):
-            place.loader = _without_tensors(copy.deepcopy(self._source.state_dict()))
+            place.loader = packed(copy.deepcopy(self._source.state_dict()))
         return place.to_tree()
 
     # ------------------------------------------------------------------ after a restore
@@ -370,7 +371,7 @@ class Data:
     def _between(self, source: Any, *, told: bool) -> None:
         """Bring `source` between two passes."""
         if told:
-            source.load_state_dict(_with_tensors(self._place.loader))
+            source.load_state_dict(unpacked(self._place.loader))
         rng.put_back(rng.find(source), self._place.own, f"data {self.name!r}")
 
     def _rebuild(self, source: Any, *, told: bool, checked: bool) -> Iterator[Any]:
@@ -381,7 +382,7 @@ class Data:
             rng.put_back(own, place.own_start, owner)
             rng.restore(place.start)
             if told:
-                source.load_state_dict(_with_tensors(place.loader))
+                source.load_state_dict(unpacked(place.loader))
             iterator = self._open(source)
             if not told:
                 self._read_again(iterator, checked)
@@ -539,36 +540,6 @@ def _may_draw(source: Any) -> bool:
 
 def _is_of_iterables(loader: Any) -> bool:
     return isinstance(loader.dataset, torch_data.IterableDataset)
-
-
-# ---------------------------------------------------------------------- tensors as plain values
-# Tensors in captured values would be leaves of the slot, and change its layout whenever one comes or goes.
-
-
-def _without_tensors(value: Any) -> Any:
-    match value:
-        case torch.Tensor():
-            octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return {"tensor of": value.dtype, "shape": list(value.shape), "bytes": octets}
-        case dict() if type(value) is dict:
-            return {key: _without_tensors(part) for key, part in value.items()}
-        case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(map(_without_tensors, value))
-    return value
-
-
-def _with_tensors(value: Any) -> Any:
-    """A copy of what `_without_tensors` was given."""
-    match value:
-        case {"tensor of": dtype, "shape": shape, "bytes": octets}:
-            made = torch.empty(shape, dtype=dtype)
-            made.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(octets))
-            return made
-        case dict() if type(value) is dict:
-            return {key: _with_tensors(part) for key, part in value.items()}
-        case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(map(_with_tensors, value))
-    return copy.deepcopy(value)
 
 
 def _digest(generators: Tree) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch, register
-from holdfast.snapshot.state.hidden import unregister, untracked
+from holdfast.snapshot.state.hidden import generators, unregister, untracked
 
 
 class Centred(torch.nn.Module):
@@ -240,6 +241,64 @@ def test_attributes_that_are_tracked_are_not_named(arena: Path, caplog: pytest.L
         for _ in range(9):
             step(snap, model, optim)
     assert not any("not captured" in text for text in warnings_of(caplog))
+
+
+class Noise:
+    """A helper of the user's, with state of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.source = random.Random(seed)
+        self.last = deque([torch.zeros(2)])
+        self.parts = {torch.ones(1)}
+
+
+shared_source = random.Random(7)
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * shared_source.random()
+
+
+class Helped(torch.nn.Module):
+    """Draws from a helper's generator, from one of its class, and from a global one of its program."""
+
+    ours = random.Random(5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise(3)
+        self.scale = scaled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(x) * (self.noise.source.random() + self.ours.random())
+
+
+def test_generators_of_helpers_classes_and_functions_come_back(arena: Path) -> None:
+    def life(count: int, killed: bool) -> list[torch.Tensor]:
+        shared_source.seed(7)
+        Helped.ours.seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), Helped())
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        snap = InMemorySnapshot(model, optim).__enter__()
+        while snap.step < count:
+            step(snap, model, optim)
+        if killed:
+            model(torch.ones(4, 2))
+            assert snap.drain(60)
+        snap.__exit__(RuntimeError if killed else None, RuntimeError("killed") if killed else None, None)
+        return [each.detach().clone() for each in model.parameters()]
+
+    torch.manual_seed(0)
+    whole = life(6, killed=False)
+    torch.manual_seed(0)
+    life(3, killed=True)
+    assert all(map(torch.equal, life(6, killed=False), whole))
+
+
+def test_tensors_of_helpers_and_sets_of_them_are_found() -> None:
+    roots = [("model0", torch.nn.Sequential(Helped()))]
+    names = untracked(roots, generators(roots, []).values())
+    assert names == ["model0.0.noise.last[0]", "model0.0.noise.parts"]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -262,7 +262,7 @@ def test_a_malformed_record_is_refused(record: bytes) -> None:
 
 
 def test_a_record_of_nothing_but_values_is_enough_to_decode_them() -> None:
-    record = {"early": {"a": 1}, "late": {}, "fixed": {"state": {"b": [2]}, "shared": {}}}
+    record = {"early": {"a": 1}, "late": {}, "fixed": {"state": {"b": [2]}, "shared": {}, "blocks": {}, "strides": {}}}
     assert decode_values(record, no_tensor) == ({"a": 1}, {}, {"b": [2]})
     assert shared_leaves(record) == {}
 
