@@ -226,7 +226,7 @@ def _members(value: Collection[Any]) -> Parts:
 
 
 def _position(value: Any) -> Parts:
-    return [(".position", value.__reduce__()[2:])]
+    return [(".position", place) for place in value.__reduce__()[2:]]
 
 
 def _referred(value: Any) -> Parts:

@@ -91,7 +91,7 @@ def test_each_kind_is_followed_by_its_path(value: Any, path: str) -> None:
 def test_an_iterator_of_a_container_is_its_position() -> None:
     places = iter([7, 8, 9])
     next(places)
-    assert paths(places)[".position"] == (1,)
+    assert paths(places)[".position"] == 1
     assert list(places) == [8, 9]
 
 
