@@ -13,8 +13,8 @@ from holdfast.smp_daemon.recovery.fetch import UnitSource
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_record
+from holdfast.snapshot.resume.regions import Held, Index, Region, held_in, leaves_in, plan_reads, range_runs
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
-from holdfast.snapshot.state.shares import Part, missing, parse_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +94,16 @@ def _own(slot: SlotCopy, shared: Mapping[str, Leaf]) -> Iterator[Tensor]:
 
 
 def _together(members: Sequence[SlotCopy], shared: Mapping[str, Leaf]) -> Iterator[Tensor]:
-    parts: dict[str, list[tuple[int, str, int, int]]] = {name: [] for name in shared}
-    each: list[list[Part]] = []
+    held: list[Held] = []
     for slot in members:
-        each.append([])
-        for name, (offset, leaf) in slot.form.offsets.items():
-            if name != RECORD and is_part_of(name, shared):
-                part = Part(*(parse_part(name) or (name, 0, shared[name].elements)))
-                each[-1].append(part)
-                parts[part.name].append((part.start, slot.coord, offset, leaf.bytes))
-    if problems := missing(list(shared.values()), each):
-        raise StateMismatch(f"the replicas' shards do not make up the whole: {'; '.join(problems[:4])}")
+        parts = [leaf for leaf in leaves_in(slot.form) if is_part_of(leaf[0], shared)]
+        held += held_in(slot.coord, parts, shared, {})
+    index = Index(held, [slot.coord for slot in members])
     for name, leaf in shared.items():
-        yield Tensor(
-            name,
-            leaf.dtype,
-            leaf.shape,
-            tuple(where for _, *where in sorted(parts[name])),  # type: ignore[misc]
-        )
+        reads, problem = plan_reads(Region(name, leaf.dtype, leaf.shape, range_runs(0, leaf.elements)), index)
+        if problem:
+            raise StateMismatch(f"the replicas' shards do not make up the whole: {problem}")
+        yield Tensor(name, leaf.dtype, leaf.shape, tuple((read.coord, read.source, read.bytes) for read in reads))
 
 
 # ---------------------------------------------------------------------- plain safetensors

@@ -11,63 +11,54 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import xxhash
 
-from holdfast.smp_daemon.shared.belief import Claim, believe_slot
+from holdfast.smp_daemon.shared.belief import Claim
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.crash_loop import newest_start
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
-from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError, StateMismatch, failure_of
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.logs import about, get_log, some
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
-from holdfast.smp_daemon.shared.plan import RestorePlan
-from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf, SlotFormat
+from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
-from holdfast.snapshot.copy.tensors import Block, flat, leaf_of, read_leaf
+from holdfast.snapshot.copy.tensors import octets
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.reshard import (
+from holdfast.snapshot.resume.attempt import Attempt, SavedShard
+from holdfast.snapshot.resume.regions import (
     Held,
+    HeldLeaf,
     Index,
-    Read,
-    Region,
-    Run,
-    block_runs,
-    plan_reads,
-    range_runs,
+    held_in,
+    leaves_in,
+    plan_fills,
+    refuse_unfit,
     unclaimed,
 )
 from holdfast.snapshot.state import streams
 from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
 from holdfast.snapshot.state.record import (
-    BEGAN,
     LATE,
-    LOOP,
-    decode_values,
-    is_of_record,
-    parse_record,
-    shared_leaves,
-    whole_leaves,
 )
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
-from holdfast.snapshot.state.shares import parse_part
 from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode
 from holdfast.snapshot.step.data import ELSEWHERE
+
+UNITS_KEPT = 16
+"""Number of units that are cached. Reads go through neighbouring units of a shard, and take a few shards in turn."""
 
 UNITS_KEPT = 16
 """Number of units that are cached. Reads go through neighbouring units of a shard, and take a few shards in turn."""
@@ -156,8 +147,9 @@ def stream_owners(old: Collection[str], new: Collection[str], carried: Mapping[s
 # ------------------------------------------------------------------ contents of the old shards
 
 
-class Units:
-    """Reads bytes of any shard of one snapshot. Blocks while they are fetched or computed; not thread-safe.
+class LentShards:
+    """All shards of one snapshot, read through this node's SMP. Blocks while units are fetched or computed; not
+    thread-safe.
 
     Attributes:
         bytes_fetched: bytes that this node's SMP fetched over the network for these reads.
@@ -166,16 +158,17 @@ class Units:
     def __init__(self, client: SmpClient, sources: Sources) -> None:
         client.lend(sources)
         self._client = client
+        self._snapshot = sources.snapshot
         self._layout = sources.layout
-        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._unit = lru_cache(UNITS_KEPT)(self._fetch)
         self.bytes_fetched = 0
 
-    def length(self, coord: str) -> int:
-        """The length of the slot file of `coord`, in bytes."""
-        return self._layout.shard_bytes(coord)
+    def open(self, coord: str) -> SavedShard:
+        """What the shard of `coord` says. Raises as `SavedShard`."""
+        return SavedShard(partial(self.read, coord), Claim.of_shard(self._snapshot, coord, self._layout))
 
     def read(self, coord: str, offset: int, length: int) -> memoryview:
-        """A copy of some bytes of a shard, checked against the digests from when they were sealed."""
+        """A copy of some bytes of a shard."""
         out = memoryview(bytearray(length))
         self.read_into(coord, offset, out)
         return out
@@ -187,7 +180,7 @@ class Units:
             ProtocolError: the shard has no such bytes.
             HoldfastError: they can be neither fetched nor computed.
         """
-        if not 0 <= offset <= offset + out.nbytes <= self.length(coord):
+        if not 0 <= offset <= offset + out.nbytes <= self._layout.shard_bytes(coord):
             raise ProtocolError(f"{out.nbytes} bytes at {offset} are not within the shard of {coord}")
         done = 0
         while done < out.nbytes:
@@ -197,52 +190,20 @@ class Units:
             out[done : done + count] = unit[begin : begin + count]
             done += count
 
-    def _unit(self, coord: str, index: int) -> memoryview:
-        key = coord, index
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        length = min(self._layout.unit_bytes, self.length(coord) - index * self._layout.unit_bytes)
+    def _fetch(self, coord: str, index: int) -> memoryview:
+        length = min(self._layout.unit_bytes, self._layout.shard_bytes(coord) - index * self._layout.unit_bytes)
         unit = memoryview(bytearray(length))
         self.bytes_fetched = self._client.unit(coord, index, unit)
-        self._kept[key] = unit
-        if len(self._kept) > UNITS_KEPT:
-            self._kept.popitem(last=False)
         return unit
 
 
-class OldShard:
-    """One old shard: its format and its record, read and checked.
-
-    Raises (from the constructor):
-        ProtocolError: it is not what a trainer wrote.
-        HoldfastError: it can be neither fetched nor computed.
-    """
-
-    def __init__(self, units: Units, sources: Sources, coord: str) -> None:
-        self.coord = coord
-        self._units = units
-        total = units.length(coord)
-        first = units.read(coord, 0, min(PAGE_BYTES, total))
-        header = units.read(coord, 0, min(8 + int.from_bytes(first[:8], "little"), total))
-        self.form: SlotFormat = believe_slot(header, Claim.of_shard(sources.snapshot, coord, sources.layout))
-        self.record = parse_record(bytes(units.read(coord, *self.form.record)), sources.snapshot)
-
-    def values(self) -> tuple[Tree, Tree, Tree]:
-        """Its early, late and fixed values."""
-        return decode_values(self.record, self._tensor)
-
-    def digest(self, name: str) -> str:
-        """The digest of a leaf's bytes."""
-        offset, leaf = self.form.offsets[name]
-        found = xxhash.xxh3_64()
-        for begin in range(0, leaf.bytes, 1 << 20):
-            found.update(self._units.read(self.coord, offset + begin, min(1 << 20, leaf.bytes - begin)))
-        return found.hexdigest()
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        offset, leaf = self.form.offsets[name]
-        return read_leaf(self._units.read(self.coord, offset, leaf.bytes), 0, leaf)
+def digest_of_leaf(saved: SavedShard, name: str) -> str:
+    """The digest of a leaf's bytes."""
+    offset, leaf = saved.form.offsets[name]
+    found = xxhash.xxh3_64()
+    for begin in range(0, leaf.bytes, 1 << 20):
+        found.update(saved.read(offset + begin, min(1 << 20, leaf.bytes - begin)))
+    return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +223,7 @@ class OldManifest:
     """
 
     coord: str
-    leaves: list[list[Any]]
+    leaves: list[HeldLeaf]
     shared: dict[str, Any]
     blocks: dict[str, Any]
     optimizers: list[dict[str, Any]]
@@ -272,20 +233,18 @@ class OldManifest:
     values: dict[str, str]
 
     @classmethod
-    def of(cls, shard: OldShard) -> OldManifest:
+    def of(cls, shard: SavedShard) -> OldManifest:
         """The manifest of `shard`. Reads and digests the leaves that only this rank holds.
 
         Raises:
             IncompleteSnapshot: it lacks something that it lists.
         """
         early, late, fixed = shard.values()
-        check_complete(fixed, late, whole_leaves(shard.form, shared_leaves(shard.record)).keys())
-        shared, blocks = shared_leaves(shard.record), shard.record[FIXED]["blocks"]
-        tensors = {name: place for name, place in shard.form.offsets.items() if not is_of_record(name)}
+        shared, blocks, leaves = shard.shared, shard.record[FIXED]["blocks"], leaves_in(shard.form)
         encoded = shard.record[LATE].get("optim", [])
         return cls(
             shard.coord,
-            [[name, leaf.dtype, list(leaf.shape), offset] for name, (offset, leaf) in tensors.items()],
+            leaves,
             shard.record[FIXED]["shared"],
             blocks,
             [
@@ -297,7 +256,11 @@ class OldManifest:
                 }
                 for kept, plain in zip(fixed.get("optim", []), encoded, strict=True)
             ],
-            {name: shard.digest(name) for name in tensors if name not in blocks and not is_part_of(name, shared)},
+            {
+                name: digest_of_leaf(shard, name)
+                for name, *_ in leaves
+                if name not in blocks and not is_part_of(name, shared)
+            },
             streams.digests(early["rng"]),
             sorted(early.get("streams", {})),
             {
@@ -319,15 +282,8 @@ class OldManifest:
         return own | shared
 
     def held(self) -> Iterator[Held]:
-        """The regions in its slot, with their offsets.
-
-        Raises:
-            StateMismatch: a leaf is divided in an unknown way.
-        """
-        shared = shared_leaves_of(self.shared)
-        for name, dtype, shape, offset in self.leaves:
-            base, whole, runs = self._place(name, tuple(shape), shared)
-            yield Held(self.coord, offset, Region(base, dtype, whole, runs))
+        """The regions in its slot. Raises `StateMismatch` if a leaf is divided in an unknown way."""
+        return held_in(self.coord, self.leaves, shared_leaves_of(self.shared), self.blocks)
 
     def states(self) -> Iterator[tuple[str, Leaf]]:
         """Every tensor of optimizer state: the stem that its name has from its parameter, and its leaf, whole."""
@@ -339,33 +295,6 @@ class OldManifest:
                     if (leaf := leaves.get(name)) is not None:
                         whole = tuple(self.blocks[name][0]) if name in self.blocks else leaf.shape
                         yield stem, Leaf(name, leaf.dtype, whole)
-
-    def _place(
-        self, name: str, shape: tuple[int, ...], shared: Mapping[str, Leaf]
-    ) -> tuple[str, tuple[int, ...], tuple[Run, ...]]:
-        if is_part_of(name, shared):
-            base, first, last = parse_part(name) or (name, 0, shared[name].elements)
-            return base, shared[base].shape, range_runs(first, last)
-        block = self.blocks.get(name)
-        region = region_of(name, shape, Block(tuple(block[0]), tuple(block[1])) if block else None)
-        return name, *region
-
-
-def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[tuple[int, ...], tuple[Run, ...]]:
-    """The shape of the whole tensor, and the runs of a rank's part of it.
-
-    Raises:
-        StateMismatch: the part is not a block of the whole.
-    """
-    if block is None:
-        return shape, block_runs(shape, (0,) * len(shape), shape)
-    try:
-        return block.whole, block_runs(block.whole, block.start, shape)
-    except ValueError as error:
-        raise StateMismatch(
-            f"{name} is divided among ranks in a way that is not known here, so the number of ranks cannot change: "
-            f"{error}. Start with the same parallel sizes"
-        ) from error
 
 
 def decode_plain(encoded: Any) -> Any:
@@ -380,108 +309,90 @@ def decode_plain(encoded: Any) -> Any:
 # ------------------------------------------------------------------ resharding
 
 
-@dataclass(frozen=True, slots=True)
-class _Fill:
-    """A live tensor, and the reads that fill it."""
+class OtherWorld(Attempt):
+    """The ranks are others than those that took the snapshot. Each reads what it needs of any shard.
 
-    item: LiveTensor
-    reads: list[Read]
-
-
-class Resharding:
-    """One rank's part in restoring a snapshot of another world; `restore` uses it in place of an `_Attempt`.
-
-    Attributes:
-        how: ``resharded``.
-        notes: always empty: the notes in the record do not apply to another world.
-        loop: the position of the loop, as far as it applies to another world.
-        began, inputs, rewind: see `Restored`.
+    The notes in the record do not apply to another world, and of the position of the loop only a part does.
     """
 
-    how = "resharded"
-
-    def __init__(self, client: SmpClient, plan: RestorePlan, coords: Collection[str], coord: str, rank: int) -> None:
-        self.notes: dict[str, Any] = {}
-        self.loop: dict[str, Any] = {}
-        self.began: Tree | None = None
-        self.inputs: str | None = ""
-        self.rewind: Callable[[], None] = lambda: None
-        self._client = client
-        self._sources = plan.sources
-        self._step = plan.snapshot.step
-        self._old = plan.sources.layout.coords
+    def __init__(self, *of_attempt: Any, coords: Collection[str], rank: int) -> None:
+        super().__init__(*of_attempt)
+        self.restored.how = "resharded"
+        self.restored.inputs = ""
+        self._old = self._sources.layout.coords
         self._new = sorted(coords)
-        self._coord = coord
         self._rank = rank
-        self._fills: list[_Fill] = []
-        self._made = False
-
-    @property
-    def bytes_fetched(self) -> int:
-        """Bytes fetched over the network for this rank."""
-        return self._units.bytes_fetched
 
     def recover(self) -> None:
-        """Read the manifests that this rank tells the others. Raises `HoldfastError` if that fails."""
-        self._units = Units(self._client, self._sources)
-        self._told = [OldManifest.of(self._shard(coord)) for coord in readers(self._old, len(self._new), self._rank)]
+        """Read the manifests that this rank tells the others."""
+        self._lent = LentShards(self._client, self._sources)
+        told = readers(self._old, len(self._new), self._rank)
+        self._told = [OldManifest.of(self._lent.open(coord)) for coord in told]
 
-    def load(self, agreement: Agreement, adapter: Adapter, engine: CopyEngine) -> HoldfastError | None:
-        """Fill the live job. Nothing is written unless the snapshot fits on every rank. A collective call; blocks.
-
-        Returns None, or why it failed on this rank: something can be neither fetched nor computed at the moment.
-
-        Raises:
-            StateMismatch: the snapshot does not fit the job; raised on every rank.
-        """
+    def plan(self, agreement: Agreement, adapter: Adapter) -> HoldfastError | None:
         texts = agreement.gather(encode_json(self._told))
         everyone = [told for text in texts for told in decode_json(list[OldManifest], text, "what stands in shards")]
-        values: tuple[Tree, Tree, Tree] | None = None
-        problem: HoldfastError | None = None
-        try:
-            manifests = {told.coord: told for told in everyone}
-            # The manifests of this rank's data-parallel group: state that several hold is taken from the first.
-            preferred = [manifests[coord] for coord in preference(self._coord, self._old)]
-            index = Index((held for manifest in preferred for held in manifest.held()), [m.coord for m in preferred])
-            values = self._values(manifests, preferred, adapter)
-            self._plan(preferred, index, values, adapter)
-        except HoldfastError as error:
-            problem = error
-        wanted = None if problem else [fill.item.name for fill in self._fills]
-        asked = [json.loads(t) for t in agreement.gather(json.dumps([self._coord, wanted]).encode())]
+        problem = self.problem_of(lambda: self._plan({told.coord: told for told in everyone}, adapter))
+        wanted = None if problem else [fill.item.name for fill in self.fills]
+        asked = [json.loads(text) for text in agreement.gather(json.dumps([self._coord, wanted]).encode())]
         if problem is None and all(keys is not None for _, keys in asked):
             of_group = {key for coord, keys in asked if coord in members(self._new, self._coord) for key in keys}
-            if extra := unclaimed(index, of_group):
-                problem = StateMismatch(f"the snapshot does not fit this job: not in this job: {some(extra)}")
-        fatal = isinstance(problem, StateMismatch | ConfigError | ProtocolError)
-        fits, ready = agreement.minimum([int(not fatal), int(problem is None)])()
-        if not ready and self._made:
-            adapter.withdraw()
-        if not fits:
-            raise problem if fatal and problem else StateMismatch("the snapshot does not fit another rank; see its log")
-        if not ready or values is None:
-            return problem
-        failure = agreement.patiently(partial(failure_of, self._fill, HoldfastError))
-        if agreement.minimum([int(failure is None)])() == [1]:
-            adapter.load(*values)
-            early, late, _ = values
-            self.loop = early.get(LOOP, {}) | {"data": dict.fromkeys(early.get(LOOP, {}).get("data", {}), ELSEWHERE)}
-            self.began = late.get(BEGAN) if self._coord in self._old else None
-            self.rewind = adapter.rewinding(early)
-            text = "%s, of %d ranks, was resharded for %d"
-            log.info(text, self._sources.snapshot, len(self._old), len(self._new), extra=about(self._sources.snapshot))
-        return failure
+            extra = unclaimed(self._index, of_group)
+            problem = failure_of(lambda: refuse_unfit([f"{name} is not in this job" for name in extra]), StateMismatch)
+        return problem
+
+    def _plan(self, manifests: Mapping[str, OldManifest], adapter: Adapter) -> None:
+        # The manifests of this rank's data-parallel group: state that several hold is taken from the first.
+        preferred = [manifests[coord] for coord in preference(self._coord, self._old)]
+        self._index = Index((held for each in preferred for held in each.held()), [each.coord for each in preferred])
+        self._values = self._values_of(manifests, preferred, adapter)
+        adapter.check(*self._values)
+        adapter.materialise(_leaves_to_make(preferred, adapter))
+        self.made = True
+        live = list(adapter.tensors())
+        self.fills, problems = plan_fills(live, self._index, divided=True)
+        refuse_unfit(problems)
+        _check_private(live, preferred)
+
+    def fill(self, agreement: Agreement, engine: CopyEngine) -> HoldfastError | None:
+        return agreement.patiently(partial(failure_of, self._fill, HoldfastError))
+
+    def _fill(self) -> None:
+        """Copy into the live tensors, shard by shard as far as possible."""
+        fills = sorted(self.fills, key=lambda fill: [(read.coord, read.source) for read in fill.reads[:1]])
+        for number, fill in enumerate(fills):
+            if number == len(fills) // 2:
+                self.midway()
+            tensor = fill.item.tensor.detach()
+            if not tensor.numel():
+                continue
+            direct = (
+                tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            )
+            target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+            memory = memoryview(octets(target).numpy().data)
+            for read in fill.reads:
+                self._lent.read_into(read.coord, read.source, memory[read.target : read.target + read.bytes])
+            if not direct:
+                tensor.copy_(target)
+
+    def take_over(self, agreement: Agreement, adapter: Adapter) -> None:
+        super().take_over(agreement, adapter)
+        found = self.restored
+        found.bytes_fetched = self._lent.bytes_fetched
+        found.loop = found.loop | {"data": dict.fromkeys(found.loop.get("data", {}), ELSEWHERE)}
+        if self._coord not in self._old:
+            found.began = None
+        text = "%s, of %d ranks, was resharded for %d"
+        log.info(text, self.snapshot, len(self._old), len(self._new), extra=about(self.snapshot))
 
     # ------------------------------------------------------------------ plain values
 
-    def _shard(self, coord: str) -> OldShard:
-        return OldShard(self._units, self._sources, coord)
-
-    def _values(
+    def _values_of(
         self, manifests: Mapping[str, OldManifest], preferred: Sequence[OldManifest], adapter: Adapter
     ) -> tuple[Tree, Tree, Tree]:
         """The plain values that this rank loads."""
-        early, late, fixed = self._shard(source_rank(self._coord, self._old)).values()
+        early, late, fixed = self._lent.open(source_rank(self._coord, self._old)).values()
         _warn_of_differences("values", [manifest.values for manifest in preferred])
         where = {coord: manifest.coord for manifest in manifests.values() for coord in manifest.carried}
         common = streams.alike([manifest.streams for manifest in preferred])
@@ -493,7 +404,7 @@ class Resharding:
                     "the same numbers; seed them apart if they should not",
                     self._coord,
                 )
-            early["rng"] = streams.for_new_rank(early["rng"], common, known, self._coord, self._step)
+            early["rng"] = streams.for_new_rank(early["rng"], common, known, self._coord, self.snapshot.step)
             self._borrow_extras(preferred, early, late, set(adapter.extras()))
         mine = stream_owners(self._old, self._new, where)[self._coord]
         # Generators that all ranks hold alike continue on the ranks that are left, so they are not carried.
@@ -513,54 +424,15 @@ class Resharding:
             missing = wanted - early["extra"].keys() - late["extra"].keys()
             if not missing:
                 return
-            others = self._shard(manifest.coord).values()[:2]
+            others = self._lent.open(manifest.coord).values()[:2]
             for part, other in zip(mine, others, strict=True):
                 part["extra"] |= {name: value for name, value in other["extra"].items() if name in missing}
 
     def _stream(self, coord: str, holder: str) -> Tree:
         """The random streams of a rank, from the record of `holder`."""
-        early, _, _ = self._shard(holder).values()
+        early, _, _ = self._lent.open(holder).values()
         found: Tree = early["rng"] if coord == holder else early["streams"][coord]
         return found
-
-    # ------------------------------------------------------------------ tensors
-
-    def _plan(
-        self, preferred: Sequence[OldManifest], index: Index, values: tuple[Tree, Tree, Tree], adapter: Adapter
-    ) -> None:
-        adapter.check(*values)
-        adapter.materialise(_leaves_to_make(preferred, adapter))
-        self._made = True
-        problems = []
-        live = list(adapter.tensors())
-        for item in live:
-            leaf = leaf_of(item.name, item.tensor)
-            whole, runs = region_of(item.name, leaf.shape, item.block)
-            reads, problem = plan_reads(Region(item.name, leaf.dtype, whole, runs), index)
-            problems += [problem] * bool(problem)
-            self._fills.append(_Fill(item, reads))
-        if problems:
-            raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")
-        _check_private(live, preferred)
-
-    def _fill(self) -> None:
-        """Copy into the live tensors, shard by shard as far as possible."""
-        fills = sorted(self._fills, key=lambda fill: [(read.coord, read.source) for read in fill.reads[:1]])
-        for number, fill in enumerate(fills):
-            if number == len(fills) // 2:
-                failpoint("restore.middle", self._step)
-            tensor = fill.item.tensor.detach()
-            if not tensor.numel():
-                continue
-            direct = (
-                tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-            )
-            target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-            memory = memoryview(flat(target).view(torch.uint8).numpy().data)
-            for read in fill.reads:
-                self._units.read_into(read.coord, read.source, memory[read.target : read.target + read.bytes])
-            if not direct:
-                tensor.copy_(target)
 
 
 def _regroup(preferred: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:

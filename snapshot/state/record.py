@@ -207,12 +207,6 @@ def whole_leaves(form: SlotFormat, shared: Mapping[str, Leaf]) -> dict[str, Leaf
     return {n: leaf for n, leaf in own.items() if not is_of_record(n) and not is_part_of(n, shared)} | dict(shared)
 
 
-def check_fit(form: SlotFormat, live: list[LiveTensor], shared: Mapping[str, Leaf]) -> None:
-    """Check that a slot, with the leaves that replicas `shared`, fits the live job, before anything is written. Raises
-    `StateMismatch` as `check_leaves` does."""
-    check_leaves(form, {item.name: leaf_of(item.name, item.tensor) for item in live}, shared)
-
-
 def check_leaves(form: SlotFormat, have: Mapping[str, Leaf], shared: Mapping[str, Leaf]) -> None:
     """Check that a slot, with the leaves that replicas `shared`, holds the leaves that the job has.
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.plain import Count, from_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf
@@ -23,7 +22,7 @@ from holdfast.snapshot.copy.engines import Sample
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import flat, leaf_of, octets
 from holdfast.snapshot.state.live import LiveTensor
-from holdfast.snapshot.state.shares import Part, missing, parse_part, part_name, same_on_all, share
+from holdfast.snapshot.state.shares import Part, parse_part, part_name, same_on_all, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,61 +138,6 @@ def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequenc
         return frozenset(name for name, least, most in pairs if least == -most)
     everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode(), members)]
     return same_on_all(everyone)
-
-
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """How the caller's replicas give each other the parts that each kept.
-
-    Attributes:
-        sets: the ranks of every set of replicas; the same on all ranks.
-        members: the ranks of the caller's set.
-        parts: the parts that each of `members` kept, in the same order.
-        nodes: the node of every rank.
-    """
-
-    sets: tuple[tuple[int, ...], ...]
-    members: tuple[int, ...]
-    parts: tuple[tuple[Part, ...], ...]
-    nodes: tuple[str, ...]
-
-    def fill(self, agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Bring every part to every replica, in place. A collective call; each rank must have loaded its own parts."""
-        pieces = [
-            (rank, part_of(tensors[part.name], part))
-            for rank, parts in zip(self.members, self.parts, strict=True)
-            for part in parts
-        ]
-        agreement.spread(self.sets, pieces, self.nodes)
-
-
-def plan_gathering(
-    agreement: Agreement, replica_set: str, held: Sequence[str], shared: Mapping[str, Leaf], node: str
-) -> Gathering | None:
-    """Find out which replica has which parts; None if nobody shares anything. A collective call.
-
-    Args:
-        held: names of the leaves in the caller's slot.
-        shared: the leaves that its snapshot shares, whole.
-        node: the caller's node.
-
-    Raises:
-        StateMismatch: together the replicas do not have everything exactly once.
-    """
-    mine = [parse_part(name) or (name, 0, shared[name].elements) for name in held if is_part_of(name, shared)]
-    if agreement.minimum([-len(mine)])() == [0]:
-        return None
-    places = [json.loads(text) for text in agreement.gather(json.dumps([replica_set, node]).encode())]
-    names = sorted({name for name, _ in places})
-    sets = tuple(tuple(rank for rank, (name, _) in enumerate(places) if name == of_set) for of_set in names)
-    members = sets[names.index(replica_set)]
-    everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode(), members)]
-    parts = tuple(tuple(Part(*part) for part in told) for told in everyone)
-    problems = missing(list(shared.values()), parts)
-    if agreement.minimum([int(not problems)])() != [1]:
-        found = "; ".join(problems[:4]) or "on another rank"
-        raise StateMismatch(f"the replicas' snapshots do not make up the whole: {found}")
-    return Gathering(sets, members, parts, tuple(node for _, node in places))
 
 
 def shared_leaves_of(data: object) -> dict[str, Leaf]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -84,29 +84,6 @@ def parse_part(name: str) -> tuple[str, int, int] | None:
     return match[1], int(match[2]), int(match[3])
 
 
-def missing(leaves: Sequence[Leaf], parts_of_each: Sequence[Sequence[Part]]) -> list[str]:
-    """The problems that keep the parts of all replicas from covering every leaf exactly once; empty if there are none.
-
-    Args:
-        parts_of_each: the parts of replica 0, of replica 1, and so on.
-
-    Raises:
-        ConfigError: two leaves have the same name.
-    """
-    by_name = _by_name(leaves)
-    kept: dict[str, list[tuple[int, int, int]]] = {name: [] for name in by_name}
-    problems = []
-    for replica, parts in enumerate(parts_of_each):
-        for part in parts:
-            if part.name not in by_name:
-                problems.append(f"{part.name} of replica {replica} is not a leaf")
-            else:
-                kept[part.name].append((part.start, part.stop, replica))
-    for name in sorted(by_name):
-        problems += _gaps_and_overlaps(whole(by_name[name]), sorted(kept[name]))
-    return problems
-
-
 def same_on_all(digests: Sequence[Mapping[str, int]]) -> frozenset[str]:
     """The names that every replica has with the same digest. All other leaves are private, and never shared.
 
@@ -139,22 +116,3 @@ def _cut(ends: Sequence[int], replicas: int, index: int) -> int:
     low = begin + (ideal // replicas - begin) // ALIGN_BYTES * ALIGN_BYTES
     high = min(low + ALIGN_BYTES, ends[place])
     return low if ideal - low * replicas <= high * replicas - ideal else high
-
-
-def _gaps_and_overlaps(leaf: Part, kept: Sequence[tuple[int, int, int]]) -> Iterator[str]:
-    """`kept` holds start, stop and replica of each part of `leaf`, sorted."""
-    if leaf.start == leaf.stop and len(kept) != 1:
-        yield f"{leaf.name}, which is empty, is kept by {len(kept)} replicas instead of one"
-    reached, before = 0, -1
-    for start, stop, replica in kept:
-        if not 0 <= start <= stop <= leaf.stop:
-            yield f"{leaf.name}[{start}:{stop}] of replica {replica} is outside of its {leaf.stop} elements"
-            continue
-        if start > reached:
-            yield f"{leaf.name}[{reached}:{start}] is kept by no replica"
-        elif start < min(stop, reached):
-            yield f"{leaf.name}[{start}:{min(stop, reached)}] is kept by replicas {before} and {replica}"
-        if stop > reached:
-            reached, before = stop, replica
-    if reached < leaf.stop:
-        yield f"{leaf.name}[{reached}:{leaf.stop}] is kept by no replica"

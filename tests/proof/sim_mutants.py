@@ -39,6 +39,7 @@ from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume import restore
+from holdfast.snapshot.resume.attempt import SameWorld
 from holdfast.snapshot.resume.choice import RestoreAttempts
 from holdfast.snapshot.resume.own_run import Reach
 from holdfast.snapshot.session import Session
@@ -48,7 +49,6 @@ from holdfast.snapshot.state.flags import Flags
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.optimizers import OptimizerState
 from holdfast.snapshot.state.record import LOOP, Values
-from holdfast.snapshot.state.replicas import Gathering
 from holdfast.snapshot.state.values import encode
 from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
@@ -737,7 +737,7 @@ MUTANTS: dict[str, SimMutant] = {
     "parts-not-gathered": SimMutant(
         "replicas do not give each other what each kept",
         "restored",
-        ((Gathering, "fill", _never),),
+        ((SameWorld, "_parts", lambda self: iter(())),),
         _with_state("clamped", replicated=True),
     ),
     "all-draw-alike": SimMutant(

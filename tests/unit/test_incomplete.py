@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import write_stamp
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.resume.restore import _agree
+from holdfast.snapshot.resume.attempt import agree_on
 from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.record import Values, encode_record
@@ -332,15 +332,15 @@ def test_one_rank_that_finds_it_incomplete_is_enough() -> None:
             self.other = other
 
         def minimum(self, mine: list[int]) -> Callable[[], list[int]]:
-            kinds: list[type[HoldfastError]] = [DamagedSnapshot, IncompleteSnapshot]
+            kinds: list[type[HoldfastError]] = [StateMismatch, DamagedSnapshot, IncompleteSnapshot]
             theirs = [int(self.other is None), *(int(not isinstance(self.other, kind)) for kind in kinds)]
             return lambda: list(map(min, mine, theirs))
 
     agreement: Any = Both(IncompleteSnapshot("lacks n"))
-    assert _agree(agreement, None) == (False, False, False)
+    assert agree_on(agreement, None) == (False, True, False, False)
     agreement = Both(None)
-    assert _agree(agreement, None) == (True, True, True)
-    assert _agree(agreement, DamagedSnapshot("flipped")) == (False, False, True)
+    assert agree_on(agreement, None) == (True, True, True, True)
+    assert agree_on(agreement, DamagedSnapshot("flipped")) == (False, True, False, True)
 
 
 def test_an_incomplete_snapshot_is_planned_for_no_more_even_if_it_was_protected() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest_units
@@ -27,7 +28,8 @@ from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.engines import LOAD_THREADS, CpuEngine, SlotTensor
-from holdfast.snapshot.resume import loading, restore
+from holdfast.snapshot.resume import loading
+from holdfast.snapshot.resume.attempt import Restored, SameWorld
 from holdfast.snapshot.resume.loading import check_ranges, load_checked
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_state import SNAPSHOT, toy, whole_slot
@@ -399,11 +401,12 @@ class Peers:
             self.slot[:] = self.whole
         return self.shard
 
-    def attempt(self) -> restore._Attempt:
+    def attempt(self) -> SameWorld:
         node = Node("a", "127.0.0.1", 1, 2, (Shard("dp0", self.slot.nbytes),))
         layout = Layout("run", SNAPSHOT.epoch, 0, (node,), ((0,),), 1, 0, self.unit_bytes, 2)
         plan = RestorePlan(Sources(SNAPSHOT, layout, {}, {}), (), ())
-        attempt = restore._Attempt(cast(SmpClient, self), plan, "dp0", ScriptBlock(1, "Toy"))
+        found = Restored(1, UNNAMED)
+        attempt = SameWorld(cast(SmpClient, self), plan, "dp0", found, coords={"dp0": "a"}, block=ScriptBlock(1, "Toy"))
         attempt.recover()
         return attempt
 
@@ -411,15 +414,14 @@ class Peers:
 def test_what_is_damaged_before_it_is_read_is_mended() -> None:
     peers = Peers(*whole_slot(toy()))
     peers.slot[peers.record + 1] ^= 1
-    _, record = peers.attempt().read()
-    assert record["coord"] == "dp0"
+    assert peers.attempt().open().record["coord"] == "dp0"
 
 
 @pytest.mark.parametrize("where", ["header", "record"])
 def test_values_that_were_read_before_their_unit_changed_are_not_believed(where: str) -> None:
     peers = Peers(*whole_slot(toy()))
     attempt = peers.attempt()
-    attempt.read()
+    attempt.open().values()
     peers.slot[20 if where == "header" else peers.record + 1] ^= 1
     with pytest.raises(DamagedSnapshot, match="it was read"):
         load_checked(CpuEngine(), [], attempt.shard, attempt.repair)
@@ -429,7 +431,7 @@ def test_a_tensor_whose_unit_changes_after_the_header_was_read_is_mended() -> No
     form, slot = whole_slot(toy())
     peers = Peers(form, slot)
     attempt = peers.attempt()
-    attempt.read()
+    attempt.open().values()
     offset, leaf = form.offsets["model.weight"]
     slot[offset + leaf.bytes // 2] ^= 1
     tensor = torch.zeros(leaf.bytes, dtype=torch.uint8)

@@ -14,9 +14,8 @@ from holdfast.snapshot.resume.elastic import (
     OldManifest,
     _check_private,
     decode_plain,
-    region_of,
 )
-from holdfast.snapshot.resume.reshard import Index, Read, Region, plan_reads, range_runs
+from holdfast.snapshot.resume.regions import Index, Read, Region, plan_reads, range_runs, region_of
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.values import encode
 
@@ -45,7 +44,7 @@ def test_what_is_divided_in_no_known_way_is_refused() -> None:
 
 
 def test_a_manifest_is_told_as_json() -> None:
-    said = manifest(leaves=[["w", "F32", [2], 0]], digests={"w": "ab"})
+    said = manifest(leaves=[("w", "F32", (2,), 0)], digests={"w": "ab"})
     assert decode_json(OldManifest, encode_json(said), "") == said
     with pytest.raises(ProtocolError):
         decode_json(OldManifest, b'{"coord": "dp0"}', "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,21 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.collective.agreement import Result, T, Values
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.replicas import (
     ALONE,
-    Gathering,
     Sharing,
     agree_on_shares,
     is_part_of,
-    part_of,
-    plan_gathering,
     shared_leaves_of,
 )
-from holdfast.snapshot.state.shares import Part, parse_part
 from tests.deadlines import DEADLINE_S
 
 
@@ -157,42 +152,6 @@ def test_a_tensor_that_has_another_shape_by_now_is_not_divided() -> None:
     sharing = together(shared, 2)[0]
     items = [LiveTensor("w0", torch.zeros(999), Change.STEP, replicated=True)]
     assert list(sharing.divide(iter(items))) == items
-
-
-def test_every_replica_gets_all_parts_back() -> None:
-    def work(rank: Rank) -> bool:
-        items = state(0)
-        sharing = agree_on_shares(rank, "all", iter(items))
-        names = [item.name for item in sharing.divide(iter(items))]
-        leaves = shared_leaves_of(json.loads(json.dumps(sharing.plain())))
-        held = [name for name in names if is_part_of(name, leaves)]
-        gathering = plan_gathering(rank, "all", held, leaves, "node0")
-        assert isinstance(gathering, Gathering)
-        fresh = {name: torch.zeros(leaf.shape) for name, leaf in leaves.items()}
-        live = {item.name: item.tensor for item in items}
-        for name in held:
-            part = parse_part(name)
-            whole = Part(name, 0, leaves[name].elements) if part is None else Part(*part)
-            part_of(fresh[whole.name], whole).copy_(part_of(live[whole.name], whole))
-        gathering.fill(rank, fresh)
-        return all(torch.equal(fresh[name], live[name]) for name in fresh)
-
-    assert together(work, 3) == [True] * 3
-
-
-def test_a_part_that_nobody_has_is_named_on_every_rank() -> None:
-    leaves = {"w": Leaf("w", "F32", (64,))}
-
-    def work(rank: Rank) -> str:
-        with pytest.raises(StateMismatch) as raised:
-            plan_gathering(rank, "all", ["w@0:32"] if rank.rank == 0 else [], leaves, "node0")
-        return str(raised.value)
-
-    assert all("w[32:64] is kept" in text for text in together(work, 2))
-
-
-def test_where_nothing_is_shared_nothing_is_gathered() -> None:
-    assert together(lambda rank: plan_gathering(rank, "all", [], {}, "node0"), 2) == [None, None]
 
 
 @pytest.mark.parametrize("data", [None, [], {"w": None}, {"w": ["F32"]}, {"w": ["F32", ["x"]]}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
-from holdfast.snapshot.state.shares import ALIGN_BYTES, Part, missing, parse_part, part_name, same_on_all, share, whole
+from holdfast.snapshot.state.shares import ALIGN_BYTES, Part, parse_part, part_name, same_on_all, share, whole
 
 shapes = st.one_of(
     st.just(()),
@@ -50,7 +49,6 @@ def test_every_element_is_kept_exactly_once(leaves: list[Leaf], replicas: int) -
             for element in range(part.start, part.stop):
                 count[element] += 1
         assert set(count) <= {1}
-    assert missing(leaves, shares) == []
 
 
 @given(runs, replica_counts)
@@ -134,8 +132,6 @@ def test_two_leaves_of_one_name_are_refused() -> None:
     twins = [Leaf("w", "F32", (2,)), Leaf("w", "F32", (3,))]
     with pytest.raises(ConfigError, match=r"leaves .*'w'"):
         share(twins, 2, 0)
-    with pytest.raises(ConfigError, match=r"leaves .*'w'"):
-        missing(twins, [])
 
 
 # ---------------------------------------------------------------- names
@@ -177,43 +173,7 @@ def test_what_we_did_not_write_is_a_leafs_own_name(name: str) -> None:
     assert parse_part(name) is None
 
 
-# ---------------------------------------------------------------- what is missing, and what is the same on all
-
-LEAVES = [Leaf("a", "F32", (32,)), Leaf("b", "U8", (100,)), Leaf("empty", "F32", (0,))]
-WHOLE = [Part("a", 0, 32), Part("b", 0, 100), Part("empty", 0, 0)]
-
-
-def test_what_is_complete_has_no_problems() -> None:
-    assert missing(LEAVES, [WHOLE]) == []
-    assert missing(LEAVES, [[Part("b", 64, 100)], [*WHOLE[::2], Part("b", 0, 64)]]) == []
-
-
-@pytest.mark.parametrize(
-    ("shares", "problems"),
-    [
-        ([WHOLE[1:]], [r"a\[0:32\] .* no replica"]),
-        ([WHOLE[:2]], ["empty, .* 0 replicas"]),
-        ([WHOLE, WHOLE[2:]], ["empty, .* 2 replicas"]),
-        ([WHOLE, [Part("a", 16, 32)]], [r"a\[16:32\] .* 0 and 1"]),
-        ([WHOLE, [Part("c", 0, 1)]], ["c of replica 1 "]),
-        ([WHOLE[1:], [Part("a", 0, 16)], [Part("a", 17, 31)]], [r"a\[16:17\] .* no", r"a\[31:32\] .* no"]),
-        ([WHOLE[1:], [Part("a", 0, 20)], [Part("a", 16, 32)]], [r"a\[16:20\] .* 1 and 2"]),
-        ([WHOLE[1:], [Part("a", 0, 33)]], [r"a\[0:33\] .*replica 1 .*outside", r"a\[0:32\] .* no replica"]),
-    ],
-)
-def test_what_is_missing_or_kept_twice_is_named(shares: list[list[Part]], problems: list[str]) -> None:
-    found = missing(LEAVES, shares)
-    assert [bool(re.match(problem, said)) for problem, said in zip(problems, found, strict=True)] == [True] * len(found)
-
-
-@given(runs.filter(bool), st.integers(2, 8), st.data())
-def test_no_lost_and_no_doubled_part_goes_unnoticed(leaves: list[Leaf], replicas: int, data: st.DataObject) -> None:
-    shares = [list(parts) for parts in all_shares(leaves, replicas)]
-    victim = data.draw(st.sampled_from([replica for replica, parts in enumerate(shares) if parts]))
-    part = data.draw(st.sampled_from(shares[victim]))
-    assert any(part.name in problem for problem in missing(leaves, [*shares, [part]]))
-    shares[victim].remove(part)
-    assert any(part.name in problem for problem in missing(leaves, shares))
+# ---------------------------------------------------------------- what is the same on all
 
 
 def test_what_all_replicas_have_alike_is_believed() -> None:

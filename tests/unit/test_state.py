@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
-from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.copy.tensors import leaf_of, read_leaf
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, Updated
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
@@ -25,7 +25,7 @@ from holdfast.snapshot.state.record import (
     Values,
     capture_early,
     capture_late,
-    check_fit,
+    check_leaves,
     decode_record,
     decode_values,
     encode_record,
@@ -35,6 +35,7 @@ from holdfast.snapshot.state.record import (
     shared_leaves,
     with_beginning,
 )
+from holdfast.snapshot.state.replicas import ALONE, Sharing
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked
 
@@ -208,12 +209,14 @@ def test_a_tensor_without_a_place_is_an_error() -> None:
         place_tensors(placed_toy(toy()).form, [("other", torch.zeros(1))])
 
 
-def whole_slot(adapter: Toy, snapshot: SnapshotId = SNAPSHOT) -> tuple[SlotFormat, memoryview]:
+def whole_slot(
+    adapter: Toy, snapshot: SnapshotId = SNAPSHOT, sharing: Sharing = ALONE
+) -> tuple[SlotFormat, memoryview]:
     """A slot as the copy thread writes it, without its stamp."""
-    manifest = Manifest(adapter)
+    manifest = Manifest(adapter, sharing)
     early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(manifest), BEGAN_SO)
-    record = encode_record(snapshot, "dp0", early, late, manifest.fixed)
-    form = plan_format("run", "dp0", [*manifest.leaves, *early.leaves, *late.leaves], len(record))
+    record = encode_record(snapshot, adapter.coordinate(), early, late, manifest.fixed)
+    form = plan_format("run", adapter.coordinate(), [*manifest.leaves, *early.leaves, *late.leaves], len(record))
     slot = memoryview(bytearray(form.total_bytes))
     live = {item.name: item.tensor for item in manifest.items}
     pieces = place_tensors(form, {**live, **early.tensors, **late.tensors}.items())
@@ -294,6 +297,10 @@ BIAS = Leaf("b", "F32", (3,))
 
 def live(**tensors: torch.Tensor) -> list[LiveTensor]:
     return [LiveTensor(name, tensor, Change.STEP) for name, tensor in tensors.items()]
+
+
+def check_fit(form: SlotFormat, job: list[LiveTensor], shared: Mapping[str, Leaf]) -> None:
+    check_leaves(form, {item.name: leaf_of(item.name, item.tensor) for item in job}, shared)
 
 
 def test_a_slot_that_fits_the_job_passes() -> None:

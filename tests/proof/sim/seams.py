@@ -159,11 +159,11 @@ def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> Non
     Hooks.start_smp(arena)
 
 
-load = restore._load
+load = vars(restore)["load"]
 
 
 def _load(attempt: Any, agreement: Any, adapter: Any, engine: Any) -> Any:
-    """`restore._load`, or `trainer.load` for the state of a few bytes."""
+    """`restore.load`, or `trainer.load` for the state of a few bytes."""
     return (trainer.load if isinstance(adapter, trainer.SimAdapter) else load)(attempt, agreement, adapter, engine)
 
 
@@ -265,7 +265,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.connect.start_smp": _start_smp,
-        "holdfast.snapshot.resume.restore._load": _load,
+        "holdfast.snapshot.resume.restore.load": _load,
         "holdfast.snapshot.resume.restore.reach_of": _reach_of,
         "holdfast.smp_daemon.persist.persister.Persister._done": _persisted,
         "holdfast.snapshot.resume.restore.repair_parity": _repair_parity,

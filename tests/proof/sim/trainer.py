@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
+from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError, failure_of
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
 from holdfast.snapshot.collective.agreement import Result, T, Values
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.engines import CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.resume.attempt import Verdict, agree_on
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.step.copier import CopyJob
@@ -388,26 +389,28 @@ class SimEngine:
         """Does nothing: nothing is held."""
 
 
-def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, engine: SimEngine) -> HoldfastError | None:
-    """`resume.restore._load` for a `SimAdapter`: the same checks, copies, agreements and errors, for one tensor."""
+def load(
+    attempt: Any, agreement: SimMember, adapter: SimAdapter, engine: SimEngine
+) -> tuple[HoldfastError | None, Verdict]:
+    """`resume.attempt.load` for a `SimAdapter`: the same checks, copies, agreements and errors, for one tensor."""
     problem: HoldfastError | None = None
     try:
-        form = attempt.read_format()
+        form = attempt.open().form
         offset, leaf = form.offsets[LEAF]
     except HoldfastError as error:
         problem = error
-    damaged = isinstance(problem, DamagedSnapshot)
-    fits, whole = agreement.minimum([int(problem is None or damaged), int(not damaged)])()
-    if not fits:
+    verdict = agree_on(agreement, problem)
+    if not verdict.fits:
         raise problem or ProtocolError("the snapshot does not fit on another rank")
-    if not whole:
-        return problem
+    if not verdict.whole:
+        return problem, verdict
     live = torch.zeros(leaf.bytes, dtype=torch.uint8)
     pieces = [SlotTensor(live, offset, leaf.bytes)]
     failure = failure_of(
         lambda: load_checked(CpuEngine(), pieces, attempt.shard, attempt.repair, midway=attempt.midway, system=SYSTEM),
         HoldfastError,
     )
-    if agreement.minimum([int(failure is None)])() == [1]:
+    verdict = agree_on(agreement, failure)
+    if verdict.whole:
         adapter.take_over(attempt.snapshot, live.numpy().tobytes())
-    return failure
+    return failure, verdict

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.snapshot.resume.reshard import Held, Index, Read, Region, block_runs, plan_reads, range_runs, unclaimed
+from holdfast.snapshot.resume.regions import Held, Index, Read, Region, block_runs, plan_reads, range_runs, unclaimed
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a block begins, and its shape."""

@@ -1,8 +1,8 @@
-"""Which bytes of which old shards make up a new rank's tensors. Pure.
+"""Which bytes of which shards make up a rank's tensors, in the same world or another. Pure.
 
 A rank's part of a tensor is a set of runs of the whole tensor, flattened: one run for a contiguous range or for rows,
-one run per row for columns. A tensor held whole is one run from end to end. A plan takes the runs that a new rank wants
-from the runs that old shards hold; it is complete, or says what is missing.
+one run per row for columns. A tensor held whole is one run from end to end. A plan takes the runs that a rank wants
+from the runs that shards hold; it is complete, or says what is missing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,23 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
-from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES
+from holdfast.smp_daemon.shared.errors import StateMismatch
+from holdfast.smp_daemon.shared.logs import some
+from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf, SlotFormat
+from holdfast.snapshot.copy.tensors import Block, leaf_of
+from holdfast.snapshot.state.live import LiveTensor
+from holdfast.snapshot.state.record import is_of_record
+from holdfast.snapshot.state.replicas import is_part_of
+from holdfast.snapshot.state.shares import parse_part
 
 Shape = tuple[int, ...]
 Run = tuple[int, int, int]
 """Elements ``[first, last)`` of the flattened whole, and the element of its holder's memory where they begin."""
+
+HeldLeaf = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape and offset of a tensor in a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,14 @@ class Read:
     source: int
     target: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A live tensor, and the reads that fill it."""
+
+    item: LiveTensor
+    reads: list[Read]
 
 
 def block_runs(whole: Shape, start: Shape, shape: Shape) -> tuple[Run, ...]:
@@ -138,6 +157,78 @@ def plan_reads(wanted: Region, index: Index) -> tuple[list[Read], str]:
         first, last, _ = missing[0]
         return [], f"{wanted.key}[{first}:{last}], flattened, is in no shard of the snapshot"
     return list(_joined(sorted(reads, key=lambda read: read.target))), ""
+
+
+def plan_fills(live: Iterable[LiveTensor], index: Index, *, divided: bool) -> tuple[list[Fill], list[str]]:
+    """The reads that fill each live tensor, and why some cannot be filled.
+
+    Args:
+        divided: whether a tensor's block counts, so that each is a part of the whole. Else a rank's part is all there
+            is of it.
+
+    Raises:
+        StateMismatch: see `region_of`.
+    """
+    fills, problems = [], []
+    for item in live:
+        leaf = leaf_of(item.name, item.tensor)
+        whole, runs = region_of(item.name, leaf.shape, item.block if divided else None)
+        reads, problem = plan_reads(Region(item.name, leaf.dtype, whole, runs), index)
+        problems += [problem] * bool(problem)
+        fills.append(Fill(item, reads))
+    return fills, problems
+
+
+def refuse_unfit(problems: Sequence[str]) -> None:
+    """Raise `StateMismatch` if there is any."""
+    if problems:
+        raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")
+
+
+def held_in(
+    coord: str, leaves: Iterable[HeldLeaf], shared: Mapping[str, Leaf], blocks: Mapping[str, Any]
+) -> Iterator[Held]:
+    """The regions in the slot of `coord`.
+
+    Args:
+        shared: the leaves that its replicas share, whole, by name.
+        blocks: which part of a whole each divided leaf is, by name.
+
+    Raises:
+        StateMismatch: see `region_of`; or a part is not what its name says.
+    """
+    for name, dtype, shape, offset in leaves:
+        if is_part_of(name, shared):
+            base, first, last = parse_part(name) or (name, 0, shared[name].elements)
+            if last - first != math.prod(shape) or last > shared[base].elements:
+                raise StateMismatch(f"{name} of {coord}, of shape {list(shape)}, is no part of {shared[base]}")
+            yield Held(coord, offset, Region(base, dtype, shared[base].shape, range_runs(first, last)))
+            continue
+        block = blocks.get(name)
+        region = region_of(name, tuple(shape), Block(tuple(block[0]), tuple(block[1])) if block else None)
+        yield Held(coord, offset, Region(name, dtype, *region))
+
+
+def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[tuple[int, ...], tuple[Run, ...]]:
+    """The shape of the whole tensor, and the runs of a rank's part of it.
+
+    Raises:
+        StateMismatch: the part is not a block of the whole.
+    """
+    if block is None:
+        return shape, block_runs(shape, (0,) * len(shape), shape)
+    try:
+        return block.whole, block_runs(block.whole, block.start, shape)
+    except ValueError as error:
+        raise StateMismatch(
+            f"{name} is divided among ranks in a way that is not known here, so the number of ranks cannot change: "
+            f"{error}. Start with the same parallel sizes"
+        ) from error
+
+
+def leaves_in(form: SlotFormat) -> list[HeldLeaf]:
+    """The tensors in a slot, without those of its record."""
+    return [(name, leaf.dtype, leaf.shape, at) for name, (at, leaf) in form.offsets.items() if not is_of_record(name)]
 
 
 def unclaimed(index: Index, wanted: Mapping[str, object] | Iterable[str]) -> list[str]:

@@ -1,0 +1,451 @@
+"""One attempt to restore one snapshot. There is one way from the bytes that SMPs hold to live tensors:
+
+* recover: the bytes that a rank reads first are brought within its reach;
+* plan: which bytes of which shards fill which live tensors;
+* agree: all ranks have a plan, or nothing is written;
+* fill: bytes are checked and copied into live tensors;
+* agree: all ranks have filled theirs, or no rank goes on from them;
+* take over: plain values are loaded, random generators last.
+
+Mostly the world is the same as when the snapshot was taken (`SameWorld`). Then a rank's plan is its own shard, whole,
+which its SMP holds: the bytes are checked and copied in one pass, where they lie. Only what replicas kept for each
+other comes from elsewhere. A rank of another world (`snapshot.resume.elastic`) plans reads from any shards.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
+from holdfast.smp_daemon.shared.board import RepairState
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.errors import (
+    ConfigError,
+    DamagedSnapshot,
+    HoldfastError,
+    IncompleteSnapshot,
+    ProtocolError,
+    StateMismatch,
+    failure_of,
+)
+from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.identity import Run
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.plan import RestorePlan
+from holdfast.smp_daemon.shared.quantities import duration
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf
+from holdfast.smp_daemon.shared.starts import ScriptBlock
+from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
+from holdfast.snapshot.copy.tensors import flat, octets, read_leaf
+from holdfast.snapshot.resume.blocks import check_block, check_given
+from holdfast.snapshot.resume.choice import PERSISTED
+from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
+from holdfast.snapshot.resume.regions import (
+    Fill,
+    HeldLeaf,
+    Index,
+    Read,
+    held_in,
+    leaves_in,
+    plan_fills,
+    refuse_unfit,
+    unclaimed,
+)
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.completeness import check_complete
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.record import (
+    BEGAN,
+    INPUTS,
+    LOOP,
+    NOTES,
+    decode_values,
+    parse_record,
+    restore_strides,
+    shared_leaves,
+    whole_leaves,
+)
+from holdfast.snapshot.state.replicas import is_part_of
+
+REFUSALS = (StateMismatch, ConfigError, ProtocolError)
+"""What no other copy of the snapshot could mend."""
+
+log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class Restored:
+    """How this rank started.
+
+    Attributes:
+        epoch: the epoch that begins.
+        run: the run that goes on, or begins.
+        snapshot: the snapshot that was restored; None on a cold start.
+        protected: the newest snapshot that is known to be protected: `snapshot`, or an older one.
+        only_sealed: whether nobody can have been told that `snapshot` is protected.
+        repairs: makes this node's SMP repair its part of the parity of `snapshot`, and returns how far that is. Raises
+            `HoldfastError` if the SMP does not answer.
+        how: ``held``, ``repaired``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
+        bytes_fetched: bytes fetched over the network for this rank's state.
+        notes: what the snapshot's record holds besides the state; may be empty.
+        loop: the position of the loop; see `SnapshotHook`.
+        inputs: digest of the inputs of that step's first forward. Empty: there was nothing to sample, or the snapshot
+            is of another number of ranks. None: it was sealed before they were known.
+        began: what `snapshot.step.capture.began_with` returned when the step began that is now repeated; None: the loop
+            said where it begins.
+        rewind: puts the random generators back to their restored state.
+        clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
+        tier: the tier that the job as a whole was restored from, see `snapshot.resume.choice`; empty on a cold start.
+        passed_over: why better snapshots or tiers were not used.
+        earlier: older snapshots that are whole, oldest first.
+        abandoned: newer snapshots, if an older one was chosen.
+        steps_again: how many steps that the previous start had finished are repeated; None: no node knows.
+    """
+
+    epoch: int
+    run: Run
+    snapshot: SnapshotId | None = None
+    protected: SnapshotId | None = None
+    only_sealed: bool = False
+    repairs: Callable[[], RepairState] = lambda: RepairState.UNDER_WAY
+    how: str = ""
+    bytes_fetched: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+    loop: dict[str, Any] = field(default_factory=dict)
+    inputs: str | None = None
+    began: Tree | None = None
+    rewind: Callable[[], None] = lambda: None
+    clock: dict[str, float] = field(default_factory=dict)
+    tier: str = ""
+    passed_over: tuple[str, ...] = ()
+    earlier: tuple[SnapshotId, ...] = ()
+    abandoned: tuple[SnapshotId, ...] = ()
+    steps_again: int | None = None
+
+    def __str__(self) -> str:
+        """A line for people."""
+        if self.snapshot is None:
+            return "nothing was restored: the job begins"
+        source = SOURCES[self.tier] + (", resharded for another number of ranks" if self.how == "resharded" else "")
+        match self.steps_again:
+            case None:
+                again = "how many finished steps are done again is not known"
+            case 0:
+                again = "no finished step is lost"
+            case 1:
+                again = "1 finished step is done again"
+            case _:
+                again = f"{self.steps_again:,} finished steps are done again"
+        took = duration(self.clock["load"] - self.clock["enter"])
+        return f"restored step {self.snapshot.step:,} from {source} in {took}; {again}"
+
+
+SOURCES = {
+    "local": "the memory of its own nodes",
+    "group": "the memory of other nodes",
+    "previous": "memory, not the newest snapshot",
+    PERSISTED: "storage",
+}
+"""The tiers of `resume.choice`, in words."""
+
+
+class SavedShard:
+    """What one shard says: its format, and its record."""
+
+    def __init__(self, read: Callable[[int, int], memoryview], claim: Claim) -> None:
+        """Read and check the header.
+
+        Args:
+            read: the bytes from an offset on, checked; may block.
+            claim: what the shard should be.
+
+        Raises:
+            ProtocolError: it is not that.
+            HoldfastError: as `read`.
+        """
+        total = claim.bytes or 0
+        first = read(0, min(PAGE_BYTES, total))
+        header = read(0, min(8 + int.from_bytes(first[:8], "little"), total))
+        self.form = believe_slot(header, claim)
+        self.coord = claim.part
+        self.read = read
+        self._snapshot = claim.snapshot
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """Its record. Raises `ProtocolError` if it is none of that snapshot."""
+        return parse_record(bytes(self.read(*self.form.record)), self._snapshot)
+
+    @cached_property
+    def shared(self) -> dict[str, Leaf]:
+        """The leaves that it shares with its replicas, whole, by name."""
+        return shared_leaves(self.record)
+
+    def values(self) -> tuple[Tree, Tree, Tree]:
+        """Its early, late and fixed values, with new tensors in them.
+
+        Raises:
+            ProtocolError: the record cannot be understood.
+            IncompleteSnapshot: it lists something that the shard does not hold.
+        """
+        values = decode_values(self.record, self._tensor)
+        check_complete(values[2], values[1], whole_leaves(self.form, self.shared).keys())
+        return values
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        offset, leaf = self.form.offsets[name]
+        return read_leaf(self.read(offset, leaf.bytes), 0, leaf)
+
+
+class Attempt(ABC):
+    """One rank's part in restoring one snapshot.
+
+    Attributes:
+        restored: what the attempt finds out and does is noted here.
+        made: whether tensors were made that go again if the snapshot does not fit.
+        fills: the plan.
+    """
+
+    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str, restored: Restored) -> None:
+        self.snapshot = plan.snapshot
+        self.system = client.system
+        self.restored = restored
+        self.made = False
+        self.fills: list[Fill] = []
+        self._client = client
+        self._sources = plan.sources
+        self._coord = coord
+        self._values: tuple[Tree, Tree, Tree] = {}, {}, {}
+
+    @abstractmethod
+    def recover(self) -> None:
+        """Bring what this rank reads first within its reach. Blocks; raises `HoldfastError` if that fails."""
+
+    @abstractmethod
+    def plan(self, agreement: Agreement, adapter: Adapter) -> HoldfastError | None:
+        """Plan what fills the live job, which may get tensors for it. Returns why it cannot. A collective call."""
+
+    @abstractmethod
+    def fill(self, agreement: Agreement, engine: CopyEngine) -> HoldfastError | None:
+        """Fill the live tensors as planned. Returns why it failed. A collective call; blocks."""
+
+    def take_over(self, agreement: Agreement, adapter: Adapter) -> None:
+        """Load the plain values, once every rank has filled its tensors. A collective call."""
+        early, late, fixed = self._values
+        adapter.load(early, late, fixed)
+        self.restored.loop, self.restored.began = early.get(LOOP, {}), late.get(BEGAN)
+        self.restored.rewind = adapter.rewinding(early)
+
+    def midway(self) -> None:
+        """Half of the bytes are loaded."""
+        failpoint("restore.middle", self.snapshot.step)
+
+    def problem_of(self, work: Callable[[], object]) -> HoldfastError | None:
+        """The error that `work` raised. The other ranks wait for this one, so a record that lacks an entry is one, too;
+        no other copy has more in it."""
+        try:
+            return failure_of(work, HoldfastError)
+        except LookupError as error:
+            log.exception("the record of %s lacks something", self.snapshot, extra=about(self.snapshot))
+            return IncompleteSnapshot(f"its record lacks {error}")
+
+
+class Verdict(NamedTuple):
+    """What has become of an attempt on all ranks: whether it has succeeded so far (`whole`), and whether no rank has
+    seen that the snapshot does not fit the job (`fits`), met damage (`unspoilt`), or missed something (`complete`)."""
+
+    whole: bool
+    fits: bool
+    unspoilt: bool
+    complete: bool
+
+
+def agree_on(agreement: Agreement, failure: HoldfastError | None) -> Verdict:
+    """The verdict on all ranks. `failure`: why the attempt failed on this one. A collective call."""
+    met = [int(not isinstance(failure, kind)) for kind in (REFUSALS, DamagedSnapshot, IncompleteSnapshot)]
+    return Verdict(*map(bool, agreement.minimum([int(failure is None), *met])()))
+
+
+def load(
+    attempt: Attempt, agreement: Agreement, adapter: Adapter, engine: CopyEngine
+) -> tuple[HoldfastError | None, Verdict]:
+    """Fill the live job. Nothing is written unless the snapshot fits on every rank. A collective call; blocks.
+
+    Returns why it failed on this rank, if it did, and the verdict. If bytes are damaged or cannot be had, another copy
+    must be found.
+
+    Raises:
+        StateMismatch, ConfigError, ProtocolError: the snapshot does not fit the job; one of them on every rank.
+    """
+    problem = attempt.plan(agreement, adapter)
+    verdict = agree_on(agreement, problem)
+    if attempt.made and not verdict.whole:
+        adapter.withdraw()
+    if not verdict.fits:
+        if isinstance(problem, REFUSALS):
+            raise problem
+        raise StateMismatch("the snapshot does not fit the job on another rank; see its log") from problem
+    if not verdict.whole:
+        return problem, verdict
+    failure = attempt.fill(agreement, engine)
+    verdict = agree_on(agreement, failure)
+    if verdict.whole:
+        attempt.take_over(agreement, adapter)
+    return failure, verdict
+
+
+# ------------------------------------------------------------------ the same world
+
+
+class SameWorld(Attempt):
+    """The ranks are those that took the snapshot. Each has a shard of its own, which its SMP holds.
+
+    Attributes:
+        shard: the shard, mapped. Whoever reads it past `read` must check it.
+    """
+
+    shard: RecoveredShard
+
+    def __init__(self, *of_attempt: Any, coords: Mapping[str, str], block: ScriptBlock) -> None:
+        """
+        Args:
+            coords: the node of every coordinate, in the order of ranks.
+            block: the block of the script that is entered.
+        """
+        super().__init__(*of_attempt)
+        self._block = block
+        self._ranks = tuple(coords)
+        self._nodes = tuple(coords.values())
+        self._taken: set[int] = set()  # units that something was read from
+        self._sets: tuple[tuple[int, ...], ...] = ()
+        self._kept: dict[int, list[HeldLeaf] | None] = {}
+
+    def recover(self) -> None:
+        self.shard = self._client.recover(self._sources, self._coord, check=False)
+        self.restored.how, self.restored.bytes_fetched = self.shard.how, self.shard.bytes_fetched
+
+    def open(self) -> SavedShard:
+        """What the shard says. Raises as `SavedShard`."""
+        return SavedShard(self.read, Claim.of_shard(self.snapshot, self._coord, self._sources.layout))
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Some bytes of the shard, in place, once their units are checked.
+
+        Raises:
+            DamagedSnapshot: they cannot be repaired.
+            ProtocolError: the shard has no such bytes.
+        """
+        units = units_of(self.shard, [(offset, length)])
+        if not units <= self._taken:
+            check_ranges(self.shard, [(offset, length)], self.repair, self.system)
+            self._taken |= units
+        return self.shard.view[offset : offset + length]
+
+    def repair(self, units: list[int]) -> None:
+        """Have damaged units repaired in place.
+
+        Raises:
+            DamagedSnapshot: they cannot be; or something was read from one of them, maybe after it was damaged.
+        """
+        if changed := self._taken.intersection(units):
+            raise DamagedSnapshot(f"unit {min(changed)} of the slot changed after it was read: start again")
+        self.restored.how = self._client.recover(self._sources, self._coord).how
+
+    def plan(self, agreement: Agreement, adapter: Adapter) -> HoldfastError | None:
+        problem = self.problem_of(lambda: self._read(adapter))
+        self._ask_replicas(agreement, adapter.replica_set(), self._own_parts() if problem is None else None)
+        return problem or self.problem_of(lambda: self._plan(agreement.rank, adapter))
+
+    def _read(self, adapter: Adapter) -> None:
+        """Read the record, and make the tensors that the job had.
+
+        Raises:
+            DamagedSnapshot: the header or the record cannot be repaired.
+            IncompleteSnapshot: the record cannot be understood, or lists something that the slot does not hold.
+            StateMismatch, ConfigError: it does not fit the job.
+        """
+        try:
+            self._saved = saved = self.open()
+            early, late, fixed = self._values = saved.values()
+            shared = saved.shared
+        except ProtocolError as error:
+            raise IncompleteSnapshot(f"no copy of it can be loaded: {error}") from error
+        self.restored.notes, self.restored.inputs = saved.record.get(NOTES) or {}, saved.record.get(INPUTS)
+        check_block(early.get(LOOP, {}), self._block)
+        adapter.check(early, late, fixed)
+        adapter.materialise(whole_leaves(saved.form, shared))
+        self.made = True
+
+    def _own_parts(self) -> list[HeldLeaf]:
+        return [leaf for leaf in leaves_in(self._saved.form) if is_part_of(leaf[0], self._saved.shared)]
+
+    def _ask_replicas(self, agreement: Agreement, replica_set: str, mine: list[HeldLeaf] | None) -> None:
+        """Tell the other replicas which parts of shared state this rank kept, None if it could not read that, and hear
+        theirs; nothing if nobody shares anything. A collective call."""
+        if agreement.minimum([-len(mine or ())])() == [0]:
+            return
+        named = [text.decode() for text in agreement.gather(replica_set.encode())]
+        self._sets = tuple(tuple(rank for rank, name in enumerate(named) if name == one) for one in sorted(set(named)))
+        members = next(ranks for ranks in self._sets if agreement.rank in ranks)
+        told = agreement.gather(json.dumps(mine).encode(), members)
+        self._kept = {rank: json.loads(text) for rank, text in zip(members, told, strict=True)}
+
+    def _plan(self, rank: int, adapter: Adapter) -> None:
+        """
+        Raises:
+            StateMismatch: the snapshot does not fit the job, or together the replicas do not have all of it.
+            HoldfastError: another replica could not read what it has.
+        """
+        shared, order = self._saved.shared, [self._coord]
+        held = [*held_in(self._coord, leaves_in(self._saved.form), shared, {})]
+        for member, leaves in self._kept.items():
+            if leaves is None:
+                raise HoldfastError("a replica could not read its own shard; see its log")
+            if member != rank:
+                order.append(self._ranks[member])
+                held += held_in(order[-1], leaves, shared, {})
+        index = Index(held, order)
+        self.fills, problems = plan_fills(adapter.tensors(), index, divided=False)
+        extra = unclaimed(index, (fill.item.name for fill in self.fills))
+        refuse_unfit(problems + [f"{name} is not in this job" for name in extra])
+        check_given(self._values[0].get(LOOP, {}), self._block)
+
+    def fill(self, agreement: Agreement, engine: CopyEngine) -> HoldfastError | None:
+        restore_strides(self._saved.record, (fill.item for fill in self.fills))
+        pieces = [
+            SlotTensor(_part_of(fill.item.tensor, read), read.source, read.bytes, fill.item.name)
+            for fill in self.fills
+            for read in fill.reads
+            if read.coord == self._coord
+        ]
+        load = partial(load_checked, engine, pieces, self.shard, self.repair, midway=self.midway, system=self.system)
+        return failure_of(load, HoldfastError)
+
+    def take_over(self, agreement: Agreement, adapter: Adapter) -> None:
+        if self._sets:
+            agreement.spread(self._sets, list(self._parts()), self._nodes)
+        super().take_over(agreement, adapter)
+
+    def _parts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Every part that a replica kept, with the rank that has it: the same on all replicas, in the same order."""
+        tensors = {fill.item.name: fill.item.tensor for fill in self.fills}
+        for rank, leaves in self._kept.items():
+            for held in held_in(self._ranks[rank], leaves or (), self._saved.shared, {}):
+                for first, last, _ in held.region.runs:
+                    yield rank, flat(tensors[held.region.key])[first:last]
+
+
+def _part_of(tensor: torch.Tensor, read: Read) -> torch.Tensor:
+    """What `read` fills of a tensor: all of it, or bytes of a contiguous one."""
+    if read.bytes == tensor.nbytes:
+        return tensor.detach()
+    return octets(tensor)[read.target : read.target + read.bytes]
