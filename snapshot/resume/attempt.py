@@ -361,8 +361,10 @@ class SameWorld(Attempt):
         self.restored.how = self._client.recover(self._sources, self._coord).how
 
     def plan(self, agreement: Agreement, adapter: Adapter) -> HoldfastError | None:
-        problem = self.problem_of(lambda: self._read(adapter))
-        self._ask_replicas(agreement, adapter.replica_set(), self._own_parts() if problem is None else None)
+        mine: list[HeldLeaf] | None = None
+        if (problem := self.problem_of(lambda: self._read(adapter))) is None:
+            mine = [leaf for leaf in leaves_in(self._saved.form) if is_part_of(leaf[0], self._saved.shared)]
+        self._ask_replicas(agreement, adapter.replica_set(), mine)
         return problem or self.problem_of(lambda: self._plan(agreement.rank, adapter))
 
     def _read(self, adapter: Adapter) -> None:
@@ -384,9 +386,6 @@ class SameWorld(Attempt):
         adapter.check(early, late, fixed)
         adapter.materialise(whole_leaves(saved.form, shared))
         self.made = True
-
-    def _own_parts(self) -> list[HeldLeaf]:
-        return [leaf for leaf in leaves_in(self._saved.form) if is_part_of(leaf[0], self._saved.shared)]
 
     def _ask_replicas(self, agreement: Agreement, replica_set: str, mine: list[HeldLeaf] | None) -> None:
         """Tell the other replicas which parts of shared state this rank kept, None if it could not read that, and hear
@@ -415,8 +414,7 @@ class SameWorld(Attempt):
                 held += held_in(order[-1], leaves, shared, {})
         index = Index(held, order)
         self.fills, problems = plan_fills(adapter.tensors(), index, divided=False)
-        extra = unclaimed(index, (fill.item.name for fill in self.fills))
-        refuse_unfit(problems + [f"{name} is not in this job" for name in extra])
+        refuse_unfit(problems + unclaimed(index, (fill.item.name for fill in self.fills)))
         check_given(self._values[0].get(LOOP, {}), self._block)
 
     def fill(self, agreement: Agreement, engine: CopyEngine) -> HoldfastError | None:

@@ -234,11 +234,8 @@ class OldManifest:
 
     @classmethod
     def of(cls, shard: SavedShard) -> OldManifest:
-        """The manifest of `shard`. Reads and digests the leaves that only this rank holds.
-
-        Raises:
-            IncompleteSnapshot: it lacks something that it lists.
-        """
+        """The manifest of `shard`. Reads and digests the leaves that only this rank holds. Raises as
+        `SavedShard.values`."""
         early, late, fixed = shard.values()
         shared, blocks, leaves = shard.shared, shard.record[FIXED]["blocks"], leaves_in(shard.form)
         encoded = shard.record[LATE].get("optim", [])
@@ -337,8 +334,7 @@ class OtherWorld(Attempt):
         asked = [json.loads(text) for text in agreement.gather(json.dumps([self._coord, wanted]).encode())]
         if problem is None and all(keys is not None for _, keys in asked):
             of_group = {key for coord, keys in asked if coord in members(self._new, self._coord) for key in keys}
-            extra = unclaimed(self._index, of_group)
-            problem = failure_of(lambda: refuse_unfit([f"{name} is not in this job" for name in extra]), StateMismatch)
+            problem = failure_of(lambda: refuse_unfit(unclaimed(self._index, of_group)), StateMismatch)
         return problem
 
     def _plan(self, manifests: Mapping[str, OldManifest], adapter: Adapter) -> None:

@@ -216,7 +216,7 @@ def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[t
         StateMismatch: the part is not a block of the whole.
     """
     if block is None:
-        return shape, block_runs(shape, (0,) * len(shape), shape)
+        return shape, range_runs(0, math.prod(shape))
     try:
         return block.whole, block_runs(block.whole, block.start, shape)
     except ValueError as error:
@@ -232,8 +232,8 @@ def leaves_in(form: SlotFormat) -> list[HeldLeaf]:
 
 
 def unclaimed(index: Index, wanted: Mapping[str, object] | Iterable[str]) -> list[str]:
-    """Keys that are held but not wanted, in order."""
-    return sorted(index.keys.difference(wanted))
+    """Which keys are held but not wanted, in order and in words."""
+    return [f"{key} is not in this job" for key in sorted(index.keys.difference(wanted))]
 
 
 def _common(held: Sequence[Run], wanted: Sequence[Run]) -> Iterator[tuple[int, int, int]]:

@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.plan import (
 )
 from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
+from holdfast.smp_daemon.shared.starts import Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.resume.attempt import Attempt, SameWorld, Verdict, agree_on, load
@@ -49,7 +49,6 @@ from holdfast.snapshot.resume.choice import (
 from holdfast.snapshot.resume.elastic import OtherWorld, ask_idle, check_change
 from holdfast.snapshot.resume.entering import exchange
 from holdfast.snapshot.resume.own_run import (
-    Reach,
     ask_persisted_runs,
     check_not_at_work,
     check_nothing_is_left,
@@ -83,17 +82,19 @@ def restore(
         protect: have parity of the restored snapshot made even if it was only sealed, not protected.
 
     Raises:
-        StateMismatch: see `check_fit`. Nothing was written on any rank.
+        StateMismatch: the snapshot does not fit the job. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
         ConfigError: another block of the script is held, see `check_order` and `check_block`.
         ConfigError, PlaceError: see `RestoreAttempts.choose_persisted`, `snapshot.resume.choice.agree`.
         Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     clock = {"enter": client.system.monotonic()}
-    start = _Starting(client, agreement, adapter, options, elastic, clock)
+    start = _Starting(client, agreement, adapter, options, elastic)
     failure: HoldfastError | None = None
     while True:
         restored, plan = start.decide(failure)
+        restored.clock = clock
+        clock["plan"] = client.system.monotonic()
         if plan is None:
             clock["fetch"] = clock["load"] = clock["plan"]
             return restored
@@ -115,13 +116,7 @@ class _Starting:
     """How all ranks decide, alike, what to restore; they decide again after every attempt that failed."""
 
     def __init__(
-        self,
-        client: SmpClient,
-        agreement: Agreement,
-        adapter: Adapter,
-        options: StartOptions | None,
-        elastic: bool,
-        clock: dict[str, float],
+        self, client: SmpClient, agreement: Agreement, adapter: Adapter, options: StartOptions | None, elastic: bool
     ) -> None:
         self._client = client
         self._agreement = agreement
@@ -129,19 +124,10 @@ class _Starting:
         self._options = options
         self._block = describe(options.block if options is not None else 1, adapter)
         self._elastic = elastic
-        self._clock = clock
         self._course = RestoreAttempts()
         self._unacknowledged: set[SnapshotId] = set()
         self._joined = self._looked_again = False
         self._stored = 0
-        # What they found out, when they decided last:
-        self._agreed: StartOptions
-        self._reach: Reach
-        self._inventories: list[Inventory]
-        self._coords: dict[str, str]
-        self._streak: CrashLoop | None
-        self._choice: Choice | None
-        self._finished: int | None
 
     def decide(self, failure: HoldfastError | None) -> tuple[Restored, RestorePlan | None]:
         """Ask all SMPs, choose, and fence every older writer on every node. A collective call. Raises as `restore`.
@@ -192,8 +178,7 @@ class _Starting:
         client.join(epoch, Start(epoch, base, self._streak, self._choice, tuple(sorted(newcomers)), run, self._block))
         self._joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
-        self._clock["plan"] = client.system.monotonic()
-        return Restored(epoch, run, plan.snapshot if plan is not None else None, clock=self._clock), plan
+        return Restored(epoch, run, plan.snapshot if plan is not None else None), plan
 
     def _in_memory(self) -> tuple[RestorePlan | None, Unrecoverable | None]:
         """What to restore from memory; else, if memory held anything, why it cannot be restored."""
@@ -252,6 +237,7 @@ class _Starting:
         inventories, coords = self._inventories, self._coords
         restored.protected = _known_to_be_protected(plan, inventories)
         restored.only_sealed = plan.sources.persisted or plan.snapshot in self._unacknowledged
+        # Otherwise parity stays as it is: the restored snapshot is kept until a younger one is protected.
         if not self._is_resharded(plan) and (protect or not restored.only_sealed):
             restored.repairs = partial(repair_parity, self._client, plan, coords, self._coord)
             restored.repairs()

@@ -168,8 +168,8 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
     if missing := {EARLY, LATE, FIXED} - record.keys():
         raise ProtocolError(f"the record holds {sorted(record)}, and not {sorted(missing)}")
     fixed = record[FIXED]
-    if not isinstance(fixed, dict) or fixed.keys() != {"state", "shared", "blocks", "strides"}:
-        raise ProtocolError("the record does not say what is fixed and what is shared")
+    if not isinstance(fixed, dict) or fixed.keys() != {"state", "shared", "strides", "blocks"}:
+        raise ProtocolError("the record does not say what is fixed, shared, strided and divided")
     return decode(record[EARLY], tensor), decode(record[LATE], tensor), decode(fixed["state"], tensor)
 
 
@@ -179,13 +179,10 @@ def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
 
 
 def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
-    """Give live tensors the strides they had in the snapshot.
-
-    A tensor whose strides differ gets new memory, which the caller must fill.
-    """
-    strides = record[FIXED]["strides"]
+    """Give live tensors the strides they had in the snapshot. A tensor whose strides differ gets new memory, which the
+    caller must fill."""
     for item in live:
-        empty = empty_restrided(item.tensor, strides.get(item.name))
+        empty = empty_restrided(item.tensor, record[FIXED]["strides"].get(item.name))
         if empty is not None:
             item.tensor.data = empty
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import xxhash
 
 from holdfast.smp_daemon.shared.plain import Count, from_plain
@@ -81,7 +80,7 @@ class Sharing:
             for part in self.parts.get(item.name, ()):
                 name = part_name(part, leaf)
                 whole = name == item.name
-                yield LiveTensor(name, item.tensor if whole else part_of(item.tensor, part), item.change)
+                yield LiveTensor(name, item.tensor if whole else flat(item.tensor)[part.start : part.stop], item.change)
 
     def plain(self) -> dict[str, Any]:
         """The shared leaves, for the record."""
@@ -144,11 +143,6 @@ def shared_leaves_of(data: object) -> dict[str, Leaf]:
     """The leaves from what `Sharing.plain` returned. Raises `ProtocolError` if `data` has another form."""
     told = from_plain(dict[str, tuple[str, tuple[Count, ...]]], data, "a list of shared leaves")
     return {name: Leaf(name, dtype, shape) for name, (dtype, shape) in told.items()}
-
-
-def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The elements of a part, as a view."""
-    return flat(tensor)[part.start : part.stop]
 
 
 def is_part_of(name: str, shared: Mapping[str, Leaf]) -> bool:

@@ -141,4 +141,4 @@ def test_another_whole_or_dtype_is_no_match() -> None:
 
 def test_what_nobody_wants_is_listed() -> None:
     index = Index([Held("dp0", 0, Region(key, "F32", (1,), range_runs(0, 1))) for key in "bac"], ["dp0"])
-    assert unclaimed(index, {"b"}) == ["a", "c"]
+    assert unclaimed(index, {"b"}) == ["a is not in this job", "c is not in this job"]

@@ -41,7 +41,7 @@ from holdfast.snapshot.state.tracked import Tracked
 
 SNAPSHOT = SnapshotId(2, 17)
 NOTHING = Values({}, {})
-NOTHING_FIXED = '{"state":{},"shared":{}}'
+NOTHING_FIXED = '{"state":{},"shared":{},"strides":{},"blocks":{}}'
 
 
 @dataclass
@@ -265,12 +265,15 @@ def test_a_malformed_record_is_refused(record: bytes) -> None:
 
 
 def test_a_record_of_nothing_but_values_is_enough_to_decode_them() -> None:
-    record = {"early": {"a": 1}, "late": {}, "fixed": {"state": {"b": [2]}, "shared": {}, "blocks": {}, "strides": {}}}
+    fixed = {"state": {"b": [2]}, "shared": {}, "strides": {}, "blocks": {}}
+    record = {"early": {"a": 1}, "late": {}, "fixed": fixed}
     assert decode_values(record, no_tensor) == ({"a": 1}, {}, {"b": [2]})
     assert shared_leaves(record) == {}
 
 
-@pytest.mark.parametrize("fixed", [{}, None, [], {"state": {}}, {"shared": {}}, {"state": {}, "shared": {}, "more": 1}])
+@pytest.mark.parametrize(
+    "fixed", [{}, None, [], {"state": {}}, {"state": {}, "shared": {}}, json.loads(NOTHING_FIXED) | {"more": 1}]
+)
 def test_a_record_that_does_not_say_what_is_fixed_is_refused(fixed: Any) -> None:
     with pytest.raises(ProtocolError, match="what is fixed"):
         decode_values({"early": {}, "late": {}, "fixed": fixed}, no_tensor)

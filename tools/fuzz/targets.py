@@ -222,7 +222,7 @@ def _values() -> bytes:
     }
     encoded = encode(value, "state", {})
     record = {"epoch": 3, "step": 41, "coord": "pp0-dp0", "early": encoded, "late": {}}
-    return _text(record | {"fixed": {"state": encoded, "shared": {"w": ["F32", [2, 3]]}}})
+    return _text(record | {"fixed": {"state": encoded, "shared": {"w": ["F32", [2, 3]]}, "strides": {}, "blocks": {}}})
 
 
 def _text(value: Any) -> bytes:
