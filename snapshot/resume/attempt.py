@@ -215,7 +215,21 @@ class Attempt(ABC):
         fills: the plan.
     """
 
-    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str, restored: Restored) -> None:
+    def __init__(
+        self,
+        client: SmpClient,
+        plan: RestorePlan,
+        coords: Mapping[str, str],
+        coord: str,
+        block: ScriptBlock,
+        restored: Restored,
+    ) -> None:
+        """
+        Args:
+            coords: the node of every coordinate, in the order of ranks.
+            coord: this rank's.
+            block: the block of the script that is entered.
+        """
         self.snapshot = plan.snapshot
         self.system = client.system
         self.restored = restored
@@ -223,7 +237,9 @@ class Attempt(ABC):
         self.fills: list[Fill] = []
         self._client = client
         self._sources = plan.sources
+        self._coords = coords
         self._coord = coord
+        self._block = block
         self._values: tuple[Tree, Tree, Tree] = {}, {}, {}
 
     @abstractmethod
@@ -315,21 +331,8 @@ class SameWorld(Attempt):
 
     shard: RecoveredShard
 
-    def __init__(self, *of_attempt: Any, coords: Mapping[str, str], block: ScriptBlock) -> None:
-        """
-        Args:
-            coords: the node of every coordinate, in the order of ranks.
-            block: the block of the script that is entered.
-        """
-        super().__init__(*of_attempt)
-        self._block = block
-        self._ranks = tuple(coords)
-        self._nodes = tuple(coords.values())
-        self._taken: set[int] = set()  # units that something was read from
-        self._sets: tuple[tuple[int, ...], ...] = ()
-        self._kept: dict[int, list[HeldLeaf] | None] = {}
-
     def recover(self) -> None:
+        self._taken: set[int] = set()  # units that something was read from
         self.shard = self._client.recover(self._sources, self._coord, check=False)
         self.restored.how, self.restored.bytes_fetched = self.shard.how, self.shard.bytes_fetched
 
@@ -365,7 +368,7 @@ class SameWorld(Attempt):
         if (problem := self.problem_of(lambda: self._read(adapter))) is None:
             mine = [leaf for leaf in leaves_in(self._saved.form) if is_part_of(leaf[0], self._saved.shared)]
         self._ask_replicas(agreement, adapter.replica_set(), mine)
-        return problem or self.problem_of(lambda: self._plan(agreement.rank, adapter))
+        return problem or self.problem_of(lambda: self._plan(adapter))
 
     def _read(self, adapter: Adapter) -> None:
         """Read the record, and make the tensors that the job had.
@@ -390,29 +393,29 @@ class SameWorld(Attempt):
     def _ask_replicas(self, agreement: Agreement, replica_set: str, mine: list[HeldLeaf] | None) -> None:
         """Tell the other replicas which parts of shared state this rank kept, None if it could not read that, and hear
         theirs; nothing if nobody shares anything. A collective call."""
+        self._sets: tuple[tuple[int, ...], ...] = ()
+        self._kept: dict[str, list[HeldLeaf] | None] = {}
         if agreement.minimum([-len(mine or ())])() == [0]:
             return
         named = [text.decode() for text in agreement.gather(replica_set.encode())]
         self._sets = tuple(tuple(rank for rank, name in enumerate(named) if name == one) for one in sorted(set(named)))
         members = next(ranks for ranks in self._sets if agreement.rank in ranks)
         told = agreement.gather(json.dumps(mine).encode(), members)
-        self._kept = {rank: json.loads(text) for rank, text in zip(members, told, strict=True)}
+        coords = list(self._coords)
+        self._kept = {coords[rank]: json.loads(text) for rank, text in zip(members, told, strict=True)}
 
-    def _plan(self, rank: int, adapter: Adapter) -> None:
+    def _plan(self, adapter: Adapter) -> None:
         """
         Raises:
             StateMismatch: the snapshot does not fit the job, or together the replicas do not have all of it.
             HoldfastError: another replica could not read what it has.
         """
-        shared, order = self._saved.shared, [self._coord]
-        held = [*held_in(self._coord, leaves_in(self._saved.form), shared, {})]
-        for member, leaves in self._kept.items():
-            if leaves is None:
-                raise HoldfastError("a replica could not read its own shard; see its log")
-            if member != rank:
-                order.append(self._ranks[member])
-                held += held_in(order[-1], leaves, shared, {})
-        index = Index(held, order)
+        if None in self._kept.values():
+            raise HoldfastError("a replica could not read its own shard; see its log")
+        others = {coord: leaves for coord, leaves in self._kept.items() if coord != self._coord}
+        leaves = {self._coord: leaves_in(self._saved.form)} | others
+        held = (each for coord, its in leaves.items() for each in held_in(coord, its or (), self._saved.shared, {}))
+        index = Index(held, list(leaves))
         self.fills, problems = plan_fills(adapter.tensors(), index, divided=False)
         refuse_unfit(problems + unclaimed(index, (fill.item.name for fill in self.fills)))
         check_given(self._values[0].get(LOOP, {}), self._block)
@@ -430,16 +433,17 @@ class SameWorld(Attempt):
 
     def take_over(self, agreement: Agreement, adapter: Adapter) -> None:
         if self._sets:
-            agreement.spread(self._sets, list(self._parts()), self._nodes)
+            agreement.spread(self._sets, list(self._parts()), list(self._coords.values()))
         super().take_over(agreement, adapter)
 
     def _parts(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Every part that a replica kept, with the rank that has it: the same on all replicas, in the same order."""
         tensors = {fill.item.name: fill.item.tensor for fill in self.fills}
-        for rank, leaves in self._kept.items():
-            for held in held_in(self._ranks[rank], leaves or (), self._saved.shared, {}):
+        ranks = {coord: rank for rank, coord in enumerate(self._coords)}
+        for coord, leaves in self._kept.items():
+            for held in held_in(coord, leaves or (), self._saved.shared, {}):
                 for first, last, _ in held.region.runs:
-                    yield rank, flat(tensors[held.region.key])[first:last]
+                    yield ranks[coord], flat(tensors[held.region.key])[first:last]
 
 
 def _part_of(tensor: torch.Tensor, read: Read) -> torch.Tensor:

@@ -312,18 +312,12 @@ class OtherWorld(Attempt):
     The notes in the record do not apply to another world, and of the position of the loop only a part does.
     """
 
-    def __init__(self, *of_attempt: Any, coords: Collection[str], rank: int) -> None:
-        super().__init__(*of_attempt)
-        self.restored.how = "resharded"
-        self.restored.inputs = ""
-        self._old = self._sources.layout.coords
-        self._new = sorted(coords)
-        self._rank = rank
-
     def recover(self) -> None:
         """Read the manifests that this rank tells the others."""
+        self.restored.how, self.restored.inputs = "resharded", ""
+        self._old, self._new = self._sources.layout.coords, sorted(self._coords)
         self._lent = LentShards(self._client, self._sources)
-        told = readers(self._old, len(self._new), self._rank)
+        told = readers(self._old, len(self._new), list(self._coords).index(self._coord))
         self._told = [OldManifest.of(self._lent.open(coord)) for coord in told]
 
     def plan(self, agreement: Agreement, adapter: Adapter) -> HoldfastError | None:

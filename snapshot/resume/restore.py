@@ -220,10 +220,8 @@ class _Starting:
 
     def attempt(self, plan: RestorePlan, restored: Restored) -> Attempt:
         """This rank's part in restoring what was planned."""
-        given = self._client, plan, self._coord, restored
-        if self._is_resharded(plan):
-            return OtherWorld(*given, coords=self._coords, rank=self._agreement.rank)
-        return SameWorld(*given, coords=self._coords, block=self._block)
+        world = OtherWorld if self._is_resharded(plan) else SameWorld
+        return world(self._client, plan, self._coords, self._coord, self._block, restored)
 
     def failed(self, plan: RestorePlan, failure: HoldfastError | None, verdict: Verdict) -> None:
         """Note that the attempt failed on some rank."""

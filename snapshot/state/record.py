@@ -12,6 +12,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of
@@ -220,5 +221,4 @@ def check_leaves(form: SlotFormat, have: Mapping[str, Leaf], shared: Mapping[str
         if have[name] != held[name]
     ]
     if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise StateMismatch("the snapshot does not fit this job: " + "; ".join(problems[:8]) + more)
+        raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")

@@ -86,8 +86,8 @@ def restored(
     shards = tuple(Shard(coord, length) for coord, length in zip(COORDS, lengths, strict=True))
     layout = Layout("run", SNAPSHOT.epoch, 0, (Node("node0", "127.0.0.1", 1, 2, shards),), ((0,),), 1, 0, UNIT, 2)
     plan = RestorePlan(Sources(SNAPSHOT, layout, {}, {}), (), ())
-    given = cast(SmpClient, holder), plan, coord, Restored(1, UNNAMED)
-    attempt = SameWorld(*given, coords=COORDS, block=ScriptBlock(1, "Toy"))
+    block = ScriptBlock(1, "Toy")
+    attempt = SameWorld(cast(SmpClient, holder), plan, COORDS, coord, block, Restored(1, UNNAMED))
     attempt.recover()
     adapter = Replica(blank(items) if live is None else live, coord=coord)
     try:

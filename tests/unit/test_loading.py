@@ -405,8 +405,8 @@ class Peers:
         node = Node("a", "127.0.0.1", 1, 2, (Shard("dp0", self.slot.nbytes),))
         layout = Layout("run", SNAPSHOT.epoch, 0, (node,), ((0,),), 1, 0, self.unit_bytes, 2)
         plan = RestorePlan(Sources(SNAPSHOT, layout, {}, {}), (), ())
-        found = Restored(1, UNNAMED)
-        attempt = SameWorld(cast(SmpClient, self), plan, "dp0", found, coords={"dp0": "a"}, block=ScriptBlock(1, "Toy"))
+        found, block = Restored(1, UNNAMED), ScriptBlock(1, "Toy")
+        attempt = SameWorld(cast(SmpClient, self), plan, {"dp0": "a"}, "dp0", block, found)
         attempt.recover()
         return attempt
 
