@@ -417,13 +417,15 @@ def test_a_virtual_environment_is_put_in(tmp_path: Path) -> None:
 def test_what_differs_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prolog.sh").write_text("mine")
     assert main(["deploy", "slurm", "--to", str(tmp_path)]) == 2
-    assert "prolog.sh: there already, and different; say --force" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "prolog.sh: " in said and "--force" in said
     assert [path.name for path in tmp_path.iterdir()] == ["prolog.sh"], "nothing is half done"
     assert main(["deploy", "slurm", "--to", str(tmp_path), "--force"]) == 0
     assert "mine" not in (tmp_path / "prolog.sh").read_text()
     (tmp_path / "file").touch()
     assert main(["deploy", "slurm", "--to", str(tmp_path / "file")]) == 2
-    assert "cannot be written: File exists; choose another with --to" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert str(tmp_path / "file") in said and "--to" in said
 
 
 # ---------------------------------------------------------------------- the container

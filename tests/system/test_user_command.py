@@ -75,13 +75,13 @@ class TestAJudgement:
 
     def test_finds_what_was_computed_differently(self) -> None:
         verdict = judged([notes(0, 6), notes(4, 10, epoch=2, loss=" or so")])
-        assert breached(verdict, "result", "6 values", "loss of rank 0 in step 5", "computed")
+        assert breached(verdict, "result", "6 values", "loss of rank 0", "step 5", "computed")
 
     def test_finds_what_was_restored_differently(self) -> None:
         other = notes(4, 10, epoch=2)
         other.values[4] = {"weights": "of step 3"}
         verdict = judged([notes(0, 6), other])
-        assert breached(verdict, "result", "1 values", "weights of rank 0 in step 4", "restored")
+        assert breached(verdict, "result", "1 values", "weights of rank 0", "step 4", "restored")
 
     def test_finds_ranks_that_did_not_come_to_the_end(self) -> None:
         assert breached(judged([notes(0, 9)]), "returns", "ranks [0]", "step 10")
