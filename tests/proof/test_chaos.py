@@ -355,16 +355,16 @@ def test_a_run_that_went_as_it_must_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("history", "failure", "scenario", "problem"),
     [
-        (run_of(loss="0x1p+1"), None, ONE, "loss of rank 0 at step 2"),
-        (run_of(digest="b"), None, ONE, "the final state of rank 0 differs: x"),
-        (run_of(restored=0), None, ONE, "1 protected steps were lost"),
-        (run_of(restored=0, protected=0), None, replace(ONE, again=0), "1 finished steps had to be done again"),
-        (run_of(how="repaired"), None, ONE, "a shard was damaged although nothing had flipped a bit"),
-        (run_of(), None, replace(ONE, faults=(KILL, KILL)), "2 faults were asked for, 1 were done"),
-        (run_of(), DeadlineExceeded("60 s"), ONE, "it did not end"),
+        (run_of(loss="0x1p+1"), None, ONE, "rank 0 at step 2"),
+        (run_of(digest="b"), None, ONE, "rank 0 differs: x"),
+        (run_of(restored=0), None, ONE, "1 protected steps"),
+        (run_of(restored=0, protected=0), None, replace(ONE, again=0), "1 finished steps"),
+        (run_of(how="repaired"), None, ONE, "shard was damaged"),
+        (run_of(), None, replace(ONE, faults=(KILL, KILL)), "2 faults"),
+        (run_of(), DeadlineExceeded("60 s"), ONE, "did not end"),
         (run_of(), HoldfastError("StateMismatchError: x"), ONE, "it failed: StateMismatchError: x"),
-        (run_of(), None, replace(ONE, expect="unrecoverable"), "as if nothing had happened"),
-        (run_of(), HoldfastError("OSError: x"), replace(ONE, expect="unrecoverable"), "but not with Unrecoverable"),
+        (run_of(), None, replace(ONE, expect="unrecoverable"), "nothing had happened"),
+        (run_of(), HoldfastError("OSError: x"), replace(ONE, expect="unrecoverable"), "not with Unrecoverable"),
     ],
 )
 def test_each_breach_is_a_problem(
@@ -381,13 +381,12 @@ def test_a_fault_that_did_nothing_is_a_problem() -> None:
         event["wall"] = event["at"] + 1000.0
     history.events += [{"kind": "impaired", "fault": "throttle", "packets": packets} for packets in (0, 5)]
     jump = Fault("rank0", "train.step", 1, "jump-clock", (0,), amount=3600)
-    problems = verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems
-    assert "throttle met no packet" in problems
-    assert "no trainer saw its clock 3600 s ahead" in problems
+    problems = " ".join(verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems)
+    assert "throttle met no" in problems and "3600 s ahead" in problems
     history.of("step")[-1]["wall"] += 3600.5
     history.events.pop(-2)
-    problems = verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems
-    assert problems == ("2 faults were asked for, 1 were done",)
+    (problem,) = verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems
+    assert "2 faults" in problem and "1 were done" in problem
 
 
 def test_an_smp_that_outlives_its_signal_is_a_problem() -> None:
@@ -396,20 +395,20 @@ def test_an_smp_that_outlives_its_signal_is_a_problem() -> None:
     history.events += [{"kind": "smp-ended", "by": "SIGTERM", "status": status} for status in (-15, 0, None)]
     assert verdict_on(history).problems == ()
     history.events += [{"kind": "smp-ended", "by": "SIGTERM", "status": -9}]
-    assert verdict_on(history).problems == ("an SMP outlived SIGTERM and had to be killed",)
+    assert ["outlived SIGTERM" in each for each in verdict_on(history).problems] == [True]
 
 
 def test_leaks_and_unexpected_errors_are_problems() -> None:
     history = run_of()
     history.tracebacks = ["smp0: ValueError"]
     verdict = verdict_on(history, leaks=("process 3",))
-    assert verdict.problems == ("left behind: process 3", "an error that an SMP did not expect: smp0: ValueError")
+    assert [each.partition(": ")[2] for each in verdict.problems] == ["process 3", "smp0: ValueError"]
 
 
 def test_ranks_that_start_at_different_steps_are_torn() -> None:
     history = run_of()
     history.events.append({"kind": "started", "rank": 1, "generation": 1, "step": 2, "how": "held", "at": 3.0})
-    assert torn(history) == "ranks started at different steps: [1, 2]"
+    assert torn(history).endswith("different steps: [1, 2]")
     assert lost_protected(history) == 0
 
 
@@ -438,7 +437,7 @@ def test_figures_count_what_ran_and_reports_show_it() -> None:
     }
     assert figures["checks"]["result"] == 2
     Checker().feed(page([good, bad], figures))
-    assert "1 protected steps were lost" in markdown([good, bad], figures)
+    assert "1 protected steps" in markdown([good, bad], figures)
 
 
 def test_shards_are_all_scenarios_together() -> None:

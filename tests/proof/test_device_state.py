@@ -196,10 +196,10 @@ def test_an_optimizer_that_nobody_has_tried_is_refused_by_name() -> None:
         """Stands for a class of a later release."""
 
     Unheard.__abstractmethods__ = frozenset()
-    with pytest.raises(ConfigError, match=r"Unheard is not .*use Dist"):
+    with pytest.raises(ConfigError, match=r"Unheard .*use Dist"):
         check_captured(made(Unheard), [])
     inside = made(ChainedOptimizer, chained_optimizers=[made(FP32Optimizer), made(Unheard)])
-    with pytest.raises(ConfigError, match=r"Unheard is not a supported"):
+    with pytest.raises(ConfigError, match="Unheard is not"):
         check_captured(made(LayerWiseDistributedOptimizer, chained_optimizers=[inside]), [])
 
 
@@ -207,7 +207,7 @@ def test_a_chain_that_nobody_has_tried_is_refused_by_name() -> None:
     class Woven(ChainedOptimizer):  # type: ignore[misc]
         """Stands for a class of a later release."""
 
-    with pytest.raises(ConfigError, match=r"Woven is not .*ChainedOptimizer, Layer"):
+    with pytest.raises(ConfigError, match=r"Woven .*ChainedOptimizer, Layer"):
         check_captured(made(Woven, chained_optimizers=[]), [])
 
 

@@ -25,7 +25,7 @@ def test_a_dry_run_prints_a_line_for_each_check_and_writes_a_report(tmp_path: Pa
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [["✓", name] for name in ("A0", "A6", "A7")]
     [report] = tmp_path.glob("gpu-A-dry-*.json")
     written = json.loads(report.read_text())
-    assert written["device"] == "none: a dry run"
+    assert written["device"].startswith("none")
     assert written["checks"].keys() == {"A0", "A6", "A7"}
     assert report.with_suffix(".md").read_text().count("| ✓ |") == 3
 

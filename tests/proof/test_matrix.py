@@ -60,20 +60,21 @@ UNDISTURBED = history(restarts=0)
     ("changes", "difference"),
     [
         ({}, ""),
-        ({"loss": "2"}, "loss of rank 0 at step 1: 2, undisturbed 1"),
-        ({"digest": "b"}, "the final state of rank 0 differs: w"),
-        ({"how": ""}, "a rank started without restoring a snapshot"),
+        ({"loss": "2"}, "at step 1: 2, undisturbed 1"),
+        ({"digest": "b"}, "rank 0 differs: w"),
+        ({"how": ""}, "without restoring"),
         ({"restarts": 1}, "1 restarts after 2 kills"),
     ],
 )
 def test_only_what_is_identical_passes(changes: dict[str, object], difference: str) -> None:
-    assert judge(CELL, UNDISTURBED, history(**changes), 1.0).difference == difference  # type: ignore[arg-type]
+    found = judge(CELL, UNDISTURBED, history(**changes), 1.0).difference  # type: ignore[arg-type]
+    assert difference in found and bool(difference) == bool(found)
 
 
 def test_what_is_left_behind_fails_a_cell() -> None:
     told = history()
     told.leaks.append("a slot")
-    assert judge(CELL, UNDISTURBED, told, 1.0).difference == "left behind: a slot"
+    assert judge(CELL, UNDISTURBED, told, 1.0).difference.endswith(": a slot")
 
 
 def test_cells_are_chosen_by_name() -> None:
@@ -88,9 +89,9 @@ def test_cells_are_chosen_by_name() -> None:
     [
         ("0.16.1", False, {"muon": True}, (), ""),
         ("0.19.2", True, {"muon": True}, (0, 19), ""),
-        ("0.19.2", False, {"muon": True}, (), "the package emerging-optimizers, which megatron-core 0.19.2 asks for"),
+        ("0.19.2", False, {"muon": True}, (), "emerging-optimizers, which megatron-core 0.19.2"),
         ("0.19.2", False, {}, (0, 19), ""),
-        ("0.18.0rc1", True, {"muon": True}, (0, 19), "megatron-core 0.19 (0.18.0rc1 is installed)"),
+        ("0.18.0rc1", True, {"muon": True}, (0, 19), "megatron-core 0.19 (0.18.0rc1"),
     ],
 )
 def test_what_an_environment_lacks_is_said(
@@ -98,7 +99,8 @@ def test_what_an_environment_lacks_is_said(
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: release)
     monkeypatch.setattr("tests.proof.matrix.cells.find_spec", lambda name: object() if package else None)
-    assert lacks(Cell("a", GPT, 2, options, since=since)) == missing
+    found = lacks(Cell("a", GPT, 2, options, since=since))
+    assert missing in found and bool(missing) == bool(found)
     assert lacks(Cell("a", "examples.plain:Plain", 2, options, since=since)) == ""
 
 

@@ -306,19 +306,18 @@ def test_no_variant_of_the_plain_sum_leaves_its_units(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "step"),
-    [("read-after", "encode of 1+3, 1 bytes, end"), ("read-before", "encode of 1+3, 1 bytes, start")],
+    ("mistake", "where"), [("read-after", "1+3, 1 bytes, end"), ("read-before", "1+3, 1 bytes, start")]
 )
-def test_a_walk_dies_of_one_byte_read_outside(mistake: str, step: str) -> None:
+def test_a_walk_dies_of_one_byte_read_outside(mistake: str, where: str) -> None:
     ended = walked("careless", mistake)
-    assert (ended.returncode, ended.steps[-1]) == (-signal.SIGSEGV, step), str(ended)
+    assert ended.returncode == -signal.SIGSEGV and ended.steps[-1].endswith(where), str(ended)
     assert "SIGSEGV" in str(ended)
     assert "Segmentation fault" in ended.stderr
 
 
 @pytest.mark.parametrize(
     ("mistake", "told"),
-    [("write-before", "a byte beside a unit was written"), ("flip", "the result is wrong")],
+    [("write-before", "beside a unit"), ("flip", "result is wrong")],
 )
 def test_a_walk_notices_one_wrong_byte(mistake: str, told: str) -> None:
     ended = walked("careless", mistake)

@@ -191,5 +191,4 @@ def test_a_process_that_may_not_open_enough_files_is_told_how_many_it_needs() ->
     done = subprocess.run(
         [sys.executable, "-c", FEW_FILES], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
-    assert "this process may have 70 files open" in done.stdout
-    assert "set ulimit -n to" in done.stdout
+    assert "70 files" in done.stdout and "ulimit -n " in done.stdout

@@ -85,7 +85,7 @@ def test_as_names_in_messages(victim: Victim, name: str) -> None:
 @pytest.mark.parametrize("file", ["../node1/testrun/board", "/etc/passwd", "..", "a/b"])
 def test_as_files_that_an_smp_names_to_a_trainer(victim: Victim, file: str) -> None:
     client = victim.run["dp0"].client
-    with pytest.raises(ProtocolError, match="file of the arena"):
+    with pytest.raises(ProtocolError, match="of the arena"):
         client._map(SlotFile(file=file, inode=1, bytes=10))
 
 
