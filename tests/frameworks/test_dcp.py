@@ -67,18 +67,15 @@ def test_a_checkpoint_of_another_id_is_not_loaded(launcher: Launcher, arena: Pat
         run(launcher, arena, "load", 2, id="other")
 
 
-@pytest.mark.parametrize(
-    ("rank", "why"), [(0, "DCP has the plans of 1 of 2 ranks"), (1, "DCP numbers rank 1 of the job as rank 0")]
-)
+@pytest.mark.parametrize(("rank", "why"), [(0, "1 of 2 ranks"), (1, "job as rank 0")])
 def test_a_save_by_one_rank_is_refused_at_once(launcher: Launcher, arena: Path, rank: int, why: str) -> None:
     (end,) = run(launcher, arena, "save by one", 2, rank=rank)
     (failure,) = end["failures"]
-    assert f"{why}: a checkpoint in memory" in failure
-    assert "without no_dist=True" in failure
+    assert why in failure and "no_dist=True" in failure
 
 
 def test_where_nothing_was_saved_there_is_nothing(launcher: Launcher, arena: Path) -> None:
-    with pytest.raises(JobFailed, match="'dcp' has no checkpoint"):
+    with pytest.raises(JobFailed, match="'dcp' has no"):
         run(launcher, arena, "load", 2)
 
 

@@ -95,7 +95,7 @@ def test_a_loader_that_says_nothing_is_named_once(caplog: pytest.LogCaptureFixtu
     loader = Around(Silent())
     assert external().go_on(loader, None) == (loader, None)
     assert len(caplog.records) == 1
-    assert "test_megatron_data.Around, does not say where" in caplog.text
+    assert "test_megatron_data.Around, does not say" in caplog.text
 
 
 def test_a_loader_that_cannot_be_told_where_to_go_on_is_refused() -> None:
@@ -105,7 +105,7 @@ def test_a_loader_that_cannot_be_told_where_to_go_on_is_refused() -> None:
 
 def test_a_loader_for_validation_may_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
     external().go_on(None, [HalfHooked()])
-    assert "HalfHooked, does not say where" in caplog.text
+    assert "HalfHooked, does not" in caplog.text
 
 
 def test_a_loader_that_the_snapshot_does_not_know_is_refused() -> None:
@@ -169,5 +169,5 @@ def test_objects_of_other_packages_are_refused() -> None:
     with pytest.raises(StateMismatch, match=r"argparse\.|tests\."):
         plain(loop.Position(number=0, seen=loop.Seen(), marks=()), frozenset({"torch"}))
     for module, name in (("tests.megatron_lm_loop", "run"), ("subprocess", "Popen")):
-        with pytest.raises(StateMismatch, match="not there any more"):
+        with pytest.raises(StateMismatch, match="not there"):
             made(("dict", module, name, {}), OWN)

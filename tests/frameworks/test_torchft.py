@@ -96,7 +96,7 @@ def test_only_the_step_that_was_asked_for_is_received(
     pair: tuple[MemoryTransport[Any], MemoryTransport[Any]],
 ) -> None:
     healthy, back = pair
-    with pytest.raises(DeadlineExceeded, match=r"step 4 .* rank 0: .*no shard"):
+    with pytest.raises(DeadlineExceeded, match=r"step 4 .* 0: .*no shard"):
         back.recv_checkpoint(0, healthy.metadata(), 4, AT_ONCE)
     for step in (4, 5, 6):
         healthy.send_checkpoint([1], step, {"step": step, "grows": torch.zeros(step * 1000)}, SOON)

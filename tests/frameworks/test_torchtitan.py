@@ -151,13 +151,13 @@ def test_another_number_of_ranks_is_refused(arena: Path) -> None:
         Trainer(Loader(), stop=5).train()
     loader = Loader()
     loader.dp_world_size = 2
-    with pytest.raises(Exception, match="for 1 data-parallel ranks, this one is for 2"):
+    with pytest.raises(Exception, match=r"for 1 data-parallel ranks.* 2"):
         Trainer(loader).train()
 
 
 def test_what_a_release_is() -> None:
     assert release("0.2.2+cu128") == (0, 2) and release("10.3.dev1") == (10, 3)
-    with pytest.raises(ConfigError, match="cannot read this version number"):
+    with pytest.raises(ConfigError, match="version number"):
         release("main")
 
 

@@ -70,7 +70,7 @@ def test_it_goes_on_as_if_nothing_had_happened(
     kill_at(start(example, "killed", tmp_path), sign)
     assert list(arena.glob("killed*/*.safetensors")), "nothing was kept"
     assert last_line(start(example, "killed", tmp_path)) == alone
-    assert "steps; sum of all weights" in alone
+    assert "sum of" in alone
 
 
 SEED = "HOLDFAST_SEED"
