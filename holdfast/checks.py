@@ -14,6 +14,7 @@ from holdfast.smp_daemon.shared.addresses import parse_hosts
 from holdfast.smp_daemon.shared.credentials import MIN_TOKEN_BYTES, TLS_ENVS, TOKEN_FILE_ENV
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.quantities import duration
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -35,6 +36,10 @@ MAKE_TOKEN = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > ~/.holdfast-token); the same file on every "
     "node, and export HOLDFAST_TOKEN_FILE=~/.holdfast-token"
 )
+
+MAKE_CERTIFICATE = "make another one, as SECURITY.md says: Certificates"
+SOON_S = 30 * 86400.0
+"""A certificate that expires sooner is worth a note, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class Secrets:
         token_bytes: length of the token. `token_mode`: permissions of its file; None: it is not in a file.
         unreadable: why the token file or a certificate cannot be read, by the variable that names the file.
         tls: which of the three variables for certificates are set.
+        refused: why other nodes would refuse the certificate; empty if they would not, or it cannot be read.
+        expires_s: in how many seconds it expires; None: unknown.
     """
 
     source: str = ""
@@ -105,6 +112,8 @@ class Secrets:
     token_mode: int | None = None
     unreadable: dict[str, str] = field(default_factory=dict)
     tls: frozenset[str] = frozenset()
+    refused: str = ""
+    expires_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +456,15 @@ def _certificates(secrets: Secrets) -> Finding:
         names = [name for name in secrets.unreadable if name in TLS_ENVS]
         fix = "; ".join(f'chown {_user()} "${name}" && chmod 600 "${name}"' for name in names)
         return Finding(check, "; ".join(bad), needed, "problem", fix)
-    return Finding(check, "all three can be read", needed)
+    if secrets.refused:
+        return Finding(check, secrets.refused, "such that other nodes let this one in", "problem", MAKE_CERTIFICATE)
+    if secrets.expires_s is None:
+        return Finding(check, "all three can be read", needed)
+    found = f"this node's is for the right name, of the right CA, and expires in {duration(secrets.expires_s)}"
+    if secrets.expires_s < SOON_S:
+        fix = f"{MAKE_CERTIFICATE}; an SMP reads it when it starts"
+        return Finding(check, found, f"valid for {duration(SOON_S)} at least", "note", fix)
+    return Finding(check, found, needed)
 
 
 def _is_loopback(hosts: str) -> bool:

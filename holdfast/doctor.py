@@ -14,6 +14,7 @@ import resource
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,11 +26,13 @@ from holdfast.checks import Facts, Finding, Mount, NetworkCard, Secrets, Verdict
 from holdfast.ec import choose_codec, describe_auto
 from holdfast.ec.backends import BACKENDS
 from holdfast.report import Report
-from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
+from holdfast.smp_daemon.shared.certificates import check_certificates
+from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV, load
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.receive import is_compiled
-from holdfast.smp_daemon.shared.settings import HOST, HTTP, INSECURE
+from holdfast.smp_daemon.shared.settings import HOST, HTTP, INSECURE, TLS_NAME
 from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams
@@ -153,7 +156,16 @@ def secrets_of(environment: Mapping[str, str]) -> Secrets:
             Path(path).read_bytes()
         except OSError as error:
             unreadable[name] = f"{path}: {error.strerror}"
-    return Secrets(source, length, mode, unreadable, frozenset(certificates))
+    refused, expires_s = "", None
+    if len(certificates) == len(TLS_ENVS) and not unreadable.keys() & certificates.keys():
+        chosen_name = {name: environment[name] for name in (TLS_NAME.variable,) if name in environment}
+        try:
+            tls = load(certificates | chosen_name).tls
+            assert tls is not None
+            expires_s = check_certificates(tls).timestamp() - time.time()
+        except ConfigError as error:
+            refused = str(error)
+    return Secrets(source, length, mode, unreadable, frozenset(certificates), refused, expires_s)
 
 
 def why_not_bound(host: str, port: int) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.smp_daemon.shared import settings
+from holdfast.smp_daemon.shared.certificates import check_certificates
 from holdfast.smp_daemon.shared.credentials import access_of, current
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
@@ -75,7 +76,10 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         chosen_format()
         http = HTTP.value(environment)
         hosts = HOST.value(environment)
-        access = access_of(hosts, INSECURE.value(environment), current())
+        credentials = current()
+        access = access_of(hosts, INSECURE.value(environment), credentials)
+        if credentials.tls is not None:
+            log.info("the certificate is valid until %s", check_certificates(credentials.tls))
         spares = SPARES.value(environment)
         grace_s = GRACE.value(environment)
         own = settings_of(environment)

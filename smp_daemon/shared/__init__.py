@@ -8,6 +8,7 @@ __all__ = [
     "belief",
     "board",
     "budget",
+    "certificates",
     "client",
     "counters",
     "crash_loop",

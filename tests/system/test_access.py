@@ -6,7 +6,9 @@ import json
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -19,6 +21,7 @@ from holdfast.smp_daemon.net.gate import COMPLAIN_EVERY_S, Gate
 from holdfast.smp_daemon.net.peers import METHOD, PeerClient
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
+from holdfast.smp_daemon.shared.certificates import check_certificates
 from holdfast.smp_daemon.shared.credentials import (
     MIN_TOKEN_BYTES,
     TLS_ENVS,
@@ -32,6 +35,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Protoc
 from holdfast.smp_daemon.shared.handshake import MAGIC, check_client, prove_to_server
 from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
 from holdfast.smp_daemon.shared.plain import encode_json
+from holdfast.smp_daemon.shared.settings import TLS_NAME
 from holdfast.smp_daemon.shared.signatures import (
     MAX_CALLERS,
     NAME_BYTES,
@@ -455,6 +459,35 @@ def test_a_token_that_others_can_read_stops_an_smp_from_starting(ground: Ground,
         error = refusal(smp_command(JOB, "node0", ground.base / "node0", "127.0.0.1"))
     assert isinstance(error, ConfigError)
     assert "chmod 600" in str(error)
+
+
+@needs_openssl
+@pytest.mark.parametrize(("name", "days"), [("web.example.org", 2), (TLS_NAME.default, -1)])
+def test_a_certificate_that_others_would_refuse_stops_an_smp_at_once(
+    ground: Ground, tmp_path: Path, name: str, days: int
+) -> None:
+    with credentials(Authority(tmp_path / "ca").environment(name, days)):
+        began = time.monotonic()
+        error = refusal(smp_command(JOB, "node0", ground.base / "node0", "127.0.0.1"))
+        assert time.monotonic() - began < DEADLINE_S / 2, "not after it has waited for itself"
+    assert isinstance(error, ConfigError)
+    assert TLS_ENVS[0] in str(error) and TLS_NAME.default in str(error)
+    assert not (ground.base / "node0").exists()
+
+
+@needs_openssl
+def test_of_another_authority_is_refused_before_anybody_sees_it(tmp_path: Path) -> None:
+    own = Authority(tmp_path / "a").environment(days=9)
+    with credentials(own):
+        tls = current().tls
+        assert tls is not None
+        left = check_certificates(tls) - datetime.now(UTC)
+        assert 8 <= left.days <= 9
+    with credentials(own | {TLS_ENVS[2]: Authority(tmp_path / "b").environment()[TLS_ENVS[2]]}):
+        tls = current().tls
+        assert tls is not None
+        with pytest.raises(ConfigError, match="refuse the certificate"):
+            check_certificates(tls)
 
 
 def test_a_call_that_was_overheard_cannot_be_repeated(ground: Ground, tmp_path: Path) -> None:

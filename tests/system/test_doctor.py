@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from holdfast.doctor import (
     secrets_of,
     why_not_bound,
 )
+from tests.access_kit import Authority, needs_openssl
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -202,6 +204,13 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
             "problem",
             'chmod 600 "$HOLDFAST_TLS_KEY"',
         ),
+        (
+            {"secrets": Secrets(tls=frozenset(TLS), refused="other nodes would refuse it")},
+            "certificates",
+            "problem",
+            "SECURITY.md",
+        ),
+        ({"secrets": Secrets(tls=frozenset(TLS), expires_s=86400.0)}, "certificates", "note", "SECURITY.md"),
     ],
 )
 def test_each_bad_fact_is_found_alone_and_comes_with_its_fix(
@@ -241,6 +250,7 @@ def test_a_path_lies_on_its_deepest_and_latest_mount() -> None:
         {"host": "10.0.0.1", "secrets": Secrets("HOLDFAST_TOKEN", 64)},
         {"host": "10.0.0.1", "secrets": Secrets("HOLDFAST_TOKEN_FILE=/t", 64, 0o400)},
         {"host": "10.0.0.1", "secrets": Secrets(tls=frozenset(TLS))},
+        {"host": "10.0.0.1", "secrets": Secrets(tls=frozenset(TLS), expires_s=365 * 86400.0)},
         {"host": "::1"},
         {"bindings": {"10.1.0.7:0": "", "10.2.0.7:0": ""}, "cards": CARDS},
         {"bindings": {"10.0.0.7:0": ""}, "cards": (replace(CARDS[0], rate=0.0), CARDS[1])},
@@ -295,6 +305,24 @@ def test_of_secrets_only_that_they_are_there_is_kept(tmp_path: Path) -> None:
     assert "s3cr3t" not in repr(found)
     assert secrets_of({"HOLDFAST_TOKEN": "four"}) == Secrets("HOLDFAST_TOKEN", 4)
     assert "No such file" in secrets_of({"HOLDFAST_TOKEN_FILE": "/none"}).unreadable["HOLDFAST_TOKEN_FILE"]
+
+
+@needs_openssl
+def test_certificates_are_tried_as_other_nodes_do(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    good, bad = secrets_of(authority.environment(days=9)), secrets_of(authority.environment("web.example.org"))
+    assert good.refused == "" and good.expires_s is not None and 8 < good.expires_s / 86400 < 9
+    assert bad.expires_s is None and "holdfast-smp" in bad.refused
+
+
+@needs_openssl
+def test_certificates_made_as_the_page_says_are_good(tmp_path: Path) -> None:
+    (block,) = (part for part in (ROOT / "SECURITY.md").read_text().split("```") if "openssl x509" in part)
+    script = re.sub(r"^\$ ", "", block.removeprefix("console"), flags=re.MULTILINE) + "env"
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    found = secrets_of(dict(line.partition("=")[::2] for line in done.stdout.splitlines()))
+    assert found.refused == "" and found.expires_s is not None and found.expires_s > 300 * 86400
+    assert (tmp_path / "node7.key").stat().st_mode & 0o077 == 0
 
 
 def test_a_port_that_is_taken_is_told_from_one_that_is_free() -> None:
