@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
 from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
@@ -69,7 +70,17 @@ class Smp(Core):
         """
         host, *others = parse_hosts(host)
         check_own((host, *others), system)
-        super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
+        try:
+            super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
+            self._open(host, others, port, bulk_port)
+        except HoldfastError:
+            if hasattr(self, "arena"):  # else it is not this SMP's
+                self.arena.unmake()
+            raise
+
+    def _open(self, host: str, others: Sequence[str], port: int, bulk_port: int) -> None:
+        """Listen, and say where. Raises as the constructor."""
+        job, node, arena, system = self.store.job, self.store.node, self.arena.path, self.system
         before = self._predecessor(job, node)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port

@@ -78,6 +78,11 @@ class Arena:
         self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
         self._planned: list[tuple[SlotFilePool, Slot]] = []
 
+    def unmake(self) -> None:
+        """The start failed: remove the directory if it was made for it, so that nothing stays behind."""
+        if self._lock.made:
+            self._system.rmtree(self.path)
+
     def _clear_the_way(self) -> None:
         """Remove what a predecessor was killed over, and what is no file of ours although it has the name of one."""
         for path in sorted(self.path.glob("*")):
@@ -385,10 +390,11 @@ class Arena:
 
 class _Ownership:
     """The lock on an arena's directory, which no damage to a file in it can undo. The kernel releases it when its owner
-    dies."""
+    dies. `made`: the directory was made for this owner."""
 
-    def __init__(self, path: Path, system: System) -> None:
+    def __init__(self, path: Path, system: System, made: bool) -> None:
         """Raises `OSError`, `BlockingIOError` if another process has it."""
+        self.made = made
         self._fd: Any = None
         self._close = system.os.close
         self._fd = system.os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -416,6 +422,8 @@ def _own(path: Path, system: System) -> _Ownership:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _check_parent(path.parent, system.os.getuid())
+            made = not path.is_dir()
             path.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(
@@ -428,8 +436,7 @@ def _own(path: Path, system: System) -> _Ownership:
                 raise ConfigError(
                     f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
                 )
-            _check_parent(path.parent, system.os.getuid())
-            lock = _Ownership(path, system)
+            lock = _Ownership(path, system, made)
         except FileNotFoundError:
             continue  # its last owner has just removed it
         except BlockingIOError as error:
@@ -482,5 +489,8 @@ def _check_parent(path: Path, uid: int) -> None:
             f"{path} belongs to user {status.st_uid}, who could replace the arena in it: remove it, or choose another "
             "with HOLDFAST_ARENA"
         )
-    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode):
-        log.warning("other users may write to %s, and so replace the arena in it: run chmod go-w on it", path)
+    if not status.st_mode & 0o022 or status.st_mode & stat.S_ISVTX or stat.S_ISLNK(status.st_mode):
+        return
+    if status.st_mode & 0o002:
+        raise ConfigError(f"every user may write to {path}, and so replace the arena in it: chmod +t or go-w it")
+    log.warning("its group may write to %s, and so replace the arena in it: run chmod g-w on it", path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.cli.output import NO_ANSWER, NOT_FOUND
+from holdfast.cli.output import NO_ANSWER, NOT_FOUND, WRONG
 from holdfast.cli.smp import smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -164,6 +165,20 @@ def test_one_whose_file_is_lost_is_named_and_can_be_stopped(
     assert main(["gc", "--older-than", "0"]) == 0
     assert f"SMP {again['pid']}" in capsys.readouterr().err
     assert not arena(ground).exists()
+
+
+@pytest.mark.parametrize("options", [("--port", "{taken}"), ("--bulk-port", "{taken}"), ("--memory", "9TB")])
+def test_a_start_that_fails_leaves_nothing(
+    ground: Ground, capsys: pytest.CaptureFixture[str], options: tuple[str, str]
+) -> None:
+    host = ground.host()
+    with socket.create_server((host, 0)) as taken:
+        words = [word.format(taken=taken.getsockname()[1]) for word in options]
+        assert main(["smp", "start", "--detach", "--host", host, *words]) == WRONG
+        assert not arena(ground).exists()
+        arena(ground).mkdir(mode=0o700)
+        assert main(["smp", "start", "--detach", "--host", host, *words]) == WRONG
+        assert arena(ground).exists(), "what was there before is not this start's"
 
 
 def test_a_bad_option_is_refused_in_the_smps_own_words(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,3 +233,20 @@ def test_a_socket_that_another_user_serves_is_not_talked_to() -> None:
         process.kill()
         process.communicate(timeout=DEADLINE_S)
         shutil.rmtree(base)
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o1777, False), (0o775, False)])
+def test_an_arena_in_a_directory_that_every_user_may_change_is_refused(
+    ground: Ground, mode: int, refused: bool
+) -> None:
+    """Without the sticky bit anybody could replace the arena."""
+    parent = ground.base / "shared"
+    parent.mkdir()
+    parent.chmod(mode)
+    if refused:
+        assert "chmod +t" in start(ground, parent / JOB)
+        assert not list(parent.iterdir())
+    else:
+        smp = ground.prepare()
+        smp.arena = parent / JOB
+        smp.launch().wait_ready()
