@@ -28,11 +28,13 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
         SmpUnavailable: there is none.
         ConfigError: it cannot be started, serves another job, or the other hosts of the job cannot reach it.
     """
+    client = None
     try:
         client = SmpClient(arena, job, coord, system)
     except SmpUnavailable:
         if not start:
             raise
+    if client is None:  # not above, or an error of the start would be told after one that says that none has started
         start_here(arena, job)
         client = SmpClient(arena, job, coord, system)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import get_log
@@ -80,15 +80,13 @@ class OwnSmp:
         if self._now() < self._not_before_s:
             raise SmpUnavailable("the SMP of this node did not answer, and is asked again later")
         try:
-            self.client.join(epoch, deadline_s=ATTACH_DEADLINE_S)
-        except SmpUnavailable:
-            idle()
-            try:
-                self.attach_again(epoch, None, ATTACH_DEADLINE_S)
-            except DeadlineExceeded as error:
-                raise self._put_off(error) from error
-            except ConfigError as error:  # another job's, or of another version: training goes on without it
-                raise SmpUnavailable(str(error)) from error
+            went_away = failure_of(lambda: self.client.join(epoch, deadline_s=ATTACH_DEADLINE_S), SmpUnavailable)
+            if went_away is not None:
+                idle()
+                try:
+                    self.attach_again(epoch, None, ATTACH_DEADLINE_S)
+                except ConfigError as error:  # another job's, or of another version: training goes on without it
+                    raise SmpUnavailable(str(error)) from error
         except DeadlineExceeded as error:
             raise self._put_off(error) from error
         self._pause_s = LEAST_PAUSE_S
@@ -121,12 +119,13 @@ class OwnSmp:
     def _find(self, until_s: float | None = None) -> None:
         try:
             self.client.reconnect(self._left(until_s))
+            return
         except SmpUnavailable:
             if not self._start:
                 raise
-            start_s = None if until_s is None else self._left(until_s)
-            start_here(self._arena, self._job, ports=self._ports, deadline_s=start_s)
-            self.client.reconnect(self._left(until_s))
+        start_s = None if until_s is None else self._left(until_s)
+        start_here(self._arena, self._job, ports=self._ports, deadline_s=start_s)
+        self.client.reconnect(self._left(until_s))
 
     def _left(self, until_s: float | None) -> float:
         """How long a call may take, in seconds. Raises `DeadlineExceeded` if the time is over."""

@@ -68,7 +68,7 @@ from holdfast.smp_daemon.shared.messages import (
     Suspect,
     Verify,
 )
-from holdfast.smp_daemon.shared.paths import socket_path
+from holdfast.smp_daemon.shared.paths import read_owner, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest, read_json, record_name
 from holdfast.smp_daemon.shared.sources import Address, Sources
@@ -506,11 +506,29 @@ class SmpClient:
     def _ask(self, message: Request, deadline_s: float) -> Message:
         stream = self._connected()
         stream.set_deadline(deadline_s)
-        reply, payload = call(stream, message)
+        try:
+            reply, payload = call(stream, message)
+        except (DeadlineExceeded, SmpUnavailable) as error:
+            if not stream.closed:  # the SMP has answered: this is its own error
+                raise
+            raise type(error)(self._told(error)) from error
         if payload:
             stream.close()
             raise ProtocolError("the SMP sent bytes that were not requested")
         return reply
+
+    def _told(self, error: HoldfastError) -> str:
+        """What to tell of a connection that failed: whose it was, and what to do."""
+        try:
+            owner = read_owner(self.arena, self.system)
+        except ProtocolError:
+            owner = None
+        if owner is None:
+            return f"the SMP of {self.arena}: {error}"
+        told = f"SMP {owner.pid} of node {owner.node}: {error}"
+        if not isinstance(error, DeadlineExceeded):
+            return told
+        return f"{told}: `kill -CONT {owner.pid}` if it is stopped, else kill it: the next takes over what it holds"
 
     def _connected(self) -> SocketStream:
         if self._stream is None:

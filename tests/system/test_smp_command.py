@@ -21,6 +21,7 @@ from holdfast.cli.output import NO_ANSWER, NOT_FOUND, WRONG
 from holdfast.cli.smp import smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import read_owner
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S
@@ -123,6 +124,15 @@ def test_one_that_does_not_let_it_in_is_not_one_that_does_not_answer(
     status, seen = smp(capsys, "status")
     assert (status, seen["running"], seen["answers"], seen["refused"]) == (NO_ANSWER, True, False, "token")
     assert smp(capsys, "stop")[0] == 0, "over its own socket no token is needed"
+
+
+def test_a_stopped_one_is_named_with_what_to_do(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
+    client = ground.keep(SmpClient(arena(ground), JOB))
+    suspend(said["pid"])
+    with pytest.raises(DeadlineExceeded, match=f"SMP {said['pid']} of node node0.*kill -CONT {said['pid']}"):
+        client.join(1, deadline_s=0.2)
+    end(psutil.Process(said["pid"]))
 
 
 def test_what_a_dead_one_held_can_be_removed(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:

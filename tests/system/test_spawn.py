@@ -35,6 +35,7 @@ from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
 from holdfast.smp_daemon.shared.transport import call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
+from holdfast.snapshot.connect import connect as connect_to_smp
 from holdfast.snapshot.connect import start_here
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
@@ -433,6 +434,14 @@ def arenas_of(found: list[dict[str, Any]]) -> set[str]:
 
 def leftovers_in(base: Path) -> set[str]:
     return {leftover.path.name for leftover in find_leftovers(base)}
+
+
+def test_a_start_that_fails_tells_one_error(ground: Ground, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that none has started yet, and another while that is handled."""
+    monkeypatch.setenv("HOLDFAST_SCRUB", "nonsense")
+    with pytest.raises(ConfigError) as failed:
+        connect_to_smp(base / "node0", JOB, start=True)
+    assert failed.value.__context__ is None
 
 
 class TestGc:
