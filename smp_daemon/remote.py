@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import numpy as np
 
@@ -77,7 +79,7 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
             monitor.take_part(request)
         case Drain():
             drained = smp.drain(request.deadline_s, request.spares, request.wait)
-            at_end(smp.stop)  # a drained SMP has nothing left to do
+            at_end(partial(smp.stop, remove=True))  # nobody needs what is here any more, so its memory goes back
             return dict(to_plain(drained))
     return {}
 

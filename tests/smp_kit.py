@@ -235,9 +235,10 @@ class SmpProcess:
                 self._process.stdout.close()
 
     def lose(self) -> None:
-        """SIGKILL the SMP and remove its arena, as if its node had lost power."""
+        """SIGKILL the SMP and remove its arena, as if its node had lost power. A drained one has removed it itself."""
         self.kill()
-        shutil.rmtree(self.arena)
+        if self.arena.exists():
+            shutil.rmtree(self.arena)
 
     def restart(self) -> SmpProcess:
         """SIGKILL the SMP and start a successor in the same arena."""

@@ -29,9 +29,9 @@ def add(commands: Any) -> None:
         "drain",
         help="move what a node holds to other nodes before it is taken away",
         description="Moves the newest snapshot that a node holds a part of to other nodes of the job, or to spares, "
-        "and has them protect it among themselves; then the node's SMP ends, and the node may be taken away. For a job "
-        "that is stopped: while trainers are connected it is refused. Status 0 only if nothing on the node is needed "
-        "any more.",
+        "and has them protect it among themselves; then the node's SMP ends, its memory is free, and the node may be "
+        "taken away. For a job that is stopped: while trainers are connected it is refused. Status 0 only if nothing "
+        "on the node is needed any more.",
     )
     drain.add_argument("node", help="name of the node, as `holdfast status` tells it")
     drain.add_argument("--job", help="id of the training run (default: the one that has this node)")
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def sentence(drained: Drained) -> str:
     """The result of a drain, in words."""
-    begin = f"{drained.node} may be taken away: "
+    begin = f"{drained.node} may be taken away, its memory is given back: "
     if drained.snapshot is None:
         return begin + "no snapshot is needed of it"
     held = f"{drained.snapshot} is held whole by {', '.join(drained.holders)}"
