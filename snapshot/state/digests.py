@@ -7,6 +7,7 @@ have equal digests whichever process made them.
 from __future__ import annotations
 
 import hashlib
+import io
 import random
 from collections import deque
 from collections.abc import Callable
@@ -45,8 +46,9 @@ def _digest(value: Any, sampled: int | None) -> str:
     for path, part, _ in found:
         kind = type(part)
         told = _TOLD.get(id(kind)) or next(filter(None, (_TOLD.get(id(each)) for each in kind.__mro__)))
-        digest.update(f"{path} {kind.__qualname__} ".encode("utf-8", "surrogatepass"))
-        digest.update(told(part, sampled))
+        content = told(part, sampled)
+        digest.update(f"{path} {kind.__qualname__} {len(content)} ".encode("utf-8", "surrogatepass"))
+        digest.update(content)
     return digest.hexdigest()
 
 
@@ -91,9 +93,15 @@ def _told_length(value: Any, sampled: int | None) -> bytes:
     return str(len(value)).encode()
 
 
+def _told_set(value: Any, sampled: int | None) -> bytes:
+    return "".join(sorted(_digest(part, sampled) for part in value)).encode()  # in no order, whatever its items are
+
+
 _BY_TYPE: dict[Any, Callable[[Any, int | None], bytes]] = {
-    **dict.fromkeys((bool, int, float, complex, type(None), torch.dtype), _told_number),
-    **dict.fromkeys((list, tuple, dict, set, frozenset, deque), _told_length),
+    **dict.fromkeys((bool, int, float, complex, type(None), torch.dtype, torch.device), _told_number),
+    **dict.fromkeys((list, tuple, dict, deque), _told_length),
+    **dict.fromkeys((set, frozenset), _told_set),
+    io.BytesIO: lambda value, sampled: f"{value.tell()} ".encode() + value.getvalue(),
     **dict.fromkeys((bytes, bytearray, memoryview), lambda value, sampled: bytes(value)),
     **dict.fromkeys(GENERATORS, lambda value, sampled: digest_of(state_of(value)).encode()),
     str: lambda value, sampled: value.encode("utf-8", "surrogatepass"),

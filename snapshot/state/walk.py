@@ -27,6 +27,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -149,7 +150,7 @@ def is_users_own(value: Any) -> bool:
     if isinstance(value, types.MethodType | functools.partial):
         return True  # what it is made of is looked at one by one
     package = home_of(value)
-    return package not in LIBRARIES and not is_installed(package) and not is_captured_as_such(value)
+    return not (package in LIBRARIES or is_installed(package) or is_captured_as_such(value))
 
 
 def referred(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -238,25 +239,19 @@ def _referred(value: Any) -> Parts:
 
 
 def _attributes(value: Any, skipped: Collection[str], code: bool) -> Parts:
-    for name, part in attributes(value):
+    """An object's own attributes, those in slots included, and those of its classes if `code`."""
+    try:
+        found = dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        found = {}  # it has slots only, or is of a builtin class
+    for slot in _of(type(value)).slots:
+        with suppress(AttributeError):  # nothing was assigned yet
+            found[slot.__name__] = slot.__get__(value)
+    for name, part in found.items():
         if name not in skipped and not name.startswith("__"):
             yield f".{name}", part
-    if code:
-        for kind in type(value).__mro__:
-            yield from of_class(kind)
-
-
-def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """An object's own attributes, those in slots included."""
-    try:
-        yield from list(object.__getattribute__(value, "__dict__").items())
-    except AttributeError:
-        pass  # it has slots only, or is of a builtin class
-    for slot in _of(type(value)).slots:
-        try:
-            yield slot.__name__, slot.__get__(value)
-        except AttributeError:
-            continue  # nothing was assigned yet
+    for kind in type(value).__mro__ if code else ():
+        yield from of_class(kind)
 
 
 def of_class(kind: type) -> Iterator[tuple[str, Any]]:

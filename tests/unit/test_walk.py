@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -150,6 +151,14 @@ DIFFERENT: list[Any] = [
     *(torch.ones(2), torch.zeros(2), torch.ones(2, 1), torch.ones(2, dtype=torch.int32), np.ones(2), np.float32(1)),
     *(torch.tensor(float("nan")), torch.ones(2).to_sparse(), torch.empty(0), np.zeros((0, 2)), -0.0, 0.0, 1 << 70000),
     *(random.Random(1), random.Random(2), np.random.RandomState(1), torch.Generator().manual_seed(1), Slotted(1)),
+    *(
+        torch.device("cpu"),
+        torch.device("cuda", 0),
+        io.BytesIO(b"a"),
+        io.BytesIO(b"b"),
+        {frozenset({1})},
+        {frozenset({2})},
+    ),
     *(Slotted(2), Pair(1), np.random.default_rng(1), np.random.default_rng(2), "\ud800", 1j, torch.float32),
 ]
 
@@ -165,6 +174,11 @@ def test_equal_values_have_equal_digests_whatever_they_share(digest: Any) -> Non
     assert digest([row, row]) == digest([[1, torch.ones(3)], [1, torch.ones(3)]])
     both = torch.ones(2, 3)
     assert digest(both.t().contiguous()) == digest(torch.ones(3, 2)) == digest(both.t())
+
+
+def test_texts_in_a_row_are_not_taken_for_others() -> None:
+    assert digest_of(["a", "b"]) != digest_of(["a[1] str 1 b", ""])
+    assert digest_of([{"a", (1, 2)}]) == digest_of([{(1, 2), "a"}])
 
 
 def test_all_of_a_value_counts_but_of_a_batch_a_sample() -> None:
