@@ -167,6 +167,12 @@ def shortfalls(layout: Layout) -> list[str]:
             found.append(
                 f"a group of {len(members)} nodes ({names}) takes {data}+{parity}, not {layout.data}+{layout.parity}"
             )
+    if layout.parity == 1 and len(layout.groups) > 1 and not any(node.domains for node in layout.nodes):
+        found.append(
+            f"{layout.data}+1 without HOLDFAST_DOMAINS: two nodes of a group that fail together, as in one rack, "
+            f"lose what is in memory. Say which nodes fail together, or protect='{max(1, layout.data - 1)}+2', or set "
+            f"HOLDFAST_PERSIST; `holdfast plan --nodes {len(layout.nodes)}` says how likely memory is to survive"
+        )
     limits = [max(1, layout.code(group)[1]) for group in range(len(layout.groups))]
     crowdings = crowded(layout.groups, [node.domains for node in layout.nodes], limits)
     return found + [str(crowding) for crowding in crowdings]

@@ -136,7 +136,9 @@ def test_auto_keeps_groups_at_eight_nodes_and_gives_each_a_parity(nodes: int) ->
     assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 8
     assert {layout.code(g) for g in range(len(sizes))} == {(min(sizes) - 1, 1)}
     assert layout.data == min(sizes) - 1, "as much data to a parity as there is room for"
-    assert shortfalls(layout) == []
+    assert len(shortfalls(layout)) == (len(sizes) > 1), (
+        "of several groups it is told that nobody said what fails together"
+    )
 
 
 @pytest.mark.parametrize("nodes", range(1, 41))
@@ -248,6 +250,15 @@ def test_a_layout_that_protects_as_asked_has_no_shortfalls() -> None:
     assert shortfalls(arranged(job(6, 1), Protection(4, 2))) == []
     assert shortfalls(arranged(job(7, 1), Protection(4, 2))) == []
     assert shortfalls(arranged(job(3, 1), Protection(1, 2))) == []
+
+
+def test_one_parity_without_domains_is_told_what_it_does_not_survive() -> None:
+    (said,) = shortfalls(arranged(job(128, 1), parse_protect("auto")))
+    for word in ("7+1", "HOLDFAST_DOMAINS", "6+2", "HOLDFAST_PERSIST", "--nodes 128"):
+        assert word in said
+    assert shortfalls(arranged(job(128, 1), parse_protect("6+2"))) == []
+    racks = [rank(i, f"node{i}", domains=(f"rack=r{i // 2}",)) for i in range(128)]
+    assert shortfalls(arranged(racks, parse_protect("auto"))) == []
 
 
 def test_without_protection_that_is_said_once_however_many_nodes_there_are() -> None:
