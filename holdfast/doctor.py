@@ -29,6 +29,7 @@ from holdfast.report import Report
 from holdfast.smp_daemon.shared.certificates import check_certificates
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV, load
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.memory import cgroup_memory
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.receive import is_compiled
@@ -39,9 +40,6 @@ from holdfast.snapshot.copy.runs import streams
 
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", ""), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
 SYS = Path("/sys")
-UNLIMITED_BYTES = 1 << 60
-"""A control group without a limit reports this much or more."""
-
 STA_UNSYNC = 0x40
 MEGABIT_BYTES = 125_000
 UNKNOWN_SPEED = 65_535
@@ -96,30 +94,6 @@ def gather() -> Facts:
         synchronised=_is_synchronised(),
         secrets=secrets_of(os.environ),
     )
-
-
-def cgroup_memory(groups: str, root: Path = SYS / "fs/cgroup") -> tuple[int | None, int]:
-    """Memory limit and use of a process in bytes, from the text of its ``/proc/<pid>/cgroup`` (cgroup v1 and v2).
-
-    The limit is the tightest one of the group and its parents; None: there is none.
-    """
-    tightest: tuple[int | None, int] = (None, 0)
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        here = base / path.strip("/")
-        for group in (here, *here.parents):
-            limit, used = (_text(group / name) for name in names)
-            if limit.isdigit() and int(limit) < (tightest[0] or UNLIMITED_BYTES):
-                tightest = (int(limit), int(used or 0))
-            if group == base:
-                break
-    return tightest
 
 
 def chosen(text: str) -> str:

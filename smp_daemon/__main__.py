@@ -237,7 +237,7 @@ def _log_access(access: str, hosts: Sequence[str]) -> None:
 def _log_memory(smp: Smp) -> None:
     budget = smp.store.arena.budget
     if budget.limit:
-        log.info("%d bytes of memory are reserved, %d in slots", budget.limit, budget.used)
+        log.info("memory is limited to %d bytes: %d in slots, %d in reserve", budget.limit, budget.used, budget.held)
 
 
 def _log_bug(failed: threading.ExceptHookArgs) -> None:

@@ -11,7 +11,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUna
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.settings import HOST, JOB, NODE
-from holdfast.smp_daemon.shared.spawn import start_smp
+from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.launchers import check_reachable, spanning
 
@@ -48,7 +48,7 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
 
 
 def start_here(
-    arena: Path, job: str, spans: str = "", ports: tuple[int, int] = (0, 0), deadline_s: float | None = None
+    arena: Path, job: str, spans: str = "", ports: tuple[int, int] = (0, 0), deadline_s: float = START_DEADLINE_S
 ) -> None:
     """Start an SMP for this node, unless another rank is faster. Blocks until one serves.
 

@@ -10,6 +10,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, Hol
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S
 from holdfast.smp_daemon.shared.starts import WELL, TrainerEnd, failure_text
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.connect import connect, start_here
@@ -123,7 +124,7 @@ class OwnSmp:
         except SmpUnavailable:
             if not self._start:
                 raise
-        start_s = None if until_s is None else self._left(until_s)
+        start_s = START_DEADLINE_S if until_s is None else self._left(until_s)
         start_here(self._arena, self._job, ports=self._ports, deadline_s=start_s)
         self.client.reconnect(self._left(until_s))
 

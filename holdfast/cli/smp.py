@@ -20,12 +20,12 @@ from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_u
 from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.settings import HOST, JOB, MEMORY, NODE, SMP_OPTIONS, SWITCH, given
 from holdfast.smp_daemon.shared.spawn import (
+    START_DEADLINE_S,
     find_leftovers,
     launch,
     remove,
     running_owner,
     smp_command,
-    start_deadline_s,
 )
 from holdfast.snapshot.connect import job_from_environment, node_from_environment
 from holdfast.snapshot.launchers import check_reachable, spanning
@@ -90,14 +90,14 @@ def _start(parsed: argparse.Namespace) -> int:
         sys.stdout.flush()
         os.execve(command[0], command, own_environment())
     try:
-        owner, verb = launch(command, start_deadline_s(memory)), "started"
+        owner, verb = launch(command, START_DEADLINE_S), "started"
     except ConfigError:
         found = running_owner(arena)
         if found is None or not socket_path(arena).exists():
             raise
         owner, verb = found, "runs already"
     reserved = memory if verb == "started" else 0
-    where = f"{owner.host}:{owner.control_port}" + (f", {reserved:,} bytes reserved" if reserved else "")
+    where = f"{owner.host}:{owner.control_port}" + (f", reserves {reserved:,} bytes" if reserved else "")
     print(f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {where}", file=sys.stderr)
     write_json(parsed.json, {"started": verb == "started", **asdict(owner)})
     return 0
@@ -179,7 +179,7 @@ def _status(parsed: argparse.Namespace) -> int:
                     f"{owner.host}: bytes {owner.bulk_port}, gRPC {owner.control_port}, page {owner.http_port}"
                     + "".join(f"; {host}: bytes {port}" for host, port in owner.more_bulk),
                     f"{arena}: {status.arena_bytes:,} bytes in slots"
-                    + (f" of {status.memory_bytes:,} reserved" if status.memory_bytes else "")
+                    + (f" of {status.memory_bytes:,} allowed" if status.memory_bytes else "")
                     + f", {len(held.shards)} shards sealed, newest "
                     f"{newest or 'none'}, protected {held.protected or 'none'}",
                     *filter(None, (status.reserving, status.verifying)),

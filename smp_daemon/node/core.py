@@ -51,7 +51,7 @@ class Settings:
         scrub: bytes per second that the scrub reads; 0: it runs only on request.
         regroup_after_s: how long a node may be missing before the survivors regroup; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.recovery.rebuild.recover`.
-        memory: limit in bytes for slots, all reserved at the start; 0: no limit, and what the layout needs is reserved
+        memory: limit in bytes for slots, all reserved from the start on; 0: no limit, and what the layout needs is reserved
             at the first step.
         deadlines: how long trainers may be quiet.
         on_hang: shell command to run for each hang of a trainer; empty: none.
@@ -150,7 +150,6 @@ class Core:
             priority=self.settings.priority,
             system=system,
         )
-        self.arena.settle()
         failpoint("start.adopted")
         self.repairs = ParityRepairs(self.store, system)
         self.watchdog = Watchdog(

@@ -36,8 +36,8 @@ class Status:
     Attributes:
         pid: process id of the SMP. `up_s`: how long the process has run.
         arena: the directory of its slots. `arena_bytes`: memory that is reserved for slots. `memory_bytes`: limit for
-            slots, reserved at the start; 0: no limit. `planned_bytes`: memory of all slots while some are still to be
-            reserved; 0: all are.
+            slots; 0: no limit. `reserve_bytes`: how much beside the slots is reserved of it. `planned_bytes`: memory of
+            all slots and of the reserve while some is still to be reserved; 0: all is.
         unverified_bytes: what a predecessor left and this SMP has not read yet.
         slots: how many slots are in each `SlotState`.
         rss_bytes: resident memory of the process, including what it has mapped of the arena.
@@ -83,11 +83,12 @@ class Status:
     planned_bytes: int = 0
     unverified_bytes: int = 0
     next_s: float = 0.0
+    reserve_bytes: int = 0
 
     @property
     def reserving(self) -> str:
         """Progress of reserving memory, in words; empty if all is reserved."""
-        done, of = (f"{count / 1e9:,.1f}" for count in (self.arena_bytes, self.planned_bytes))
+        done, of = (f"{count / 1e9:,.1f}" for count in (self.arena_bytes + self.reserve_bytes, self.planned_bytes))
         return f"reserving: {done} of {of} GB" if self.planned_bytes else ""
 
     @property
@@ -150,6 +151,9 @@ def take_status(smp: Core) -> Status:
                     ages[slot.snapshot] = max(age, ages.get(slot.snapshot, age))
         everything = sum(slot.bytes for pool in store.arena.pools() for slot in pool.slots)
         missing = store.arena.planned_bytes()
+        budget = store.arena.budget
+        rest, reserve = budget.missing, budget.held
+    problems = (problem for problem in (log_file_problem(), store.reserver.short) if problem)
     process = psutil.Process()
     return Status(
         inventory,
@@ -157,7 +161,7 @@ def take_status(smp: Core) -> Status:
         ran_s(os.getpid()),
         str(store.arena.path),
         everything - missing,
-        store.arena.budget.limit,
+        budget.limit,
         slots,
         process.memory_info().rss,
         tuple(sorted(ages.items())),
@@ -171,12 +175,13 @@ def take_status(smp: Core) -> Status:
         last_events(),
         smp.access,
         smp.trainerless_s,
-        (*smp.impaired.values(), *([problem] if (problem := log_file_problem()) else [])),
+        (*smp.impaired.values(), *problems),
         RELEASE,
         PROTOCOL_VERSION,
-        everything if missing else 0,
+        everything + reserve + rest if missing or rest else 0,
         store.holdings.unverified_bytes,
         smp.next_s,
+        reserve,
     )
 
 

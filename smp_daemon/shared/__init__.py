@@ -23,6 +23,7 @@ __all__ = [
     "layout",
     "limits",
     "logs",
+    "memory",
     "messages",
     "pacer",
     "paths",

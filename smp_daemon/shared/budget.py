@@ -11,6 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall
+from holdfast.smp_daemon.shared.memory import available_bytes, memory_bytes
+
+PART_BYTES = 16 << 20
+"""Bytes of the reserve that are zeroed by one call. Who takes memory from the reserve meanwhile waits until it ends."""
 
 RESERVE = "reserve"
 """Name of the file that holds memory for slots that do not exist yet."""
@@ -25,13 +29,14 @@ class Budget:
     """The memory budget of one arena. Not thread-safe: the arena's owner holds a lock.
 
     A file holds the memory that slots have not taken yet, so that nothing else on the file system gets it. A new slot
-    takes its memory from that file, piece by piece if necessary. Memory of a deleted slot returns to it at the next
-    `top_up`.
+    takes its memory from that file, piece by piece if necessary. Memory of a deleted slot returns to it, part by part:
+    by `top_up` if it is little, else by the `Reserver`.
 
     Attributes:
         limit: most bytes that slots may take; 0: no limit.
         used: bytes that slots have taken or claimed.
         owed: bytes of `used` that slots have claimed but not taken yet.
+        ran_out: whether memory ran out before all of it was reserved.
     """
 
     def __init__(self, arena: Path, limit: int) -> None:
@@ -42,11 +47,15 @@ class Budget:
         self._arena = arena
         self._path = arena / RESERVE
         self._held = 0
+        self.ran_out = False
         if not limit:
             self._path.unlink(missing_ok=True)
-        elif self._path.exists():  # left by a predecessor; a file that was made longer since holds no more memory
+        elif self._path.exists():  # left by a predecessor
             status = self._path.stat()
-            self._held = min(status.st_size, status.st_blocks * 512)
+            if status.st_blocks * 512 >= status.st_size:
+                self._held = status.st_size
+            else:
+                self._path.unlink()  # somebody made it longer: it has holes
 
     @property
     def left(self) -> int:
@@ -82,45 +91,94 @@ class Budget:
         self.owed -= pages(length)
         if self._held > self.left + self.owed:
             self._held = self.left + self.owed
-            os.truncate(self._path, self._held)
+            self._trim()
 
     def give(self, length: int, owed: int = 0) -> None:
         """Account for the removal of a slot of `length` bytes. `owed`: bytes that it had claimed but not taken."""
         self.used -= pages(length)
         self.owed -= pages(owed)
 
-    def top_up(self) -> None:
-        """Reserve all memory that may still be claimed, unless slots are being made. Blocks while the kernel zeroes it.
+    @property
+    def missing(self) -> int:
+        """Bytes of the `rest` to reserve now. None while slots are being made, or after memory has run out."""
+        return 0 if self.owed or self.ran_out else self.rest
 
-        Raises:
-            ArenaTooSmall: a predecessor's slots take more than the limit, or the file system has no room for the rest;
-                the reserve stays as it was.
-        """
-        if self.limit and self.used > self.limit:
+    @property
+    def rest(self) -> int:
+        """Bytes that slots may still claim, and that are not in reserve."""
+        return max(0, self.left - self._held)
+
+    def check_limit(self, room: int) -> None:
+        """Raises `ArenaTooSmall` if a predecessor's slots take more than the limit, the machine has less memory, or the
+        file system, which has `room` bytes left, has too few for the rest. Nothing is changed."""
+        if not self.limit:
+            return
+        if self.used > self.limit:
             raise ArenaTooSmall(
                 f"the arena {self._arena} holds {self.used:,} bytes, and --memory (HOLDFAST_MEMORY) allows "
                 f"{self.limit:,}: allow {self.used:,} or more, or remove the arena with `holdfast gc`"
             )
-        if not self.limit or self.owed or self._held >= self.left:
-            return
+        if self.limit > (memory := memory_bytes()):
+            raise ArenaTooSmall(
+                f"--memory (HOLDFAST_MEMORY) allows the arena {self._arena} {self.limit:,} bytes, and this machine, or "
+                f"the control group of this process, has {memory:,} bytes of memory: allow less"
+            )
+        if not self.owed and self.rest > room:
+            raise ArenaTooSmall(self.no_room())
+
+    def top_up(self) -> None:
+        """Reserve all memory that may still be claimed, unless slots are being made. Blocks while the kernel zeroes it:
+        for little memory only. Raises `ArenaTooSmall` if the file system has no room for it."""
+        while self.missing:
+            start, count = self.begin_part()
+            try:
+                self.reserve_part(start, count)
+            except OSError as error:
+                self.give_up_part(start)
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise ArenaTooSmall(self.no_room()) from error
+            self.end_part()
+
+    def begin_part(self) -> tuple[int, int]:
+        """Account for the next part of `missing`, as if it were reserved already. Returns its offset and length, for
+        `reserve_part`; then `end_part` or `give_up_part` is called. Parts are reserved one after another."""
+        start = self._held
+        self._held += min(PART_BYTES, self.missing)
+        return start, self._held - start
+
+    def reserve_part(self, start: int, count: int) -> None:
+        """Have the kernel zero a part: tens of milliseconds. The owner's lock is not needed. Raises `OSError`."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(fd, min(os.fstat(fd).st_size, self.left))
-            os.posix_fallocate(fd, 0, self.left)
-            self._held = self.left
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            os.ftruncate(fd, self._held)
-            status = os.statvfs(self._arena)
-            raise ArenaTooSmall(
-                f"--memory (HOLDFAST_MEMORY) allows the arena {self._arena} {self.limit:,} bytes, but its file "
-                f"system has room for {status.f_bavail * status.f_frsize + self.used:,}: enlarge it (mount -o "
-                "remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: sizeLimit of an emptyDir with "
-                "medium Memory), or allow less"
-            ) from error
+            os.posix_fallocate(fd, start, count)
         finally:
             os.close(fd)
+
+    def end_part(self) -> None:
+        """The part is reserved. What slots have taken of it meanwhile is given back."""
+        self._trim()
+
+    def give_up_part(self, start: int) -> None:
+        """The part that begins at `start` could not be reserved. No more are, while `ran_out` is set."""
+        self._held = min(self._held, start)
+        self.ran_out = True
+        self._trim()
+
+    def _trim(self) -> None:
+        if self._path.exists() and self._path.stat().st_size > self._held:
+            os.truncate(self._path, self._held)
+
+    def no_room(self) -> str:
+        """What to say if there is no memory for the `rest`."""
+        status = os.statvfs(self._arena)
+        room = min(status.f_bavail * status.f_frsize, available_bytes()) + self._held + self.used
+        return (
+            f"--memory (HOLDFAST_MEMORY) allows the arena {self._arena} {self.limit:,} bytes, but its file system, or "
+            f"the memory of this machine, has room for {room:,}: allow less, or enlarge the file system (mount -o "
+            "remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: sizeLimit of an emptyDir with medium "
+            "Memory)"
+        )
 
 
 def wipe(view: memoryview) -> None:

@@ -19,6 +19,8 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 
 ARENA_ENV = ARENA.variable
 SOCKET = "smp.sock"
+GONE = "gone-"
+"""Begins the names of files in an arena that were deleted, and whose memory is still to be given back."""
 
 OURS = re.compile(r"(lock|turn|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity))(\.part)?")
 """Names in an arena. Format 1 had a file `lock`."""

@@ -373,7 +373,7 @@ MEMORY = Setting(
     "HOLDFAST_MEMORY",
     SIZE,
     "0",
-    "Memory for snapshots, such as 64GB, reserved when the SMP starts and never exceeded; 0: what the job needs, "
+    "Memory for snapshots, such as 64GB, reserved from the SMP's start on and never exceeded; 0: what the job needs, "
     "reserved at its first step.",
 )
 ZERO = Setting(

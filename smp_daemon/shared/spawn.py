@@ -29,20 +29,17 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import OURS, Owner, arena_base, folders_with, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import GONE, OURS, Owner, arena_base, folders_with, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.plain import from_plain
-from holdfast.smp_daemon.shared.settings import MEMORY
 from holdfast.smp_daemon.shared.uids import peer_of
 
 START_DEADLINE_S = 120.0
-"""Timeout for the start of an SMP. A start takes half a second, but longer if all ranks of a node read their modules
-from a file server at the same time. An SMP that cannot start reports that at once."""
+"""Timeout for the start of an SMP, whatever its arena holds and reserves: it serves first, and then works on bytes. A
+start takes half a second, but longer if all ranks of a node read their modules from a file server at the same time. An
+SMP that cannot start reports that at once."""
 
 STOP_DEADLINE_S = 10.0
-ZEROED_PER_S = 500e6
-"""Lowest rate at which the kernel zeroes memory, in bytes per second."""
-
 RUBBISH_AGE_S = 60.0
 """How old an arena without usable data must be before another SMP removes it: its own SMP may be about to start."""
 
@@ -58,11 +55,6 @@ _BEGUN = ("board", "node.json", "smp.json")
 log = get_log(__name__)
 
 
-def start_deadline_s(memory: int) -> float:
-    """How long an SMP that reserves `memory` bytes may take to start, in seconds."""
-    return START_DEADLINE_S + memory / ZEROED_PER_S
-
-
 def start_smp(
     job: str,
     node: str,
@@ -70,7 +62,7 @@ def start_smp(
     *,
     host: str = "127.0.0.1",
     ports: tuple[int, int] = (0, 0),
-    deadline_s: float | None = None,
+    deadline_s: float = START_DEADLINE_S,
 ) -> Owner:
     """Start an SMP that outlives this process, unless one serves `arena`. Blocks until one does, and returns it.
 
@@ -79,15 +71,14 @@ def start_smp(
 
     Args:
         ports: for gRPC and for raw bytes; 0: the predecessor's in this arena, or any free one.
-        deadline_s: how long to wait; None: `start_deadline_s`.
+        deadline_s: how long to wait.
 
     Raises:
         HoldfastError: the error that the SMP reported.
         DeadlineExceeded: none serves by then.
     """
     command = [*smp_command(job, node, arena, host), "--detach", "--port", str(ports[0]), "--bulk-port", str(ports[1])]
-    limit_s = start_deadline_s(MEMORY.value()) if deadline_s is None else deadline_s
-    until_s = time.monotonic() + limit_s
+    until_s = time.monotonic() + deadline_s
     refused: ConfigError | None = None
     with _turn_to_start(arena) as is_my_turn:
         while (left_s := until_s - time.monotonic()) > 0:
@@ -103,7 +94,7 @@ def start_smp(
                 elif not _is_owned(arena):
                     raise refused
             time.sleep(LOOK_EVERY_S)
-    raise refused or DeadlineExceeded(f"no SMP serves {arena} after {limit_s:.0f} s")
+    raise refused or DeadlineExceeded(f"no SMP serves {arena} after {deadline_s:.0f} s")
 
 
 def _owner_at(arena: Path) -> Owner | None:
@@ -314,7 +305,7 @@ def remove(leftover: Leftover, *, zero: bool = False) -> None:
         end(smp)
     try:
         if zero:
-            for pattern in ("**/*.safetensors", "**/*.parity"):
+            for pattern in ("**/*.safetensors", "**/*.parity", f"**/{GONE}*"):
                 for path in leftover.path.glob(pattern):
                     if stat.S_ISREG(path.lstat().st_mode):
                         wipe_file(path)

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.smp_daemon.shared.credentials import Credentials, current
+from holdfast.smp_daemon.shared.memory import available_bytes
 from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.populate import populate
 
@@ -48,6 +49,8 @@ class System:
     flock: Any = staticmethod(fcntl.flock)
     rmtree: Any = staticmethod(shutil.rmtree)
     populate: Any = staticmethod(populate)
+
+    available_bytes = staticmethod(available_bytes)
 
     await_end: Any = staticmethod(await_end)
 

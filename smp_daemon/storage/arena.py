@@ -10,6 +10,7 @@
       board                   outcomes of recent snapshots; mapped by the trainers (`smp_daemon.shared.board`)
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
       <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record
+      gone-<n>.<suffix>.part      a large slot that was deleted, and whose memory is still to be given back (`deleted`)
 
 JSON files have digests (`smp_daemon.shared.records`). Whatever is damaged is this node's loss: it is removed, the log
 names it, and the SMP goes on with what is left.
@@ -18,6 +19,7 @@ names it, and the SMP goes on with what is left.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,10 +32,11 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import about, get_log
-from holdfast.smp_daemon.shared.paths import OURS, SOCKET
+from holdfast.smp_daemon.shared.paths import GONE, OURS, SOCKET
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.storage.deleted import Deleted
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, room, too_small
 
 OVERFLOW_UID = 65534
@@ -50,7 +53,9 @@ class Arena:
 
     Attributes:
         lost: names of files that were found damaged, and removed.
-        on_given_up: called when a slot is given up that is to be overwritten with zeros, see `next_unwiped`.
+        deleted: large files that were deleted.
+        on_given_up: called when a slot is given up that is to be overwritten with zeros (see `next_unwiped`), or a
+            large one is deleted.
     """
 
     def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, system: System = MACHINE) -> None:
@@ -67,11 +72,12 @@ class Arena:
         self.path = path
         self.lost: set[str] = set()
         self._system = system
+        self._zero = zero
+        self.deleted = Deleted(system)
+        self.on_given_up: Callable[[], None] = lambda: None
         self._lock = _own(path, system)
         self._clear_the_way()
         self.budget = Budget(path, memory)
-        self._zero = zero
-        self.on_given_up: Callable[[], None] = lambda: None
         self.shards: dict[str, SlotFilePool] = {}
         self.parities: dict[tuple[str, int], SlotFilePool] = {}
         self.layouts: dict[tuple[int, int], Layout] = {}
@@ -90,7 +96,9 @@ class Arena:
             if not OURS.fullmatch(path.name) or path.name.startswith("smp.log"):
                 continue  # not read by an SMP; a log that cannot be written is reported as such
             if path.name.endswith(PART):
-                put_away(path, self._system)
+                unwiped = status.st_size if self._zero and path.name.startswith(GONE) else 0
+                if not (stat.S_ISREG(status.st_mode) and self._delete_later(path, None, unwiped)):
+                    put_away(path, self._system)
             elif path.name == SOCKET and stat.S_ISSOCK(status.st_mode):
                 continue  # whoever listens at it is replaced by `bind_unix`
             elif not stat.S_ISREG(status.st_mode) or status.st_uid != self._system.os.getuid():
@@ -119,7 +127,22 @@ class Arena:
 
     def _new_pool(self, name: str, suffix: str) -> SlotFilePool:
         on_given_up = (lambda: self.on_given_up()) if self._zero else None
-        return SlotFilePool(self.path, name, suffix, self.budget, on_given_up, self._system)
+        return SlotFilePool(self.path, name, suffix, self.budget, on_given_up, self._system, self._delete_later)
+
+    def _delete_later(self, path: Path, mapped: mmap.mmap | None, unwiped: int) -> bool:
+        """Delete a file whose memory takes long to give back; see `Deleted.add`. Returns False if it is small."""
+        try:
+            if is_at_once(path.lstat().st_size):
+                return False
+        except FileNotFoundError:
+            return False
+        self.deleted.add(path, mapped, unwiped)
+        self.on_given_up()
+        return True
+
+    def room(self) -> int:
+        """Free bytes on the file system, once what is deleted is given back."""
+        return room(self.path, self._system) + self.deleted.bytes
 
     def next_unwiped(self) -> tuple[SlotFilePool, Slot] | None:
         """A free slot that was given up and is not overwritten with zeros yet."""
@@ -145,10 +168,10 @@ class Arena:
         missing = _missing(wanted)
         need = sum(pages(length) for _, length in missing)
         self.budget.check(need)
-        left = room(self.path, self._system)
+        left = self.room()
         if need + self.budget.owed > left + self.budget.held:
             raise too_small(self.path, need, left)
-        if is_at_once(need):
+        if is_at_once(need) and not self.deleted.bytes:
             self._create(missing)
         else:
             earlier = [(pool, slot) for pool, slot in self._planned if slot.state is SlotState.MAKING]
@@ -172,7 +195,7 @@ class Arena:
         if missing:
             self._remove_unwanted(self._wanted)
         for pool, length in missing:
-            need, left = pages(length), room(self.path, self._system) + self.budget.held - self.budget.owed
+            need, left = pages(length), self.room() + self.budget.held - self.budget.owed
             allowed = not self.budget.limit or need <= self.budget.left
             if allowed and need <= left:
                 pool.plan(length)
@@ -229,9 +252,21 @@ class Arena:
         length, _ = self._wanted.get(pool, (None, 0))
         return [slot for slot in pool.slots if slot.bytes == length and slot.state is not SlotState.MAKING]
 
+    def retry(self) -> None:
+        """Reserve the rest of the budget after all, if memory had run out and there is enough now."""
+        if self.budget.ran_out and self.budget.rest <= self.room():
+            self.budget.ran_out = False
+
     def settle(self) -> None:
-        """Reserve the memory that slots may still take; see `Budget.top_up`."""
-        self.budget.top_up()
+        """Reserve the memory that slots may still take, if that is little; else the `Reserver` does it.
+
+        Raises:
+            ArenaTooSmall: see `Budget.check_limit`.
+        """
+        self.budget.check_limit(self.room())
+        self.retry()
+        if is_at_once(self.budget.missing):
+            self.budget.top_up()
 
     def release(
         self,
@@ -367,19 +402,22 @@ class Arena:
         for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*"):
             for path in list(self.path.glob(pattern)):
                 log.info("%s is left over from a removed arena and is deleted", path.name)
-                path.unlink(missing_ok=True)
+                if not self._delete_later(path, None, 0):
+                    path.unlink(missing_ok=True)
         self.layouts.clear()
 
-    def destroy(self) -> None:
-        """Remove the directory and everything in it.
-
-        ``node.json``, without which no slot counts, goes first. The file that says who owns the arena goes last. So if
-        this is interrupted, a successor finds nothing to adopt, and `holdfast gc` still finds the directory.
-        """
+    def empty(self) -> None:
+        """Delete all slots. ``node.json``, without which no slot counts, goes first: if this is interrupted, a
+        successor finds nothing to adopt."""
         (self.path / "node.json").unlink(missing_ok=True)
         for pool in self.pools():
             for slot in list(pool.slots):
                 pool.remove(slot)
+
+    def destroy(self) -> None:
+        """Remove the directory and everything in it. The file that says who owns the arena goes last, so that
+        `holdfast gc` still finds the directory if this is interrupted."""
+        self.empty()
         for path in list(self.path.glob("*")):
             if path.name != "smp.json":
                 put_away(path, self._system)

@@ -39,7 +39,7 @@ from holdfast.smp_daemon.shared.records import (
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, too_small
 from holdfast.smp_daemon.storage.reserver import Reserver, make
 
 log = get_log(__name__)
@@ -410,10 +410,12 @@ class Holdings:
                 return None
             pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
             self.arena.make_room(length, pool)
-            pool.check_room(length)
+            if length > (left := self.arena.room()):
+                raise too_small(self.arena.path, length, left)
             slot = pool.plan(length)
             slot.claimed = True
         try:
+            self._reserver.await_freed(length)
             make(pool, slot, self._lock)
             return slot
         except OSError as error:

@@ -32,7 +32,7 @@ WIPE_BYTES = 16 << 20
 
 ENLARGE = (
     "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
-    "or use fewer slots or generations (HOLDFAST_GENERATIONS)"
+    "unless the machine itself has no more memory, or use fewer slots or generations (HOLDFAST_GENERATIONS)"
 )
 
 log = get_log(__name__)
@@ -159,13 +159,20 @@ class SlotFilePool(SlotPool):
         budget: Budget,
         on_given_up: Callable[[], None] | None,
         system: System = MACHINE,
+        delete_later: Callable[[Path, mmap.mmap | None, int], bool] = lambda path, mapped, unwiped: False,
     ) -> None:
-        """`on_given_up`: called when a slot is given up that `wipe_next` is to overwrite with zeros; None: it stays as
-        it is."""
+        """
+        Args:
+            on_given_up: called when a slot is given up that `wipe_next` is to overwrite with zeros; None: it stays as
+                it is.
+            delete_later: takes over the file of a slot, its mapping, and the bytes that are still to be overwritten,
+                if the file is too large to be deleted at once; see `Deleted`. Returns whether it does.
+        """
         super().__init__(name)
         self.near: int | None = None
         self._budget = budget
         self._on_given_up = on_given_up
+        self._delete_later = delete_later
         self._system = system
         self.arena = arena
         self.suffix = suffix
@@ -253,6 +260,7 @@ class SlotFilePool(SlotPool):
         """Free a slot whose memory is all reserved, and give its file the slot's name."""
         self.part_path(slot).replace(self.path(slot))
         self._maps[slot.index] = memory.mapped
+        memory.is_kept = True
         slot.free()
         failpoint("slot.made")
 
@@ -296,7 +304,6 @@ class SlotFilePool(SlotPool):
     def replace(self, slot: Slot) -> None:
         """Free the slot and give it a new file, so that a writer that still maps the old file cannot touch the slot."""
         self.discard(slot)
-        self._wipe(slot)
         self._forget(slot)
         try:
             self._reserve(slot)
@@ -314,7 +321,6 @@ class SlotFilePool(SlotPool):
         self.discard(slot)
         if self.is_abandoned(slot):
             self._give_up_bytes(slot)  # its writer may have written since
-        self._wipe(slot)
         self._forget(slot)
         self._drop(slot)
 
@@ -325,10 +331,10 @@ class SlotFilePool(SlotPool):
             with self.open_part(slot) as memory:
                 for start, count in slices(slot.bytes):
                     memory.reserve(start, count)
+                self.made(slot, memory)
         except OSError as error:
             self.part_path(slot).unlink(missing_ok=True)
             raise self.no_room(slot.bytes, error) from error
-        self.made(slot, memory)
 
     def check_room(self, length: int) -> None:
         """Raise `ArenaTooSmall` if a slot of that length does not fit: without this check the file system would be
@@ -359,12 +365,12 @@ class SlotFilePool(SlotPool):
         wipe(self.view(slot)[begin : slot.unwiped])
         slot.unwiped = begin
 
-    def _wipe(self, slot: Slot) -> None:
-        """Overwrite what is left of a slot whose file is about to go."""
+    def _forget(self, slot: Slot) -> None:
+        """Delete the slot's file."""
+        if self._delete_later(self.path(slot), self._maps.get(slot.index), slot.unwiped):
+            slot.unwiped = 0
         while slot.unwiped:
             self.wipe_next(slot)
-
-    def _forget(self, slot: Slot) -> None:
         self._maps.pop(slot.index, None)
         self._abandoned.discard(slot.index)
         self.path(slot).unlink(missing_ok=True)
@@ -372,9 +378,10 @@ class SlotFilePool(SlotPool):
 
 
 def room(path: Path, system: System = MACHINE) -> int:
-    """Free bytes on the file system of `path`."""
+    """Bytes that files in `path`, which is on tmpfs, can still take. Its file system may be larger than the memory that
+    is left, and whoever fills it then has processes killed."""
     status = system.os.statvfs(path)
-    return int(status.f_bavail * status.f_frsize)
+    return min(int(status.f_bavail * status.f_frsize), system.available_bytes())
 
 
 def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
@@ -391,7 +398,13 @@ def ran_out(path: Path, need: int, got: int, left: int) -> str:
 
 
 class SlotMemory:
-    """A new slot file whose memory is reserved slice by slice. The constructor and the methods raise `OSError`."""
+    """A new slot file whose memory is reserved slice by slice. The constructor and the methods raise `OSError`.
+
+    Attributes:
+        is_kept: whether the mapping stays at the end of the `with` block.
+    """
+
+    is_kept = False
 
     def __init__(self, path: Path, length: int, system: System, near: int | None) -> None:
         """`near`: the NUMA node on which its pages are allocated; None: any."""
@@ -411,8 +424,11 @@ class SlotMemory:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Close the file; its mapping stays while it is used."""
+        """Close the file, and its mapping unless a slot has it. If a slot was given up that is largely reserved, its
+        memory goes now, and not in a destructor, during which no thread of this process runs."""
         self._system.os.close(self._fd)
+        if not self.is_kept:
+            self.mapped.close()
 
     def reserve(self, start: int, count: int) -> None:
         """Allocate and touch these bytes. Blocks for about as long as zeroing them takes.

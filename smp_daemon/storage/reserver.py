@@ -1,9 +1,13 @@
-"""Reserves the memory of slots in the background: hundreds of gigabytes take minutes, and training does not wait. It
-also overwrites slots that were given up with zeros, if that is asked for."""
+"""The work on the memory of slots that takes minutes on a large node, done in the background: training does not wait.
+
+Memory of deleted slots is given back first, then planned slots are made, then slots that were given up are overwritten
+with zeros, if that is asked for, and at last the rest of the arena's budget is reserved.
+"""
 
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable
 
@@ -17,6 +21,12 @@ from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, ran_
 
 TURN_S = 0.001
 """How long the thread that wipes leaves the store's lock to others after each part."""
+
+READER_S = 0.05
+"""Pause before a deleted file is looked at again that a thread still reads."""
+
+STALL_S = 30.0
+"""How long memory that the kernel takes back may not grow before nobody waits for more."""
 
 log = get_log(__name__)
 
@@ -51,17 +61,18 @@ def make(pool: SlotFilePool, slot: Slot, lock: threading.Condition, is_over: Cal
 
 
 class Reserver:
-    """Makes the planned slots of an arena, one after another, and then wipes those that were given up. Its thread runs
-    only while there are any.
+    """Does the work on an arena's memory, see the module. Its thread runs only while there is some.
 
     Attributes:
         error: why the last plan was given up; empty if it was not.
+        short: why the rest of the arena's budget could not be reserved; empty if it could, or is yet to be.
     """
 
     def __init__(self, arena: Arena, lock: threading.Condition, priority: str, system: System = MACHINE) -> None:
         """`lock`: the store's lock, which guards the arena and everything here. It is not held while memory is
         reserved."""
         self.error = ""
+        self.short = ""
         self._arena = arena
         self._lock = lock
         self._priority = priority
@@ -79,6 +90,7 @@ class Reserver:
         """Make the wanted slots that are missing, if there is memory for them now. The caller holds the lock."""
         if not self.error:  # the memory of a plan that was given up stays free until the next start
             self._arena.plan_missing()
+            self._arena.retry()
             self.go_on()
 
     def go_on(self) -> None:
@@ -100,35 +112,84 @@ class Reserver:
         if thread is not None:
             thread.join()
 
+    def await_freed(self, length: int) -> None:
+        """Give the memory of deleted files back, and wait while other threads do, until `length` bytes are free. Gives
+        up when nothing moves for `STALL_S`. The caller does not hold the lock."""
+        deleted, path = self._arena.deleted, self._arena.path
+        deleted.free(self._lock)
+        before, until_s = -1, 0.0
+        with self._lock:
+            while deleted.bytes and (free := room(path, self._system)) < length:
+                if free != before:
+                    before, until_s = free, self._system.monotonic() + STALL_S
+                if self._system.monotonic() > until_s:
+                    return
+                self._lock.wait(READER_S)
+
     def _run(self) -> None:
         make_background(self._priority)
-        while (planned := self._next()) is not None or self._wipes():
-            if planned is None:
-                continue
-            try:
-                make(*planned, self._lock, lambda: self._closed)
-            except OSError as error:
-                self._give_up(*planned, error)
+        while True:
+            self._arena.deleted.free(self._lock, lambda: self._closed)
+            if (planned := self._next()) is not None:
+                try:
+                    make(*planned, self._lock, lambda: self._closed)
+                except OSError as error:
+                    self._give_up(*planned, error)
+            elif not self._wipes() and not self._tops_up() and self._is_done():
+                return
 
     def _next(self) -> tuple[SlotFilePool, Slot] | None:
         with self._lock:
             return None if self._closed else self._arena.next_planned()
 
     def _has_work(self) -> bool:
-        return self._arena.next_planned() is not None or self._arena.next_unwiped() is not None
+        arena = self._arena
+        planned = arena.next_planned() is not None or arena.next_unwiped() is not None
+        return planned or arena.deleted.is_waiting or bool(arena.budget.missing)
 
     def _wipes(self) -> bool:
-        """Wipe a part of a slot that was given up. Returns whether there may be more to do; False: the thread ends."""
+        """Wipe a part of a slot that was given up. Returns whether there was one."""
         with self._lock:
-            if not self._closed and (unwiped := self._arena.next_unwiped()) is not None:
-                pool, slot = unwiped
-                pool.wipe_next(slot)
-                self._lock.wait(TURN_S)  # others have their turn
-                return True
+            if self._closed or (unwiped := self._arena.next_unwiped()) is None:
+                return False
+            pool, slot = unwiped
+            pool.wipe_next(slot)
+            self._lock.wait(TURN_S)  # others have their turn
+            return True
+
+    def _tops_up(self) -> bool:
+        """Reserve a part of the memory that slots may still take. Returns whether there was any to reserve."""
+        budget = self._arena.budget
+        with self._lock:
+            if self._closed or not budget.missing:
+                return False
+            part = budget.begin_part()
+        failpoint("reserve.slice")
+        try:
+            if part[1] > room(self._arena.path, self._system):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            budget.reserve_part(*part)
+        except OSError as error:
+            with self._lock:
+                budget.give_up_part(part[0])
+                why = budget.no_room() if error.errno == errno.ENOSPC else error
+                self.short = f"the memory that slots may take is not all reserved: {why}"
+            log.error(self.short)
+            return True
+        with self._lock:
+            budget.end_part()
+            self.short = ""
+        return True
+
+    def _is_done(self) -> bool:
+        """Whether the thread ends. Waits for a moment if it has only files left that others read."""
+        with self._lock:
             if self._closed or not self._has_work():
                 self._thread = None
-                return False
-            return True
+                return True
+            if self._arena.deleted.is_waiting:
+                self._lock.wait(READER_S)
+            return False
 
     def _give_up(self, pool: SlotFilePool, slot: Slot, error: OSError) -> None:
         """Delete the planned slots that hold no snapshot, and wake those who wait for them. Does nothing if `slot` was

@@ -105,9 +105,9 @@ class Store:
         # `Holdings.verify_lock` and `_taking` of `coding.sending` are taken before it. The locks of the persister, of a
         # `ParityGathering`, of `Recoveries`, of the channels to peers, of counters and of logs are taken after it: a
         # thread that holds one of them must not take this one. Bytes are copied, digested, sent, reserved and mapped in
-        # without it, however many there are: trainers wait for it in every step. Exceptions are of bounded length: one
-        # unit is repaired, slots are made if `is_at_once` (`Arena.reserve`, `Arena.take_away`), and a slot is wiped
-        # part by part (only one that is deleted, as the layout changes, is wiped in one go).
+        # without it, however many there are, and their memory is given back without it: trainers wait for it in every
+        # step. Exceptions are of bounded length: one unit is repaired, slots are made and deleted if `is_at_once`
+        # (`Arena.reserve`, `Arena.take_away`), and a slot is wiped part by part. docs/size.md lists what grows.
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
         self.reserver = Reserver(arena, self.changed, priority, system)
@@ -136,8 +136,10 @@ class Store:
         self._held: set[SnapshotId] = set()
         self._progress: dict[SnapshotId, SnapshotProgress] = {}
         self._checked_headers: dict[str, tuple[int, bytes]] = {}
-        with self.changed:  # the thread that wipes may begin before all is adopted
+        with self.changed:  # the reserver's thread may begin before all is adopted
             self._adopt()
+            self.arena.settle()
+            self.reserver.go_on()
 
     # ------------------------------------------------------------------ epochs and layouts
 
@@ -517,8 +519,11 @@ class Store:
         with self.changed:
             self._forget(lambda snapshot: True)
             self.epoch = sys.maxsize
-            self.arena.destroy()
+            self.arena.empty()
             self.changed.notify_all()
+        self.arena.deleted.free(self.changed)
+        with self.changed:
+            self.arena.destroy()
 
     # ------------------------------------------------------------------ inside
 
@@ -648,6 +653,7 @@ class Store:
             self._adopt_board()
             self._write_node()
         failpoint("adopt.done")
+        self.arena.budget.check_limit(self.arena.room())  # refused before anything is deleted
         if self.layout is not None:
             try:
                 self._reserve(self.layout)

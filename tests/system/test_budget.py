@@ -10,14 +10,17 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.cli.main import main
+from holdfast.smp_daemon.shared import budget as budget_module
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.budget import RESERVE, Budget, wipe, wipe_file
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall
+from holdfast.smp_daemon.shared.budget import RESERVE, wipe, wipe_file
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import SlotFilePool
@@ -78,10 +81,10 @@ def test_a_successor_counts_what_is_there(shm: Path) -> None:
 
 def test_where_it_cannot_be_reserved_the_error_says_so(shm: Path) -> None:
     status = os.statvfs(shm)
-    budget = Budget(shm, status.f_blocks * status.f_frsize + PAGE)
-    with pytest.raises(ArenaTooSmall, match=r"or allow less"):
-        budget.top_up()
-    assert (shm / RESERVE).stat().st_blocks == 0
+    arena = Arena(shm / "arena", memory=status.f_blocks * status.f_frsize + PAGE)
+    with pytest.raises(ArenaTooSmall, match=r"allow less"):
+        arena.settle()
+    assert taken(arena.path) == 0
 
 
 def test_a_successor_with_less_memory_than_is_held_says_so_and_touches_nothing(shm: Path) -> None:
@@ -95,6 +98,54 @@ def test_a_successor_with_less_memory_than_is_held_says_so_and_touches_nothing(s
     with pytest.raises(ArenaTooSmall, match=r"holds .* and --memory .* allows"):
         successor.settle()
     assert [record for _, _, record in crash(successor).adopt()] == [{"step": 1}]
+
+
+@pytest.mark.parametrize("what", ["memory", "file system"])
+def test_an_arena_larger_than_the_machine_is_refused_at_the_start(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    status = os.statvfs("/dev/shm")
+    most = psutil.virtual_memory().total if what == "memory" else status.f_blocks * status.f_frsize
+    monkeypatch.setenv("HOLDFAST_MEMORY", f"{most // 1024 + 4}KiB")
+    smp = ground.prepare().launch()
+    with pytest.raises(ConfigError, match=r"HOLDFAST_MEMORY.*allow less"):
+        smp.wait_ready()
+    assert memory_of(smp.arena) < 16 * PAGE
+
+
+def test_more_than_this_process_may_use_is_refused_however_large_the_file_system(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_module, "memory_bytes", lambda: ROOM - 1)
+    arena = Arena(shm / "arena", memory=ROOM)
+    with pytest.raises(ArenaTooSmall, match=rf"HOLDFAST_MEMORY.*control group.*{ROOM - 1:,}.*allow less"):
+        arena.settle()
+    assert taken(arena.path) == 0
+
+
+def test_slots_for_which_the_machine_has_no_memory_are_refused(shm: Path) -> None:
+    system = System()
+    system.available_bytes = lambda: 3 * PAGE
+    arena = Arena(shm / "arena", system=system)
+    with pytest.raises(ArenaTooSmall, match="unless the machine itself"):
+        arena.reserve({arena.shard_pool("dp0"): (PAGE, 4)})
+    assert taken(arena.path) == 0
+
+
+def test_a_successor_that_may_use_less_than_is_held_does_not_start_and_the_next_finds_everything(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp = ground.smp()
+    snapshot = run_on([smp], [[30000]]).protect(1)
+    smp.kill()
+    kept = sorted(path.name for path in smp.arena.iterdir())
+    monkeypatch.setenv("HOLDFAST_MEMORY", "4KiB")
+    with pytest.raises(ConfigError, match=r"holds .* and --memory .* allows 4,096"):
+        smp.launch().wait_ready()
+    assert sorted(path.name for path in smp.arena.iterdir()) == kept
+    monkeypatch.delenv("HOLDFAST_MEMORY")
+    smp.launch().wait_ready()
+    assert snapshot in {each for each, _ in smp.client().inventory().shards}
 
 
 # ---------------------------------------------------------------------- zeros

@@ -15,16 +15,8 @@ from typing import Any
 import pytest
 
 from holdfast.checks import Facts, Finding, Mount, NetworkCard, Secrets, examine
-from holdfast.doctor import (
-    MARKS,
-    cgroup_memory,
-    chosen,
-    mount_of,
-    network_cards,
-    numa_memory,
-    secrets_of,
-    why_not_bound,
-)
+from holdfast.doctor import MARKS, chosen, mount_of, network_cards, numa_memory, secrets_of, why_not_bound
+from holdfast.smp_daemon.shared.memory import cgroup_memory
 from tests.access_kit import Authority, needs_openssl
 
 ROOT = Path(__file__).parents[2]

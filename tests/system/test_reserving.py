@@ -20,6 +20,8 @@ from holdfast import InMemorySnapshot
 from holdfast.cli.main import main
 from holdfast.smp_daemon.ops.status import take_statuses
 from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared import budget as budget_module
+from holdfast.smp_daemon.shared.budget import PART_BYTES, Budget
 from holdfast.smp_daemon.shared.client import SmpClient, _reserved
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -30,7 +32,9 @@ from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.deleted import Deleted
 from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
+from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from tests.deadlines import DEADLINE_S
@@ -282,7 +286,7 @@ def test_every_pool_has_a_slot_before_any_has_two_and_large_ones_come_first(tmp_
 
 def test_what_is_claimed_is_taken_from_what_is_held_piece_by_piece(tmp_path: Path, beside: None) -> None:
     arena = Arena(tmp_path / "arena", memory=10 * PAGE)
-    arena.settle()
+    arena.budget.top_up()
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (4 * PAGE, 2)})
     budget = arena.budget
@@ -294,7 +298,7 @@ def test_what_is_claimed_is_taken_from_what_is_held_piece_by_piece(tmp_path: Pat
     assert (budget.used, budget.owed) == (4 * PAGE, 4 * PAGE)
     make(arena, pool, second)
     assert (budget.used, budget.owed, budget.held) == (4 * PAGE, 0, 6 * PAGE)
-    arena.settle()
+    arena.budget.top_up()
     assert budget.held == 6 * PAGE
     with pytest.raises(ArenaTooSmall, match="HOLDFAST_MEMORY"):
         arena.reserve({pool: (4 * PAGE, 3)})
@@ -329,6 +333,137 @@ def test_a_slot_that_bytes_from_elsewhere_took_comes_back_once_they_are_given_up
     arena.plan_missing()
     assert other.slots == []
     assert [slot.state for slot in own.slots] == [SlotState.FREE, SlotState.MAKING, SlotState.MAKING]
+
+
+def test_a_large_slot_loses_its_name_at_once_and_its_memory_without_the_lock_once_nobody_reads_it(
+    tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, lock = Arena(tmp_path / "arena", zero=True), threading.Condition(threading.RLock())
+    reserver, pool = Reserver(arena, lock, "normal"), arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+    make(arena, pool, pool.slots[0])
+    slot, view = pool.slots[0], pool.view(pool.slots[0])
+    view[:] = b"7" * PAGE
+    slot.state = SlotState.WRITING
+    held, free, looked = [], Deleted._free, threading.Event()
+
+    def watched(deleted: Deleted, file: Any) -> bool:
+        held.append(lock._is_owned())  # type: ignore[attr-defined]
+        is_free = free(deleted, file)
+        looked.set()
+        return is_free
+
+    monkeypatch.setattr(Deleted, "_free", watched)
+    with lock:
+        pool.remove(slot)
+        assert slot_files(arena.path) == [] and arena.deleted.bytes == PAGE
+    assert looked.wait(DEADLINE_S)
+    assert bytes(view) == bytes(PAGE), "what is read is overwritten, and not freed"
+    [gone] = arena.path.glob("gone-*")
+    view.release()
+    with lock:
+        assert lock.wait_for(lambda: not arena.deleted.bytes, DEADLINE_S)
+    assert not gone.exists() and not any(held)
+    reserver.close()
+
+
+def test_what_a_killed_one_had_not_given_back_the_next_gives_back(tmp_path: Path, beside: None) -> None:
+    arena = Arena(tmp_path / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+    make(arena, pool, pool.slots[0])
+    pool.remove(pool.slots[0])
+    arena._lock.close()
+    successor = Arena(arena.path)
+    assert successor.deleted.bytes == PAGE and list(arena.path.glob("gone-*"))
+    successor.deleted.free(threading.Condition())
+    assert list(arena.path.iterdir()) == []
+
+
+def test_room_that_is_being_given_back_counts_and_is_waited_for(
+    tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "room", lambda path, system: 0)
+    arena, lock = Arena(tmp_path / "arena"), threading.Condition(threading.RLock())
+    old, new = arena.shard_pool("dp0"), arena.shard_pool("dp1")
+    make(arena, old, old.plan(PAGE))
+    arena.reserve({new: (PAGE, 1)})
+    assert [slot.state for slot in new.slots] == [SlotState.MAKING] and old.slots == []
+    with pytest.raises(ArenaTooSmall):
+        arena.reserve({new: (PAGE, 2)})
+    reserver = Reserver(arena, lock, "normal")
+    with lock:
+        reserver.start()
+        assert lock.wait_for(lambda: arena.ready() is None, DEADLINE_S)
+    assert not arena.deleted.bytes
+    reserver.close()
+
+
+def test_a_budget_is_reserved_part_by_part_without_the_lock_and_slots_take_from_it_meanwhile(
+    tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_module, "PART_BYTES", 2 * PAGE)
+    arena, lock = Arena(tmp_path / "arena", memory=8 * PAGE), threading.Condition(threading.RLock())
+    pool, reserver, parts = arena.shard_pool("dp0"), Reserver(arena, lock, "normal"), []
+    begun, go_on, reserve_part = threading.Event(), threading.Event(), Budget.reserve_part
+
+    def slowly(budget: Budget, start: int, count: int) -> None:
+        parts.append((start, count, lock._is_owned()))  # type: ignore[attr-defined]
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        reserve_part(budget, start, count)
+
+    monkeypatch.setattr(Budget, "reserve_part", slowly)
+    arena.settle()
+    with lock:
+        reserver.go_on()
+    assert begun.wait(DEADLINE_S)
+    with lock:
+        pool.create(7 * PAGE)
+        go_on.set()
+    if (thread := reserver._thread) is not None:
+        thread.join(DEADLINE_S)
+    assert parts == [(0, 2 * PAGE, False)]
+    assert (arena.path / "reserve").stat().st_blocks * 512 == arena.budget.held == arena.budget.left == PAGE
+    reserver.close()
+
+
+def test_memory_that_runs_out_while_a_budget_is_reserved_is_said_and_tried_again_once_there_is_some(
+    tmp_path: Path, beside: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = Scarce(0)
+    system.available_bytes = lambda: 8 * PAGE
+    arena, lock = Arena(tmp_path / "arena", memory=8 * PAGE, system=system), threading.Condition(threading.RLock())
+    reserver = Reserver(arena, lock, "normal", system)
+    arena.settle()
+    system.available_bytes = lambda: 4 * PAGE
+
+    def run() -> None:
+        with lock:
+            reserver.make_good()
+        if (thread := reserver._thread) is not None:
+            thread.join(DEADLINE_S)
+
+    run()
+    assert "not all reserved" in reserver.short in caplog.text and (arena.budget.held, reserver.error) == (0, "")
+    caplog.clear()
+    run()
+    assert not caplog.text, "it is said once"
+    system.available_bytes = lambda: 8 * PAGE
+    run()
+    assert (arena.budget.held, reserver.short) == (8 * PAGE, "")
+    reserver.close()
+
+
+def test_an_smp_serves_before_its_budget_is_reserved(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY", "129MiB")
+    smp = ground.smp(rules=[(SLICE, None)])
+    ground.points.wait_any(smp.name, SLICE).go()
+    held = ground.points.wait_any(smp.name, SLICE)
+    [status] = take_statuses(JOB, [smp.control])
+    assert status.reserving == f"reserving: {2 * PART_BYTES / 1e9:.1f} of {(129 << 20) / 1e9:.1f} GB"
+    assert (smp.arena / "reserve").stat().st_size == PART_BYTES
+    held.go()
 
 
 def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(

@@ -545,11 +545,7 @@ def test_where_there_is_no_memory_nothing_is_taken_from_those_who_hold_some(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.put_shard(ShardKey(FIRST, "dp1"))
-
-    def refuse(length: int) -> None:
-        raise ArenaTooSmall("full")
-
-    monkeypatch.setattr(place.arena.shard_pool("dp0"), "check_room", refuse)
+    monkeypatch.setattr(place.arena, "room", lambda: 0)
     with pytest.raises(ArenaTooSmall):
         receive(place, SHARD)
     assert place.pool(SHARD).slots == []

@@ -47,6 +47,9 @@ class Mapped(bytearray):
     def madvise(self, advice: int) -> None:
         """Does nothing: nothing is swapped or dumped here."""
 
+    def close(self) -> None:
+        """Does nothing: the memory belongs to the file."""
+
 
 class File:
     """An inode."""

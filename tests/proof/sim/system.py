@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.system import System
 from tests.proof.sim import threads
-from tests.proof.sim.memory import USER, MemoryMmap, MemoryOs, MemoryShutil, OpenDirectory
+from tests.proof.sim.memory import ROOM_BYTES, USER, MemoryMmap, MemoryOs, MemoryShutil, OpenDirectory
 from tests.proof.sim.network import SimSocket
 from tests.proof.sim.rpc import SimGrpc
 from tests.proof.sim.scheduler import active
@@ -59,6 +59,7 @@ class SimSystem(System):
     socket: Any = SimSocket
 
     mmap: Any = MemoryMmap
+    available_bytes = staticmethod(lambda: ROOM_BYTES)
     rmtree: Any = staticmethod(MemoryShutil.rmtree)
 
     def __init__(self) -> None:
