@@ -51,8 +51,8 @@ class Settings:
         scrub: bytes per second that the scrub reads; 0: it runs only on request.
         regroup_after_s: how long a node may be missing before the survivors regroup; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.recovery.rebuild.recover`.
-        memory: limit in bytes for slots, all reserved from the start on; 0: no limit, and what the layout needs is reserved
-            at the first step.
+        memory: limit in bytes for slots, all reserved from the start on; 0: no limit, and what the layout needs is
+            reserved at the first step.
         deadlines: how long trainers may be quiet.
         on_hang: shell command to run for each hang of a trainer; empty: none.
         zero: whether snapshots that are given up are overwritten with zeros.
