@@ -96,6 +96,16 @@ class Stripes:
         """Stripes whose parity is in the parity slot of `position`, in slot order."""
         return [stripe for stripe in range(self.count) if self.is_parity(position, stripe)]
 
+    def parity_units(self, position: int) -> int:
+        """How many stripes whose parity is on `position` have a data unit that is not padding. Takes the same time for
+        any number of stripes: of all stripes with the same remainder modulo n, the first ones have."""
+
+        def turns(pattern: int) -> int:
+            left = (self.units(each) - self._ranks[each][pattern][1] for each in self.data_positions(pattern))
+            return max(0, -(-max(left) // self.data))
+
+        return sum(turns(pattern) for pattern in range(self.positions) if self.is_parity(position, pattern))
+
     def unit_of(self, position: int, stripe: int) -> int:
         """Index of the unit that data position `position` contributes to `stripe`."""
         turns, rest = divmod(stripe, self.positions)

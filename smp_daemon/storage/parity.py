@@ -36,21 +36,22 @@ class ParityGathering:
         self._codec = codec
         self._slot = slot
         self._run = run
-        self._mine = stripes.parity_stripes(position)
-        self._lengths = {stripe: stripes.stripe_bytes(stripe) for stripe in self._mine}
-        self._sources: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
+        # Nothing here takes longer for more stripes: a gathering is begun with the store's lock held, and a large node
+        # has 50,000 stripes.
+        self._expected = stripes.parity_units(position)
+        self._sources: dict[int, dict[int, int]] = {}
+        self._digests: dict[int, int] = {}
         # Each lock guards the bytes, sources and digest of every sixteenth stripe. A connection thread holds one while
         # it accumulates a unit. `cancel` takes all of them, one after another, while its caller holds the store's lock,
         # so a thread that holds one must not take the store's lock. `complete` counts `_digests` without a lock: each
         # digest is added once, under its stripe's lock.
-        self._locks = tuple(system.Lock() for _ in range(min(LOCKS, len(self._mine))))
+        self._locks = tuple(system.Lock() for _ in range(max(1, min(LOCKS, self._expected))))
         self._cancelled = False
-        self._digests = {stripe: digest(self._unit(stripe)) for stripe in self._mine if not self._contributors(stripe)}
 
     @property
     def complete(self) -> bool:
         """Whether every data unit has been accumulated."""
-        return len(self._digests) == len(self._mine)
+        return len(self._digests) == self._expected
 
     def accumulate(self, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
         """Accumulate the data unit of `position`, whose digest is `unit_digest`. Ignores a unit that was accumulated
@@ -60,7 +61,7 @@ class ParityGathering:
             ProtocolError: the position has no unit in that stripe, or the unit has another length.
             StaleEpoch: the snapshot was given up.
         """
-        if stripe not in self._sources:
+        if not (0 <= stripe < self._stripes.count and self._stripes.is_parity(self.position, stripe)):
             raise ProtocolError(f"position {self.position} holds no parity of stripe {stripe}")
         contributors = self._contributors(stripe)
         if position not in contributors:
@@ -75,7 +76,8 @@ class ParityGathering:
         with self._locks[rank % len(self._locks)]:
             if self._cancelled:
                 raise StaleEpoch(f"{self.snapshot} was given up")
-            sources, parity = self._sources[stripe], self._unit(stripe)
+            sources = self._sources.setdefault(stripe, {})
+            parity = self._unit(stripe, max(length for _, length in contributors.values()))
             if position in sources:
                 return
             if sources:
@@ -91,16 +93,17 @@ class ParityGathering:
     def record(self) -> ParityRecord:
         """The commit record of the complete slot. Raises `ValueError` if units are missing."""
         if not self.complete:
-            missing = len(self._mine) - len(self._digests)
+            missing = self._expected - len(self._digests)
             raise ValueError(f"the parity of {self.snapshot} lacks units of {missing} stripes")
+        mine, nothing = self._stripes.parity_stripes(self.position), digest(memoryview(b""))
         return ParityRecord(
             self.snapshot,
             self._group,
             self.position,
             self._stripes.unit_bytes,
-            tuple(self._lengths[r] for r in self._mine),
-            tuple(self._digests[r] for r in self._mine),
-            tuple(self._sources[r] for r in self._mine),
+            tuple(self._stripes.stripe_bytes(stripe) for stripe in mine),
+            tuple(self._digests.get(stripe, nothing) for stripe in mine),
+            tuple(self._sources.get(stripe, {}) for stripe in mine),
             run=self._run,
         )
 
@@ -111,9 +114,9 @@ class ParityGathering:
             with lock:  # a thread that takes it after this sees `_cancelled`
                 pass
 
-    def _unit(self, stripe: int) -> memoryview:
+    def _unit(self, stripe: int, length: int) -> memoryview:
         start = self._stripes.parity_rank(self.position, stripe) * self._stripes.unit_bytes
-        return self._slot[start : start + self._lengths[stripe]]
+        return self._slot[start : start + length]
 
     def _contributors(self, stripe: int) -> dict[int, tuple[int, int]]:
         """The data index and the length of each position's unit in a stripe."""

@@ -311,7 +311,8 @@ def _oldest_first(inventories: Any, protected: Any) -> list[Any]:
 def _accumulate_badly(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
     _accumulate(self, stripe, position, unit, unit_digest)
     if self.complete and unit.nbytes:
-        self._unit(stripe)[:1] = bytes([self._unit(stripe)[0] ^ 1])
+        unit = self._unit(stripe, 1)
+        unit[:] = bytes([unit[0] ^ 1])
 
 
 def _settle_and_spoil(self: Store, snapshot: SnapshotId) -> None:

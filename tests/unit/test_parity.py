@@ -102,6 +102,13 @@ def small() -> Gathered:
     return start(Stripes(((8,), (8,), (5,)), 2, 1, 8), 0)
 
 
+def test_a_gathering_is_begun_at_once_however_many_stripes_there_are() -> None:
+    """The store's lock is held meanwhile."""
+    stripes = Stripes(((1 << 60,), (1 << 59,), (1 << 60,)), 2, 1, 4 << 20)
+    gathering = ParityGathering(SNAPSHOT, stripes, TAG, 1, choose_codec(2, 1), memoryview(b""))
+    assert not gathering.complete
+
+
 @given(gatherings(), st.data())
 def test_units_in_any_order_and_repeated_give_the_xor_of_padded_units(gathered: Gathered, data: st.DataObject) -> None:
     for unit in data.draw(st.permutations(gathered.units + gathered.units[:3])):
