@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -294,7 +295,7 @@ class SmpClient:
             next_s: how long after it the next one is to be protected, in seconds, for operators; 0: unknown.
         """
         request = Seal(snapshot=snapshot, coord=coord, protected=protected, encode=encode, next_s=next_s)
-        self._call(request, MOVE_DEADLINE_S)
+        self._call(request, self._read_deadline(f"{coord}.*.safetensors"))
 
     def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:
         """The shard that was sealed in `slot`, which `begin` returned, with the digests from its commit record. Reads
@@ -443,7 +444,15 @@ class SmpClient:
 
         Blocks for about one read of the arena.
         """
-        return from_plain(dict[str, int], self._call(Scrub(), MOVE_DEADLINE_S), "what a scrub has found")
+        return from_plain(dict[str, int], self._call(Scrub(), self._read_deadline("*")), "what a scrub has found")
+
+    def _read_deadline(self, names: str) -> float:
+        """Timeout for an SMP to read the files of its arena with such names."""
+        length = 0
+        for path in self.arena.glob(names):
+            with suppress(FileNotFoundError):  # it is deleted meanwhile
+                length += path.stat().st_size
+        return move_deadline(length)
 
     def finish(self, epoch: int) -> None:
         """Report that the job has ended well. The SMP removes its arena and ends; blocks until it has.

@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import MOVE_DEADLINE_S
+from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
@@ -406,7 +406,7 @@ class Holdings:
         """
         with self._lock:
             if (other := pool.being_made(length)) is not None:
-                self._lock.wait_for(lambda: pool.being_made(length) is not other, MOVE_DEADLINE_S)
+                self._lock.wait_for(lambda: pool.being_made(length) is not other, move_deadline(length))
                 return None
             pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
             self.arena.make_room(length, pool)

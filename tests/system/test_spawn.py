@@ -61,6 +61,31 @@ print(json.dumps(asdict(start_smp("testrun", "node0", Path(arena), host=host))),
 sys.stdin.read()
 """
 
+RANKS = """
+import json, os, sys, time
+from pathlib import Path
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.spawn import start_smp
+arena, host, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+ready, go = os.pipe()
+for _ in range(count):
+    if not os.fork():
+        os.close(go)
+        os.read(ready, 1)  # until the last one is there
+        began_s = time.process_time()
+        start_smp("testrun", "node0", arena, host=host)
+        client = SmpClient(arena, "testrun")
+        children = os.times()
+        children_s = children.children_user + children.children_system
+        said = {"smp": client.pid, "own_s": time.process_time() - began_s, "children_s": children_s}
+        os.write(1, json.dumps(said).encode() + b"\\n")
+        os._exit(0)
+os.close(go)
+while count:
+    count -= os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+"""Forks ranks that start an SMP at once, and prints the processor time of each."""
+
 BAD_INIT = "import ctypes\nassert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # adopts orphans, and reaps none\n"
 
 
@@ -209,6 +234,25 @@ class TestADetachedSmp:
         assert {owner.pid for owner, _ in answers} == {pid for _, pid in answers} == {answers[0][1]}
         finish(ground, arena)
         assert list(arena.parent.iterdir()) == [], "no lock stays behind"
+
+    def test_is_started_by_one_of_fifty_processes_and_the_others_cost_little(self, ground: Ground, arena: Path) -> None:
+        """As many of them as a node has GPUs take less than half the processor time of the start: even on one core,
+        all are connected within one and a half times what one alone needs."""
+        done = subprocess.run(
+            [sys.executable, "-c", RANKS, str(arena), ground.host(), "50"],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_S,
+            check=True,
+        )
+        ranks = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(ranks) == 50 and len({rank["smp"] for rank in ranks}) == 1
+        [start] = [rank for rank in ranks if rank["children_s"]]
+        smp = psutil.Process(start["smp"]).cpu_times()
+        alone_s = start["children_s"] + smp.user + smp.system
+        assert 16 * sum(rank["own_s"] for rank in ranks) / len(ranks) < alone_s / 2
+        finish(ground, arena)
+        assert list(arena.parent.iterdir()) == []
 
     def test_waits_for_a_process_that_starts_one_here_and_for_none_that_starts_another_jobs(
         self, ground: Ground, arena: Path
