@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.agreement import Result
 from holdfast.snapshot.collective.mesh import AgreementLost
-from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.interval.control import IntervalController
@@ -226,30 +226,19 @@ class Protecting:
             self._part()
             raise
 
-    def take(
-        self,
-        due: Due,
-        *,
-        declared: bool,
-        begins: bool,
-        marked: bool = False,
-        instead: CopyJob | None = None,
-        ended: bool = False,
-    ) -> CopyJob | None:
+    def take(self, due: Due, *, declared: bool) -> CopyJob | None:
         """Capture the state as it is now and start its copy; None if the state cannot be captured.
 
         Args:
-            declared, marked, instead: see `Capture.begin` and `CopyJob`.
-            begins: whether it is certain that the step begins here.
-            ended: whether the loop has ended, so that no step will begin.
+            declared: see `Capture.begin`.
 
         Raises:
             HoldfastError: why the state cannot be captured, if the hook is strict and no new layout helps.
         """
         snapshot, step = due.snapshot, self._progress.step
-        alike = self._capture.compare_replicas(snapshot) if instead is None else instead.alike
+        alike = self._capture.compare_replicas(snapshot)
         try:
-            copy = self._capture.begin(snapshot, due.keep, due.protected, declared=declared, marked=marked)
+            copy = self._capture.begin(snapshot, due.keep, due.protected, declared=declared)
         except LayoutChanged as error:
             self.episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", step, error)
             self._layout_changed = True
@@ -260,11 +249,9 @@ class Protecting:
             text, extra = "no snapshot of step %d: %s", about(snapshot, error=type(error).__name__)
             self.episodes.begin("capture", text, step, error, level=logging.ERROR, extra=extra)
             return None
-        copy.alike, copy.instead, copy.begins = alike, instead, begins
+        copy.alike = alike
         copy.with_parity, copy.encode = due.with_parity, due.encode
         copy.next_s = self._intervals.protected_every_s
-        if ended:
-            copy.sure.set()
         if self._persist_due and due.protected is not None and due.protected.epoch == self._progress.epoch:
             copy.persist = due.protected
         self.episodes.end("capture", "state is captured again: step %d", step, extra=about(snapshot))
@@ -273,6 +260,13 @@ class Protecting:
         self._rank.client.copying(step)
         self.copier.submit(copy)
         return copy
+
+    def give_up(self, error: GivenUp) -> None:
+        """The loop was not plain in this step: there is no snapshot of it, on any rank."""
+        if self.due is not None:
+            self.due = None
+            if self.newest is not None:
+                self.newest.abort(error)
 
     def settle(self) -> None:
         """Apply the ranks' reports, if any were requested. Blocks until all of them are there."""
@@ -316,7 +310,7 @@ class Protecting:
         """Wait until pending snapshots are protected here, and settle them, so that one more finds a slot. A collective
         call; blocks, for `deadline_s` at most."""
         limit_s = self._rank.system.monotonic() + self._options.deadline_s
-        self.drain(limit_s, lambda copy: not copy.sure.is_set())
+        self.drain(limit_s)
         self.report()
         self.settle()
 
@@ -602,16 +596,15 @@ class Protecting:
 
     # ------------------------------------------------------------------ ends
 
-    def drain(self, limit_s: float, is_doubtful: Callable[[CopyJob], bool]) -> bool:
+    def drain(self, limit_s: float) -> bool:
         """Block until this node has sealed every snapshot that was copied here, and protected those that are to be
-        protected; returns whether it has, by `limit_s` of `time.monotonic`. `is_doubtful`: tells whether a copy's step
-        may not have begun."""
+        protected; returns whether it has, by `limit_s` of `time.monotonic`, and whether all their steps have begun."""
         self.pace.fence()
         outcomes = []
         for snapshot, copy in list(self.copies.items()):
-            if is_doubtful(copy):
+            if not (copy.declared or copy.confirmed.is_set()):
                 return False
-            copy.sure.set()
+            copy.confirmed.set()
             if not copy.done.wait(limit_s - self._rank.system.monotonic()) or copy.error is not None:
                 return False
             if not copy.encode:

@@ -9,47 +9,47 @@
     optim.step() of s+1 ◄─ before_step: wait for the copy, report outcomes ┘ seal thread; SMP: digest, encode, post
 
 The state at a boundary is the state with which the next step begins. Changes by code between two steps belong to it,
-unless that code undoes them. The loop says where a step begins (`begin`, `steps`, `data`); otherwise the first forward
-in training mode and with gradients begins it, see `snapshot.step.beginning`.
+unless that code undoes them. Where the loop is, and what each of its events does, says `snapshot.step.turns`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, TrainerPhase
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
+from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here, some
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.snapshot.copy.errors import GivenUp
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.interval.recording import leave, recording_from_environment
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
+from holdfast.snapshot.protecting import Progress, Protecting, Statistics
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.blocks import describe, to_tree
 from holdfast.snapshot.resume.comparison import (
     BY_DATA,
     Resumed,
     check_inputs,
-    refuse_unseen,
     warn_of_unknown_inputs,
 )
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
-from holdfast.snapshot.state.inputs import Batch
+from holdfast.snapshot.state.inputs import sample_inputs
 from holdfast.snapshot.state.reach import Theirs
-from holdfast.snapshot.step.beginning import EVALUATED, Beginning, Doubtful
-from holdfast.snapshot.step.boundary import BEGIN, Boundary
+from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
-from holdfast.snapshot.step.copier import CopyJob, Retaken
+from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.data import Data
 from holdfast.snapshot.step.gradients import Gradients
 from holdfast.snapshot.step.position import Position
+from holdfast.snapshot.step.rehearsal import Rehearsal
+from holdfast.snapshot.step.turns import BEGIN, FIRST_TURNS, Action, Event, Refusal, Where, after
 
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin, in seconds. If the SMP gives no slot by then,
@@ -84,14 +84,12 @@ class _FirstStep:
         state: compares the state as the step begins to what was restored.
         inputs: digest of what the step's first forward must be given; None: anything.
         unknown_inputs: whether it is unknown what that forward must be given.
-        must_forward: whether the step's forward must be seen, because random generators were set for its beginning.
     """
 
     rewind: Callable[[], None] | None = None
     state: Resumed | None = None
     inputs: str | None = None
     unknown_inputs: bool = False
-    must_forward: bool = False
 
     def put_generators_back(self) -> None:
         """Call this before data is read for the first time."""
@@ -99,12 +97,11 @@ class _FirstStep:
             self.rewind()
             self.rewind = None
 
-    def check_state(self, *, declared: bool, forward_ran: bool = False) -> None:
+    def check_state(self, *, declared: bool) -> None:
         """Compare the state as the step begins. Raises `StateMismatch`, see `Resumed.check`."""
         if self.state is not None:
             state, self.state = self.state, None
-            state.check(declared=declared, forward_ran=forward_ran)
-            self.must_forward = state.has_put
+            state.check(declared=declared)
 
 
 def enter(
@@ -185,17 +182,16 @@ class Session:
         self.capture.loop = self.position.tree
         self._auditor = self._auditor_if_ordered(adapter)
         self.boundary = Boundary(adapter.optimizers(), adapter.modules(), self, adapter.scalers())
-        self._gradients = Gradients(adapter.modules(), log.warning)
+        self._gradients = Gradients(adapter.modules(), log.warning, lambda: self._hear(Event.ZEROED))
         self._steppers = adapter.steppers()
-        self.capture.entered()
         self._first = _FirstStep()
         if restored.snapshot is not None:
             self._first.rewind = restored.rewind
-        self._beginning = Beginning()
-        self._batch = Batch(rank.engine)
-        self._stepped = False  # an optimizer has stepped since the last step ended
-        self._stepping = False  # the first optimizer of the step is about to step, and none has stepped yet
-        self._forward_before: int | None = None  # newest forward as an optimizer was about to step before any forward
+        self._several = len(adapter.optimizers()) > 1
+        self._where = Where.BETWEEN
+        self._began_with = 0  # number of the forward that began the step, in a plain loop
+        self._rehearsal: Rehearsal | None = None
+        self._refused_at: int | None = None  # the newest step that has no snapshot because the loop was not plain in it
         self._marked = False  # data was read, or a step declared, at least once
         self._awaiting_inputs: CopyJob | None = None  # a copy whose first forward's inputs are not known yet
         self._smp_is_slow = False
@@ -208,6 +204,10 @@ class Session:
         and may ask the hook for its step.
         """
         restored = self.restored
+        if adapter.modules():  # without any there is no forward
+            self._rehearsal = Rehearsal(adapter)
+            if restored.snapshot is None:
+                self._rehearsal.note_values()
         if restored.snapshot is None:
             return
         self._first.inputs = restored.inputs or None
@@ -304,8 +304,8 @@ class Session:
 
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""
-        done = self.protecting.drain(self.rank.system.monotonic() + deadline_s, self._is_doubtful)
-        return done and (self.protecting.due is None or self._beginning.seen)
+        done = self.protecting.drain(self.rank.system.monotonic() + deadline_s)
+        return done and (self.protecting.due is None or self._where is not Where.BETWEEN)
 
     def heartbeat(self) -> None:
         """Tell the SMP that this process is alive, and where it is."""
@@ -318,10 +318,9 @@ class Session:
         if self._auditor is not None:
             self._auditor.before_step(self.progress.step)
         began = self.rank.system.monotonic()
-        if not self._beginning.seen:
-            self._begin_unseen()
-        self._stepping = True
-        self._check_inputs()
+        if self._where is Where.BETWEEN:
+            self._first.check_state(declared=self.position.declared)
+        self._hear(Event.SEVERAL if self._several else Event.STEP)
         self.protecting.pace.fenced(began)
         if self.protecting.newest is not None:
             self._fence(self.protecting.newest)
@@ -330,40 +329,32 @@ class Session:
 
     def after_step(self) -> None:
         """An optimizer has stepped. Unless the loop says where its steps begin, the step is over."""
-        self._stepped = True
-        self._stepping, self._first.inputs = False, None
-        if self._forward_before == self._beginning.forward:
-            self._say_blind()
-            if self._first.must_forward:
-                refuse_unseen(self.progress.step)
-        self._forward_before, self._first.must_forward = None, False
-        if self._awaiting_inputs is not None:
-            self._be_sure(self._awaiting_inputs)
-        if not self.position.declared:
-            self._end_step()
-            self.capture.mark(blind=self._beginning.blind)
+        self._first.inputs = None
+        self._confirm()
+        self._hear(Event.STEPPED)
 
     def on_forward(self, number: int, given: Any) -> None:
-        """A module runs forward, in training mode and with gradients. This begins the step unless the loop says
-        where."""
-        if not self.position.declared:
-            self._beginning.forward = number
-            self.begin()
+        """A module runs forward, in training mode and with gradients. This begins the step of a plain loop."""
+        if self._where is Where.BETWEEN and not self.position.declared:
+            self._began_with = number
+            self._begins(Event.FORWARD)
         if self._first.unknown_inputs:
             self._first.unknown_inputs = False
             if not self.position.sources:  # sources compare their next batch themselves
                 warn_of_unknown_inputs(self.progress.step)
-        if self._awaiting_inputs is not None or self._first.inputs is not None:
-            self._batch.forward(number, given)
-            if self.position.declared or self._stepping:
-                self._batch.settle(number)
-                self._inputs_certain()
+        if self._where is not Where.BETWEEN:
+            self._note_inputs(given)
+
+    def on_evaluation(self) -> None:
+        """A module has run forward without training."""
+        watched = self._where is Where.BETWEEN and (self._is_new or self.protecting.due is not None)
+        if watched and not self.position.declared and self._rehearsal and (drawn := self._rehearsal.drawn()):
+            self._hear(Event.EVALUATION, drawn)
 
     def on_backward(self, number: int) -> None:
-        """Gradients are computed for a forward that `on_forward` reported, or (0) for one that was not seen."""
-        self._batch.settle(number)
-        if self._beginning.backward(number) and self.protecting.newest is not None:
-            self._be_sure(self.protecting.newest)
+        """Gradients are computed for a forward that `on_forward` reported."""
+        if number == self._began_with:
+            self._hear(Event.BACKWARD)
 
     # ------------------------------------------------------------------ a step
 
@@ -374,36 +365,35 @@ class Session:
             self._marked = True
             self._warn_of_what_was_read()
         self._first.put_generators_back()
-        if self._stepped:
-            self._end_step()
-        if self.protecting.due is not None and not self._beginning.seen:
-            self.capture.mark()
+        self._hear(Event.MARK)
 
     def begin(self) -> None:
-        """The next step begins here, as far as can be told."""
+        """The loop says that the next step begins here."""
+        self._begins(Event.BEGIN)
+
+    def _begins(self, event: Event) -> None:
         began = self.rank.system.monotonic()
         self.heartbeat()
         self._first.check_state(declared=self.position.declared)
         if self._auditor is not None:
             self._auditor.settled(self.progress.step)
-        if self._beginning.seen:
-            self._begin_again()
-        else:
-            self._beginning.with_this_forward()
-            if self.protecting.due is not None:
-                self._take(self.protecting.due)
-        self._beginning.seen = True
+        if not self.position.declared:
+            self._rehearse()
+        self._hear(event)
         self._statistics.stall_s += self.rank.system.monotonic() - began
 
     def _declare(self) -> None:
         """Note that the loop says where its steps begin."""
+        if not self.position.declared and self._where is Where.BEGUN:
+            self.protecting.give_up(GivenUp("the loop says for the first time where its steps begin"))
+            self._where = Where.BETWEEN
         self.position.declare(self.progress.step)
-        self.boundary.declared = True
 
     def _warn_of_what_was_read(self) -> None:
         """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
         another."""
-        drawn = [] if self.position.sources or not self._checks.reading else self.capture.drawn()
+        unchecked = self.position.sources or not self._checks.reading
+        drawn = self._rehearsal.drawn() if self._rehearsal and not unchecked else []
         if drawn:
             log.warning(
                 "something drew from the random generators of %s between entering and the first step; if it read a "
@@ -412,70 +402,87 @@ class Session:
                 ", ".join(drawn),
             )
 
-    def _begin_again(self) -> None:
-        """Forward runs again before any backward. If the forward before it was an evaluation, take the snapshot
-        anew."""
-        due, copy = self.protecting.due, self.protecting.newest
-        if due is None or copy is None or copy.sure.is_set() or self.position.declared:
+    def _hear(self, event: Event, names: Sequence[str] = ()) -> None:
+        """Something happened: go to where the loop is now, and do what that asks for. `names`: what it happened to."""
+        self._where, what = after(self._where, event, declared=self.position.declared)
+        if isinstance(what, Refusal):
+            self._refuse(what, names)
+        elif what is Action.TAKE:
+            self._take()
+        elif what is Action.CONFIRM:
+            self._confirm()
+        elif what is Action.END:
+            self._end_step()
+        if what in (Action.END, Action.NOTE) and self.protecting.due is not None:
+            self.capture.mark()
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the job is in its first turns, and nothing of it is protected."""
+        return self.restored.snapshot is None and self.progress.step < FIRST_TURNS
+
+    def _refuse(self, refusal: Refusal, names: Sequence[str]) -> None:
+        """The loop is not plain, and does not say where its steps begin.
+
+        Raises:
+            ConfigError: the job is new. Otherwise this step has no snapshot, and training goes on.
+        """
+        text = f"{refusal.value}{f' ({some(names)})' if names else ''}: {BEGIN}"
+        step = self.progress.step
+        if self._is_new or refusal is Refusal.SEVERAL:
+            raise ConfigError(f"it cannot be told where the steps of this loop begin. In step {step + 1}, {text}")
+        self.protecting.give_up(GivenUp(text))
+        if self._refused_at == step:
+            return  # what follows from the first reason need not be told
+        self._refused_at = step
+        if self.protecting.episodes.begin(refusal, "no snapshot of step %d: %s", step, text):
+            self.protecting.copier.say(f"no snapshot of step {step}, and of others like it: {text}")
+
+    def _rehearse(self) -> None:
+        """The first forward of a step of a plain loop is about to run: is everything as a restart would have it?"""
+        rehearsal = self._rehearsal
+        if rehearsal is None:
             return
-        if self._beginning.was_another(self.capture, copy):
-            self._beginning.with_this_forward()
-            self.protecting.newest = None
-            copy.abort(Retaken("an evaluation, which did not begin the step"))
-            self.protecting.episodes.begin("evaluation", EVALUATED, self.progress.step)
-            self._take(due, instead=copy)
+        if self._is_new and (moved := rehearsal.moved()):
+            self._hear(Event.MOVED, moved)
+        if (self._is_among_first or self.protecting.due is not None) and (uneven := rehearsal.uneven()):
+            self._hear(Event.UNEVEN, uneven)
 
-    def _begin_unseen(self) -> None:
-        """``optim.step()`` is about to be called, and no step was seen to begin since the last one ended."""
-        declared = self.position.declared
-        unseen = self._beginning.has_backward and not declared
-        if unseen:
-            self._say_blind()
-        elif not declared:
-            self._forward_before = self._beginning.forward  # the optimizer's closure may run the next forward
-        self._first.check_state(declared=declared, forward_ran=unseen)
+    @property
+    def _is_among_first(self) -> bool:
+        """Whether this is one of the first turns since the loop was entered."""
+        restored = self.restored.snapshot
+        return self.progress.step - (0 if restored is None else restored.step) < FIRST_TURNS
+
+    def _take(self) -> None:
+        """If a snapshot is due, capture the state as it is now; see `Protecting.take`."""
         if self.protecting.due is not None:
-            self._take(self.protecting.due, marked=unseen, begins=True)
-        self._beginning.certain()
+            self._awaiting_inputs = self.protecting.take(self.protecting.due, declared=self.position.declared)
 
-    def _say_blind(self) -> None:
-        if not self._beginning.blind:
-            self._beginning.blind = True
-            log.warning(
-                "no forward of the model was seen in step %d: it may be compiled, or trained by another method. So "
-                "copies cannot run beside the step, changes to buffers between two steps are not captured, a step that "
-                "is skipped before its gradients are computed is not counted, and a restart is refused if values of "
-                "`extra` or `track` change inside a step, and cannot check that its first step is given the right "
-                "batch: %s",
-                self.progress.step,
-                BEGIN,
-            )
+    def _confirm(self) -> None:
+        """The step has begun where its snapshot was taken."""
+        self._awaiting_inputs = None
+        if self.protecting.newest is not None:
+            self.protecting.newest.confirmed.set()
 
-    def _take(
-        self,
-        due: Due,
-        *,
-        marked: bool = False,
-        instead: CopyJob | None = None,
-        begins: bool = False,
-        ended: bool = False,
-    ) -> None:
-        """Capture the state as it is now; see `Protecting.take`."""
-        declared = self.position.declared
-        copy = self.protecting.take(
-            due, declared=declared or ended, begins=declared or begins, marked=marked, instead=instead, ended=ended
-        )
+    def _note_inputs(self, given: Any) -> None:
+        """The step's forward runs on what is `given`. Raises `StateMismatch` if a restored step gets another batch."""
+        copy, self._awaiting_inputs = self._awaiting_inputs, None
+        expected, self._first.inputs = self._first.inputs, None
+        if copy is None and expected is None:
+            return
+        inputs = sample_inputs(self.rank.engine, given)
+        if expected is not None and all(data.exact for data in self.position.sources.values()):
+            check_inputs(expected, inputs, self.progress.step, self._checks.another_batch)
         if copy is not None:
-            self._awaiting_inputs = copy
+            copy.inputs = inputs
+            if copy.declared:
+                copy.confirmed.set()
 
     def _fence(self, copy: CopyJob) -> None:
         """Wait until the tensors that are being copied may change, but at most `PATIENCE_S` for a slot from the SMP."""
-        if self._is_doubtful(copy):
-            copy.abort(Doubtful(self.progress.step))
-            text, extra = "no snapshot of step %d: %s", about(copy.snapshot)
-            self.protecting.episodes.begin("doubtful", text, self.progress.step, copy.error, extra=extra)
-        if self._batch.known or self._beginning.has_backward:
-            self._be_sure(copy)
+        if copy.declared and self._awaiting_inputs is None:
+            copy.confirmed.set()
         in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._options.deadline_s)
         self._smp_is_slow = not in_time
         self.capture.let_go()
@@ -483,10 +490,7 @@ class Session:
     def _end_step(self) -> None:
         """Settle earlier snapshots, and decide whether another is due."""
         began = self.rank.system.monotonic()
-        self._stepped = False
         self.protecting.due = None
-        self._beginning.over()
-        self._batch.over()
         self._gradients.stepped()
         self._steppers.check()
         self.progress.step += 1
@@ -495,41 +499,16 @@ class Session:
         overlapped = bool(self.protecting.ledger.pending)
         self.intervals.observe(self.progress.step, began, self._statistics.stall_s, overlapped)
         self.protecting.step_ended()
+        if self._rehearsal is not None and not self.position.declared:
+            if self._is_new and self.progress.step == 1:
+                self._rehearsal.note_values()
+            if self._is_among_first or self.protecting.due is not None:
+                self._rehearsal.note()
         self._statistics.stall_s += self.rank.system.monotonic() - began
         if self._auditor is not None:
             self._auditor.after_step(self.progress.step, lambda: self.rank.agreement.minimum([1])())
         if self._recording is not None and self._recording.over:
             self._end_recording()
-
-    # ------------------------------------------------------------------ whether, and with which inputs, a step began
-
-    def _is_doubtful(self, copy: CopyJob) -> bool:
-        """Whether the step may not have begun where the copy was made."""
-        if self.position.declared or copy is not self.protecting.newest or copy.sure.is_set():
-            return False
-        return self._beginning.is_doubtful(self.capture, copy)
-
-    def _be_sure(self, copy: CopyJob) -> None:
-        """Mark `copy` as made where the step began, and note its first forward's inputs if they are known."""
-        if copy is self._awaiting_inputs:
-            copy.inputs, self._awaiting_inputs = self._batch.inputs, None
-        copy.sure.set()
-
-    def _inputs_certain(self) -> None:
-        """The step's inputs are certain now."""
-        if self._awaiting_inputs is not None and self._awaiting_inputs.begins:
-            self._be_sure(self._awaiting_inputs)
-        if self._stepping:
-            self._check_inputs()
-
-    def _check_inputs(self) -> None:
-        """Before any optimizer changes anything: is the first step after a restore given the same inputs as before?"""
-        expected = self._first.inputs
-        if expected is None or not self._batch.known:
-            return
-        self._first.inputs = None
-        if all(data.exact for data in self.position.sources.values()):
-            check_inputs(expected, self._batch.inputs, self.progress.step, self._checks.another_batch)
 
     # ------------------------------------------------------------------ ends
 
@@ -543,7 +522,8 @@ class Session:
         if os.getpid() != self._pid:
             return
         well, protecting, deadline_s = error is None, self.protecting, self._options.deadline_s
-        if well and not self._stepped:
+        stepped = self._where is Where.STEPPED
+        if well and not stepped:
             self._gradients.check()
         self.boundary.remove()
         self._gradients.remove()
@@ -552,14 +532,14 @@ class Session:
         protecting.pace.fence()
         kept = well and (early or self._options.keep or self._is_left_early())
         if well:
-            kept, takes = protecting.agree_on_end(keeps=kept, takes=not early, stepped=self._stepped)
+            kept, takes = protecting.agree_on_end(keeps=kept, takes=not early, stepped=stepped)
             if kept and takes:
                 self._end_last_step()
-        if (copy := protecting.newest) is not None:
-            if copy.begins or (well and not self._is_doubtful(copy)):
-                copy.sure.set()
-            elif not copy.sure.is_set():
-                copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
+        if (copy := protecting.newest) is not None and not copy.confirmed.is_set():
+            if copy.declared:
+                copy.confirmed.set()
+            else:
+                copy.abort(GivenUp("the loop was left before gradients of the step's forward were computed"))
         try:
             protecting.stop_reserving(deadline_s)
             protecting.copier.close(deadline_s)
@@ -584,12 +564,12 @@ class Session:
 
     def _end_last_step(self) -> None:
         """Take the last snapshot of a loop that has ended well, as it is kept."""
-        if self._stepped:
+        if self._where is Where.STEPPED:
             self.protecting.last = True
             self.position.last_turn_ended(goes_on=self._is_left_early())
             self.mark()
-        if self.protecting.due is not None and not self._beginning.seen:
-            self._take(self.protecting.due, ended=True)
+        if self.protecting.due is not None and self._where is Where.BETWEEN:
+            self.protecting.take(self.protecting.due, declared=True)
 
     def _end_recording(self) -> None:
         """The profile is complete: write it, and end this process well. A collective call."""

@@ -86,10 +86,6 @@ class Witness:
             if self._end is None:
                 self._end = self._subjects.versions()
 
-    def changed(self) -> list[str]:
-        """The names of pieces that have changed by now, as far as can be told."""
-        return self._differing(self._subjects.versions(), self._engine.sample(self._subjects.pieces, self._turn))
-
     def rewritten(self) -> list[str]:
         """The names of pieces that have other bytes now; being written to with the same bytes does not count.
         Blocks."""

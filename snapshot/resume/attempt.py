@@ -100,7 +100,7 @@ class Restored:
         loop: the position of the loop; see `SnapshotHook`.
         inputs: digest of the inputs of that step's first forward. Empty: there was nothing to sample, or the snapshot
             is of another number of ranks. None: it was sealed before they were known.
-        began: what `snapshot.step.capture.began_with` returned when the step began that is now repeated; None: the loop
+        began: what `snapshot.step.capture.read_state` returned when the step began that is now repeated; None: the loop
             said where it begins.
         rewind: puts the random generators back to their restored state.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.

@@ -18,15 +18,14 @@ from holdfast.smp_daemon.shared.settings import DRIFT
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import WatchedPieces, Witness
-from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.inputs import Inputs
-from holdfast.snapshot.state.live import Change, Tree
+from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import capture_late
-from holdfast.snapshot.step.boundary import BEGIN
-from holdfast.snapshot.step.capture import GENERATORS, READ, read_state
+from holdfast.snapshot.step.capture import read_state
+from holdfast.snapshot.step.turns import BEGIN
 
 ENV = DRIFT.variable
 
@@ -37,47 +36,38 @@ class Resumed:
     """The state right after a restore. Made at the end of a restore, and checked once, in the training thread.
 
     If the loop does not say where its steps begin, the generators were restored as ``optim.step()`` left them, since
-    reading data will draw from them again. What code after ``optim.step()`` drew is not drawn again. So generators that
-    nothing has drawn from by the time forward begins are set to their state when forward began originally.
-
-    Attributes:
-        has_put: whether generators were set that way.
+    reading data will draw from them again; as the first forward begins they must be as they were originally.
     """
 
     def __init__(self, adapter: Adapter, engine: CopyEngine, began: Tree | None, step: int) -> None:
         """
         Args:
-            began: what `began_with` returned when the snapshot was taken, as that step began; None: the loop says
+            began: what `read_state` returned when the snapshot was taken, as that step began; None: the loop says
                 where its steps begin, and the generators are put back there.
         """
         self._adapter = adapter
         self._began = began
-        self._entered = streams.digests(rng.capture())
         self._step = step
-        self.has_put = False
         items = list(adapter.tensors())
-        self._buffers = {item.name for item in items if item.change is Change.ANY}
         self._pieces = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
         self._witness = Witness(engine, WatchedPieces(self._pieces), step)
-        self._late = _flat(adapter)
+        self._late = late_values(adapter)
 
-    def check(self, *, declared: bool, forward_ran: bool = False) -> None:
+    def check(self, *, declared: bool) -> None:
         """Called when the first step begins.
 
         Args:
             declared: whether the loop says where its steps begin; then generators and data are not compared.
-            forward_ran: whether a forward has run unseen; it may have changed buffers.
 
         Raises:
             StateMismatch: something is not what was restored; the message names it.
         """
-        now = _flat(self._adapter)
+        now = late_values(self._adapter)
         changed = sorted(name for name in now.keys() | self._late.keys() if now.get(name) != self._late.get(name))
-        drifted = [] if declared else self._drifted(forward_ran)
-        exempt = self._buffers if forward_ran else set()
-        tensors = {*self._witness.rewritten(), *self._replaced()} - exempt
+        drifted = [] if declared else self._drifted()
+        tensors = {*self._witness.rewritten(), *self._replaced()}
         changed = drifted + sorted(tensors) + changed
-        if written := sorted(set(self._witness.written()) - tensors - exempt):
+        if written := sorted(set(self._witness.written()) - tensors):
             log.warning(
                 "%s: written to between entering and the first step. A sample of their bytes is as restored of step "
                 "%d, but if other bytes differ, so will the results: write to them before entering",
@@ -93,26 +83,13 @@ class Resumed:
         )
         refuse(text)
 
-    def _drifted(self, forward_ran: bool) -> list[str]:
-        """The generators, data iterators and the like that differ from when that step began originally. Generators that
-        nothing has drawn from since entering are first set to their state when forward began."""
+    def _drifted(self) -> list[str]:
+        """The generators, data iterators and the like that differ from when that step began originally."""
         if self._began is None:
             return []
-        read, generators = self._began[READ], {} if forward_ran else self._began[GENERATORS] or {}
         now = read_state(self._adapter.early())
-        # What `read` does not name was not there then: the job's code has changed, or the release.
-        drifted = {name for name in now if now[name] != read.get(name, now[name])}
-        behind = {
-            name: state
-            for name, state in generators.items()
-            if f"rng {name}" in drifted and now[f"rng {name}"] == self._entered.get(name)
-        }
-        if behind:
-            rng.restore(rng.capture() | behind)
-            self.has_put = True
-            there = streams.digests(rng.capture())
-            drifted -= {f"rng {name}" for name in behind if there[name] == read.get(f"rng {name}")}
-        return [_called(name) for name in sorted(drifted)]
+        # What `_began` does not name was not there then: the job's code has changed, or the release.
+        return [_called(name) for name in sorted(now) if now[name] != self._began.get(name, now[name])]
 
     def _replaced(self) -> list[str]:
         """The names of tensors that have come or gone, or have other memory with other bytes in it. `_pieces` keeps
@@ -139,10 +116,10 @@ BY_DATA = (
 
 
 def check_inputs(expected: str, given: Inputs | None, step: int, why: str) -> None:
-    """Called when the first optimizer is about to step, after a forward on `given`.
+    """Called as the first forward of a step runs, on `given`.
 
     Args:
-        expected: the digest of that forward's inputs when the snapshot was taken.
+        expected: the digest of its inputs when the snapshot was taken.
         why: why they may be others, and what to do about it.
 
     Raises:
@@ -165,15 +142,6 @@ def warn_of_unknown_inputs(step: int) -> None:
     )
 
 
-def refuse_unseen(step: int) -> None:
-    """Raises `StateMismatch`: generators were set to their state when forward began, and an optimizer has stepped
-    without any forward being seen."""
-    refuse(
-        "no forward of the model was seen in the first step after the restore of step "
-        f"{step}, so its batch and random numbers cannot be checked: {BEGIN}"
-    )
-
-
 def refuse(text: str) -> None:
     """Raise `StateMismatch`, or warn if ``HOLDFAST_DRIFT`` accepts it."""
     if DRIFT.value() != "accept":
@@ -186,7 +154,7 @@ def _called(name: str) -> str:
     return f"the random generator of {rest}" if kind in ("rng", "tracker", "generators") else f"{kind} {rest!r}"
 
 
-def _flat(adapter: Adapter) -> dict[str, Any]:
+def late_values(adapter: Adapter) -> dict[str, Any]:
     """The plain values that code between two steps changes, by path; digests of the tensors among them."""
     values = capture_late(adapter.look())
     found = dict(_leaves("", {kind: part for kind, part in values.encoded.items() if kind != GRADIENTS}))

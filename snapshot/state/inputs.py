@@ -45,37 +45,6 @@ class Inputs:
         return state.hexdigest()
 
 
-class Batch:
-    """The current step's inputs: those of the forward whose gradients are computed first.
-
-    Used by the training thread only.
-
-    Attributes:
-        known: whether that forward is known yet. If not, `inputs` is None.
-        inputs: a sample of its inputs; None if that forward was not seen.
-    """
-
-    def __init__(self, engine: CopyEngine) -> None:
-        self._engine = engine
-        self.known = False
-        self.inputs: Inputs | None = None
-        self._of: dict[int, Inputs] = {}
-
-    def over(self) -> None:
-        """The step is over."""
-        self.known, self.inputs, self._of = False, None, {}
-
-    def forward(self, number: int, given: Any) -> None:
-        """Forward `number`, which may be an evaluation, receives `given`."""
-        if not self.known:
-            self._of[number] = sample_inputs(self._engine, given)
-
-    def settle(self, number: int) -> None:
-        """Gradients of forward `number` are computed, or will be."""
-        if not self.known:
-            self.known, self.inputs, self._of = True, self._of.get(number), {}
-
-
 def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
     """A sample of the tensors in `given`, which may be containers of any depth.
 

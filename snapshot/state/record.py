@@ -61,7 +61,7 @@ def capture_late(found: Manifest | Look) -> Values:
 
 
 def with_beginning(late: Values, began: Tree | None) -> Values:
-    """The values from `capture_late`, with what the step `began` with; see `snapshot.step.capture.began_with`."""
+    """The values from `capture_late`, with what the step `began` with; see `snapshot.step.capture.read_state`."""
     return _with(late, {BEGAN: began}, LATE)
 
 

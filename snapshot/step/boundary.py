@@ -11,14 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.snapshot.state.optimizers import has_step_hooks
 from holdfast.snapshot.state.walk import tensors_in
 from holdfast.snapshot.step.graphs import Graphs, capturing
-
-BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
-"""Advice for a loop whose steps cannot be recognised."""
 
 log = get_log(__name__)
 
@@ -40,22 +36,21 @@ class Listener(Protocol):
         such forwards."""
         ...
 
+    def on_evaluation(self) -> None:
+        """A module has run forward in eval mode or without gradients."""
+        ...
+
     def on_backward(self, number: int) -> None:
-        """Gradients of that forward are computed, so it was no evaluation; 0: of a forward that was not reported."""
+        """Gradients of that forward are computed."""
         ...
 
 
 class Boundary:
     """Hooks on optimizers, modules and gradient scalers; `remove` takes them off again.
 
-    With several optimizers, the state may change before the step of each, and the last one's step ends the training
-    step. If the loop itself says where its steps begin (`declared`), the listener hears of each optimizer.
-    Events during the capture of a CUDA graph are reported at each replay, see `snapshot.step.graphs`.
-    A `GradScaler` that finds an overflow skips the step; the boundary is then where the step would have been. A scaler
-    that was not given is warned about when it first steps an optimizer.
-
-    Attributes:
-        declared: whether the loop says where its steps begin, so that the order of optimizers does not matter.
+    The listener hears of the step of each optimizer. Events during the capture of a CUDA graph are reported at each
+    replay, see `snapshot.step.graphs`. A `GradScaler` that finds an overflow skips the step; the boundary is then where
+    the step would have been. A scaler that was not given is warned about when it first steps an optimizer.
     """
 
     def __init__(
@@ -65,14 +60,11 @@ class Boundary:
         listener: Listener,
         scalers: Iterable[GradScaler] = (),
     ) -> None:
-        self.declared = False
         self._undo: list[Callable[[], None]] = []
         self._listener = listener
-        self._last = optimizers[-1]
-        self._ended = True
-        self._ended_once = False
-        self._stepped: list[Any] = []
-        self._others = [optimizer for optimizer in optimizers if optimizer is not self._last]
+        self._optimizers = list(optimizers)
+        self._steps = 0  # how often any of them has begun to step
+        self._looked_for_scalers = False
         self._depth: Counter[int] = Counter()
         self._graphs = Graphs()
         self._undo.append(self._graphs.remove)
@@ -81,7 +73,7 @@ class Boundary:
         self._scalers = list(scalers)
         self._episodes = Episodes(log)
         # torch.compile must call these, not trace into them: they talk to other threads and processes.
-        before, after, backward = map(torch.compiler.disable, (self._before, self._after, self._backward))
+        before, after = map(torch.compiler.disable, (self._before, self._after))
         for module in _running(modules):
             entering = module.register_forward_pre_hook(
                 lambda m, *given: self._forward(m, given), prepend=True, with_kwargs=True
@@ -90,8 +82,6 @@ class Boundary:
             self._undo.append(
                 module.register_forward_hook(lambda _m, _i, out: self._forwarded(out), always_call=True).remove
             )
-        for parameter in _first_trained(modules):
-            self._undo.append(parameter.register_hook(lambda _: backward(0)).remove)  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             if has_step_hooks(optimizer):
                 first = optimizer.register_step_pre_hook(lambda stepped, *_: before(stepped))
@@ -123,14 +113,16 @@ class Boundary:
         if torch.compiler.is_compiling():
             return
         number = self._running.pop()
-        if torch.is_grad_enabled():
+        if not number:
+            self._graphs.say(self._listener.on_evaluation)
+        elif torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._backward(number))  # type: ignore[no-untyped-call]
 
     def _backward(self, number: int) -> None:
         captured = capturing()  # at a replay, gradients are of the forward replayed last
-        self._graphs.say(lambda: self._listener.on_backward(self._forwards if captured and number else number))
+        self._graphs.say(lambda: self._listener.on_backward(self._forwards if captured else number))
 
     def _before(self, optimizer: Any) -> None:
         """Of nested steps, as with ``super().step()``, only the outermost counts."""
@@ -138,40 +130,23 @@ class Boundary:
             self._depth[id(optimizer)] = 0  # the previous step raised
         self._depth[id(optimizer)] += 1
         if self._depth[id(optimizer)] == 1:
-            self._graphs.say(lambda: self._steps(optimizer))
+            self._graphs.say(lambda: self._is_stepping(optimizer))
 
-    def _steps(self, optimizer: Any) -> None:
-        self._check_order(optimizer)
-        if not self._ended_once:
+    def _is_stepping(self, optimizer: Any) -> None:
+        if not self._looked_for_scalers:
             self._check_scaler(optimizer)
-        self._ended = False
+        self._steps += 1
         self._listener.before_step()
 
     def _after(self, optimizer: Any) -> None:
         self._depth[id(optimizer)] = max(0, self._depth[id(optimizer)] - 1)
         if not self._depth[id(optimizer)]:
-            self._graphs.say(lambda: self._has_stepped(optimizer), after=True)
+            self._graphs.say(self._has_stepped, after=True)
 
-    def _has_stepped(self, optimizer: Any) -> None:
+    def _has_stepped(self) -> None:
         self._graphs.heard()
-        if optimizer is self._last:
-            self._ended = self._ended_once = True
-        if self.declared or optimizer is self._last:
-            self._listener.after_step()
-
-    def _check_order(self, optimizer: Any) -> None:
-        """Raise `ConfigError` if an optimizer steps for the first time after the last one has: then that one does not
-        end the step."""
-        if self.declared or optimizer is self._last or optimizer in self._stepped:
-            return
-        if self._ended_once:
-            number = self._others.index(optimizer) + 1
-            raise ConfigError(
-                f"optimizer {number} of {len(self._others) + 1}, a {type(optimizer).__qualname__}, steps after the "
-                f"last one that `optim` lists, with which a step is taken to end: list them in the order of their "
-                f"steps; or {BEGIN}"
-            )
-        self._stepped.append(optimizer)
+        self._looked_for_scalers = True
+        self._listener.after_step()
 
     def _check_scaler(self, optimizer: Any) -> None:
         """Warn if a scaler that is in use was not given."""
@@ -201,12 +176,10 @@ class Boundary:
         step = scaler.step
 
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if optimizer is self._last or any(optimizer is other for other in self._others):
-                self._check_order(optimizer)  # also for a step that the scaler skips
-            self._ended = False
+            before = self._steps
             result = step(optimizer, *args, **kwargs)
-            if optimizer is self._last and not self._ended:
-                self._before(optimizer)
+            if self._steps == before and any(optimizer is given for given in self._optimizers):
+                self._before(optimizer)  # the scaler has skipped it
                 self._after(optimizer)
             return result
 
@@ -220,12 +193,6 @@ def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
             yield from _running(list(module.children()))
         else:
             yield module
-
-
-def _first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
-    """A parameter of each module that gets gradients: it tells of a backward whose forward was not seen."""
-    for module in modules:
-        yield from [parameter for parameter in module.parameters() if parameter.requires_grad][:1]
 
 
 def _is_within_its_step(optimizer: Any) -> bool:

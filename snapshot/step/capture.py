@@ -6,8 +6,7 @@ Everything here runs in the training thread, except `Capture.over` and the funct
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,18 +17,15 @@ from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import HoldfastError, IncompleteSnapshot, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
-from holdfast.snapshot.copy.witness import WatchedPieces, Witness
-from holdfast.snapshot.state import rng, streams
+from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.digests import digest_of
-from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
@@ -47,16 +43,8 @@ from holdfast.snapshot.state.record import (
     with_loop,
 )
 from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
-from holdfast.snapshot.state.tracked import PREFIX
-from holdfast.snapshot.step.boundary import BEGIN
 from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.reading import read_back
-
-READ, GENERATORS = "read", "rng"
-"""Keys of what `began_with` returns."""
-
-FORWARDS = frozenset({"tracked", "get_extra_state"})
-"""Parts of an adapter's late values that a forward may change, as it may change buffers."""
 
 
 class Capture:
@@ -96,12 +84,9 @@ class Capture:
         self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
         self._early: Values | HoldfastError = LayoutChanged("nothing was marked")
-        self._marked: tuple[SlotTensor, ...] = ()
         self._restless: set[str] = set()
         self._roams = False
         self._staging = Staging()
-        self._taken: _Taken | None = None
-        self._entered: dict[str, str] = {}
         self.loop: Callable[[], Tree] = dict
         self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
@@ -115,7 +100,7 @@ class Capture:
         manifest = Manifest(self._adapter, self._sharing)
         early = capture_early(self._adapter, self.loop())
         try:
-            late = with_beginning(capture_late(manifest), {READ: {}, GENERATORS: rng.capture()})
+            late = with_beginning(capture_late(manifest), read_state(self._adapter.early()))
             self._adapter.verify()
             record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
             self._rehearse(parse_record(record, snapshot), early.tensors | late.tensors, manifest)
@@ -139,18 +124,10 @@ class Capture:
         """Names of the leaves in this rank's slots; for tensors that replicas share, of this rank's parts."""
         return frozenset(leaf.name for leaf in self._leaves)
 
-    def mark(self, *, blind: bool = False) -> None:
-        """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`.
-
-        Args:
-            blind: also copy the tensors that are copied at once, as nothing will tell when forward begins.
-        """
+    def mark(self) -> None:
+        """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`."""
         try:
             self._early = capture_early(self._adapter, self.loop())
-            if blind and self._form is not None:
-                at_once = self._current().at_once
-                self._staging.give_back(self._marked)
-                self._marked = self._staging.take(at_once)
         except HoldfastError as error:
             self._early = error
 
@@ -161,41 +138,31 @@ class Capture:
         protected: SnapshotId | None,
         *,
         declared: bool,
-        marked: bool = False,
     ) -> CopyJob:
         """Capture the state as it is now, to be copied from now on.
 
         Args:
-            declared: whether the loop has said that the step begins. If not, the record also holds what `began_with`
-                returns.
-            marked: whether forward has already changed buffers and drawn random numbers: take the tensors that `mark`
-                copied.
+            declared: whether the loop has said that the step begins. If not, the record also holds what `read_state`
+                returns, so that a restart can tell whether it has come to the same place.
 
         Raises:
             LayoutChanged: call `plan` again; or the state cannot be captured in this way.
-            GivenUp: a CUDA graph is being captured; or, if `marked`, it is unknown what forward has changed.
+            GivenUp: a CUDA graph is being captured.
             StateMismatch: a value cannot be represented just now; the message names its path.
         """
         if isinstance(self._early, HoldfastError):
             raise self._early
         if self._engine.capturing():
             raise GivenUp("the step begins within the capture of a CUDA graph: begin the step before the capture")
-        began = None if declared else began_with(self._adapter, forward_ran=marked)
+        began = None if declared else read_state(self._adapter.early())
         # A batch was read since `mark`; the loop describes it now.
         early = with_loop(self._early, self.loop())
-        before = self._marked  # read before `_current`, which drops it if weights have moved
         placed = self._current()
-        settled = capture_late(placed.manifest)
+        late = with_beginning(capture_late(placed.manifest), began)
         self._adapter.watch()
-        late = with_beginning(settled, began)
         self._check_leaves(early)
         self._check_leaves(late)
-        if marked:
-            self._marked = ()
-            staged = _before_forward(before, placed.at_once, self._restless)
-        else:
-            staged = self._staging.take(placed.at_once)
-        self._taken = _Taken(settled, began, WatchedPieces(placed.at_once).versions())
+        staged = self._staging.take(placed.at_once)
         transfer = self._engine.mark()
         values = [*early.tensors.items(), *late.tensors.items()]
         fixed = placed.manifest.fixed
@@ -211,6 +178,7 @@ class Capture:
             partial(encode_record, snapshot, self._coord, early, late, fixed, self.notes()),
             transfer,
             witness=Witness(self._engine, placed.subjects, snapshot.step),
+            declared=declared,
             reshaped=placed.manifest.reshaped,
             release=[partial(self._staging.give_back, staged)],
             read_back=None if self._read_form is placed.form else self._reading(placed, snapshot),
@@ -226,33 +194,6 @@ class Capture:
                 self._read_form = form
 
         return read
-
-    def entered(self) -> None:
-        """Note the states of the random generators as the loop is entered, for `drawn`."""
-        self._entered = streams.digests(rng.capture())
-
-    def drawn(self) -> list[str]:
-        """The random generators that were drawn from since the loop was entered."""
-        now = streams.digests(rng.capture())
-        return [name for name, was in self._entered.items() if now.get(name) != was]
-
-    def changed(self, copy: CopyJob) -> tuple[bool, bool]:
-        """Whether state that a forward leaves alone has changed since `begin` returned `copy`; and whether state that a
-        forward may change has: buffers, generators, and plain values that modules and tracked state keep."""
-        taken = self._taken
-        if taken is None or copy.witness is None or self._placed is None:
-            return False, False
-        manifest = self._placed.manifest
-        if copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
-            return True, True
-        differing = _differing(taken.late, capture_late(manifest))
-        if differing - FORWARDS:
-            return True, True
-        versions = WatchedPieces(self._placed.at_once).versions()
-        return False, bool(differing) or versions != taken.versions or self._has_read(taken.began)
-
-    def _has_read(self, began: Tree | None) -> bool:
-        return began is not None and read_state(self._adapter.early()) != began[READ]
 
     def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
         """Begin to compare a sample of the state that replicas share, as it is now. A collective call that returns at
@@ -312,35 +253,11 @@ class Capture:
         self._engine.cover({item.tensor.device for item in manifest.items})
         self._placed = place(manifest, form, self._restless)
         self._staging = Staging()
-        self._marked = ()
         return self._placed
 
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
             raise LayoutChanged(f"there is no room for {', '.join(new)}")
-
-
-def _differing(before: Values, now: Values) -> set[str]:
-    """Parts of late values that have changed, named by the first component of their paths."""
-    kinds = (before.encoded.keys() | now.encoded.keys()) - {GRADIENTS}
-    found = {kind for kind in kinds if before.encoded.get(kind) != now.encoded.get(kind)}
-    for name, tensor in before.tensors.items():
-        if name not in now.tensors or not torch.equal(now.tensors[name], tensor):
-            found.add(name.split(".")[1])
-    return found
-
-
-def began_with(adapter: Adapter, *, forward_ran: bool = False) -> Tree:
-    """The state that reading data has changed, as a step begins that the loop does not declare.
-
-    Args:
-        forward_ran: whether forward ran before this, and may have drawn random numbers.
-
-    Returns:
-        Digests of it (`READ`); and the random generators as forward begins (`GENERATORS`), None if unknown.
-    """
-    generators = None if forward_ran else rng.capture()  # first: asking some iterators where they are draws
-    return {READ: read_state(adapter.early()), GENERATORS: generators}
 
 
 def read_state(early: Tree) -> Tree:
@@ -355,50 +272,6 @@ def read_state(early: Tree) -> Tree:
         else:
             found[kind] = digest_of(part)
     return found
-
-
-def _before_forward(
-    marked: tuple[SlotTensor, ...], now: tuple[SlotTensor, ...], restless: Collection[str]
-) -> tuple[SlotTensor, ...]:
-    """The tensors that are copied at once, as they were `marked`; forward has run unseen since then.
-
-    Buffers are changed by forward. Other tensors may have been changed before it, as averages are, or in it; which of
-    these is unknown.
-
-    Raises:
-        LayoutChanged: not all of them were marked.
-        GivenUp: others than buffers have changed.
-    """
-    if [(piece.name, piece.offset) for piece in marked] != [(piece.name, piece.offset) for piece in now]:
-        raise LayoutChanged("forward ran unseen, and has changed buffers")
-    unsure = [
-        after.name
-        for before, after in zip(marked, now, strict=True)
-        if (after.name.startswith(PREFIX) or after.name in restless) and not _same(before.tensor, after.tensor)
-    ]
-    if unsure:
-        raise GivenUp(
-            f"{some(unsure, between=', ')} changed after optim.step(), and no forward was seen, so it is unknown "
-            f"whether that was before the next step or in it: {BEGIN}; or, for tensors that no forward changes, "
-            "`track(..., changes='after step')`"
-        )
-    return marked
-
-
-def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether two tensors of one shape hold the same bytes; not a number is equal to itself where both are dense."""
-    if before.is_contiguous() and now.is_contiguous():
-        return torch.equal(before.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8))
-    return torch.equal(before, now)
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """What `Capture.begin` took: plain values, generators, and version counters of what it copied at once."""
-
-    late: Values
-    began: Tree | None
-    versions: list[int]
 
 
 class Staging:

@@ -24,7 +24,6 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -35,7 +34,7 @@ from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.state.inputs import Inputs
 
 FINAL_DEADLINE_S = 3600.0
-"""How long it may take to become certain that a step began where its snapshot was taken, in seconds."""
+"""How long gradients of the forward that began a step may take to be computed, in seconds."""
 
 FORWARD_S = 5.0
 """How long a snapshot of a step that has begun waits for its first forward's inputs, in seconds, before it is sealed
@@ -62,13 +61,13 @@ class CopyJob:
         encode: whether the snapshot is to be protected, and not only sealed.
         next_s: how long after it the next one is to be protected, in seconds; 0: unknown.
         persist: a snapshot that the SMP is to persist; None: none.
-        instead: an earlier job for the same snapshot, which was given up.
         reading: set once the live state is read, or never will be.
         copied: set once the live state is not read any more, whatever became of the copy.
         inputs: a sample of the inputs of the step's first forward; None: unknown.
-        begins: whether it was certain from the start that the step begins where the snapshot was taken.
-        sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is set. The snapshot
-            is not sealed before that; but if it `begins` and no forward comes, it is sealed after `FORWARD_S`.
+        declared: whether the loop has said that the step begins where the snapshot was taken.
+        confirmed: set once the step has begun, and `inputs` is set: in a plain loop, as gradients of the forward that
+            began it are computed. The snapshot is not sealed before that; but if the loop has `declared` the step, and
+            no forward comes, it is sealed after `FORWARD_S`.
         slot: the slot's memory, until the sealing thread takes it.
         done: set once the snapshot is sealed, or has failed with `error`.
         begun_s, filled_s, sealed_s: `time.monotonic` when the job was made, the slot was filled, and it was sealed.
@@ -93,14 +92,13 @@ class CopyJob:
     encode: bool = True
     next_s: float = 0.0
     persist: SnapshotId | None = None
-    instead: CopyJob | None = None
     inputs: Inputs | None = None
-    begins: bool = False
+    declared: bool = False
     error: HoldfastError | None = None
     slot: memoryview = field(default_factory=lambda: memoryview(b""))
     system: System = MACHINE
     copied: threading.Event = field(init=False)
-    sure: threading.Event = field(init=False)
+    confirmed: threading.Event = field(init=False)
     done: threading.Event = field(init=False)
     begun_s: float = field(init=False)
     filled_s: float = 0.0
@@ -111,7 +109,7 @@ class CopyJob:
 
     def __post_init__(self) -> None:
         system = self.system
-        self.copied, self.sure, self.done, self.reading = (system.Event() for _ in range(4))
+        self.copied, self.confirmed, self.done, self.reading = (system.Event() for _ in range(4))
         self.lock = system.Lock()
         self.begun_s = system.monotonic()
 
@@ -152,16 +150,12 @@ class CopyJob:
         """Give the snapshot up: whatever was written of it will not be sealed."""
         with self.lock:
             self.error = self.error or error
-        self.sure.set()
+        self.confirmed.set()
 
     def check(self) -> None:
         """Raise the error that the snapshot was given up for, if it was."""
         if self.error is not None:
             raise self.error
-
-
-class Retaken(HoldfastError):
-    """The step had not begun where the snapshot was taken, so the snapshot is taken again."""
 
 
 class Copier:
@@ -190,7 +184,7 @@ class Copier:
         self._pace = pace
         self._reattach = reattach
         self._on_done = on_done
-        # Both threads write `_attached`, and any thread `_saying`. `_stuck`, `_ahead`, `_newest`, `_coord` and
+        # Both threads write `_attached`. `_stuck`, `_ahead`, `_newest`, `_coord` and
         # `_stride` belong to the copy thread, and to `close` and `let_go` once it has ended.
         self._attached = True
         self._stuck: HoldfastError | None = None
@@ -198,9 +192,8 @@ class Copier:
         self._ahead: tuple[SnapshotId, memoryview, int | None] | None = None
         self._newest: SnapshotId | None = None
         self._coord = ""
-        self._saying: str | None = None
         self._stride = 0
-        self._jobs: queue.SimpleQueue[CopyJob | None] = system.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyJob | str | None] = system.SimpleQueue()
         self._copies: queue.SimpleQueue[CopyJob | None] = system.SimpleQueue()
         self._threads = [
             system.Thread(target=self._run_copies, name="holdfast-copy", daemon=True),
@@ -214,8 +207,9 @@ class Copier:
         self._ahead = None
 
     def say(self, text: str) -> None:
-        """Have the SMP show a text to operators, with the next snapshot. Returns at once. Any thread may call it."""
-        self._saying = text
+        """Have the SMP show a text to operators, after the copies that were submitted. Returns at once. Any thread may
+        call it."""
+        self._jobs.put(text)
 
     def submit(self, job: CopyJob) -> None:
         """Begin `job` as soon as the copy before it is done. Returns at once."""
@@ -236,12 +230,20 @@ class Copier:
 
     def _run_copies(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if self._attempt(job, self._copy):
+            if isinstance(job, str):
+                self._tell(job)
+            elif self._attempt(job, self._copy):
                 self._begin_ahead(job)
                 self._copies.put(job)
             else:
                 self._end(job)
         self._copies.put(None)
+
+    def _tell(self, text: str) -> None:
+        try:
+            self._client.say(text)
+        except HoldfastError as error:
+            log.info("the SMP does not show %r to operators: %s", text, error)
 
     def _run_seals(self) -> None:
         while (job := self._copies.get()) is not None:
@@ -263,9 +265,7 @@ class Copier:
         except HoldfastError as error:
             if isinstance(error, SmpUnavailable | DeadlineExceeded):  # either thread clears it, the copying one sets it
                 self._attached = False
-            if isinstance(error, Retaken):
-                log.debug("%s: %s", job.snapshot, error, extra=about(job.snapshot))
-            elif isinstance(error, LayoutChanged):
+            if isinstance(error, LayoutChanged):
                 log.info("%s needs a new layout: %s", job.snapshot, error, extra=about(job.snapshot))
             elif isinstance(error, GivenUp):
                 log.info("%s is given up: %s", job.snapshot, error, extra=about(job.snapshot))
@@ -291,19 +291,14 @@ class Copier:
             self._ahead = None
             self._reattach()
             self._attached = True
-        if job.instead is not None and not job.instead.done.wait(CALL_DEADLINE_S):
-            raise DeadlineExceeded(f"the first copy of {job.snapshot} was not given up within {CALL_DEADLINE_S:.0f} s")
         if job.persist is not None:
             self._client.persist(job.persist)  # before asking for a slot, which may be the one that holds it
         slot = self._take_slot(job)
-        saying, self._saying = self._saying, None
-        if saying is not None:
-            self._client.say(saying)
         try:
             self._fill(job, slot)
-        except Exception as error:
+        except Exception:
             self._settle(job)
-            self._client.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
+            self._client.abandon(job.snapshot, job.coord)
             raise
         job.slot, job.filled_s = slot, self._monotonic()
 
@@ -320,13 +315,13 @@ class Copier:
         self._engine.enter_thread()
         slot, job.slot = job.slot, memoryview(b"")
         try:
-            if not job.sure.wait(FORWARD_S if job.begins else FINAL_DEADLINE_S) and not job.begins:
+            if not job.confirmed.wait(FORWARD_S if job.declared else FINAL_DEADLINE_S) and not job.declared:
                 raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
             job.check()
             self._write_record(job, slot)
             job.alike()
-        except HoldfastError as error:
-            self._sealing.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
+        except HoldfastError:
+            self._sealing.abandon(job.snapshot, job.coord)
             raise
         self._sealing.seal(job.snapshot, job.coord, job.protected, encode=job.encode, next_s=job.next_s)
         job.sealed_s = self._monotonic()

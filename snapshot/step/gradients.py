@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from holdfast.snapshot.step.boundary import BEGIN
-
 STEPS_ON_DEVICES = 8
 """On a GPU gradients are looked at only in this many steps: reading a value there waits for the device."""
+
+MOST_ZEROED = 16
+"""How often gradients may be computed and zeroed again before the first optimizer steps: warming up does so."""
 
 MOST_WITHOUT_A_STEP = 100
 """How often gradients may be computed before the first optimizer steps, without a warning."""
@@ -20,10 +21,6 @@ MOST_WITHOUT_A_STEP = 100
 KEPT = (
     "the gradients of %s are not zeroed between two steps; they are not captured, so a restored job goes on without "
     "them, and with other results: zero them in every step"
-)
-LEFT_OUT = (
-    "gradients of %s were computed and zeroed again without an optimizer's step; if the loop skips steps, "
-    f"`snap.step` no longer counts its steps: {BEGIN}"
 )
 NO_STEP = (
     "gradients were computed %d times, and no optimizer that the hook was given has stepped: no snapshot is taken. "
@@ -37,10 +34,15 @@ class Gradients:
 
     Args:
         say: logs a warning.
+        zeroed: called as gradients are computed once more in a step, and were zeroed meanwhile.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], say: Callable[..., object]) -> None:
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], say: Callable[..., object], zeroed: Callable[[], None]
+    ) -> None:
         self._say = say
+        self._zeroed = zeroed
+        self._times_zeroed = 0
         self._said: set[str] = set()
         self._steps = 0
         self._seen: set[str] = set()
@@ -75,12 +77,14 @@ class Gradients:
             first = name not in self._seen
             self._seen.add(name)
             held = self._holds(parameter)
-            if held is None or self._steps == 0:
+            if held is None:
                 return
-            if first and held:
+            if first and held and self._steps:
                 self._once(KEPT, name)
             elif not first and not held:
-                self._once(LEFT_OUT, name)
+                self._times_zeroed += 1
+                if self._steps or self._times_zeroed >= MOST_ZEROED:
+                    self._zeroed()
 
         return before_it_is_added
 

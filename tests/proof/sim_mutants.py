@@ -55,6 +55,7 @@ from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from holdfast.snapshot.step.ledger import Ledger
 from holdfast.snapshot.step.position import Position
+from holdfast.snapshot.step.turns import Where
 from tests.proof.mutants import forgetting_what_was_promised, one_node_behind
 from tests.proof.sim import modules
 from tests.proof.sim.plan import DrawnFault, DrawnState, Gap, SeedPlan, draw
@@ -389,12 +390,10 @@ def _tensors_of_one_change(self: TorchAdapter) -> Iterator[live.LiveTensor]:
 def _after_step_and_take(self: Session) -> None:
     """Take the snapshot that is due as the step ends, before what the loop does between two steps."""
     _after_step(self)
-    due, protecting = self.protecting.due, self.protecting
-    if due is not None and not self._beginning.seen:
-        self._take(due)
-        self._beginning.seen = True
-        if protecting.newest is not None:
-            protecting.newest.sure.set()
+    if self.protecting.due is not None and self._where is Where.BETWEEN:
+        self._take()
+        self._where = Where.CERTAIN
+        self._confirm()
 
 
 def _early_as_it_lives(adapter: Adapter, loop: live.Tree) -> Values:
@@ -681,7 +680,7 @@ MUTANTS: dict[str, SimMutant] = {
     "evaluation-begins-a-step": SimMutant(
         "an evaluation with borrowed weights is taken for the next step",
         "sealed",
-        ((Boundary, "_forward", _forward_of_any_mode), (Capture, "changed", lambda self, copy: (False, False))),
+        ((Boundary, "_forward", _forward_of_any_mode), (Session, "_refuse", _never)),
         _with_state("evaluation", "average"),
     ),
     "generators-left-alone": SimMutant(

@@ -477,7 +477,7 @@ def test_a_torn_copy_of_what_was_changed_back_is_named(one: EmulatedCuda) -> Non
     for tensor in live:
         tensor.data.fill_(1)
     witness.look(engine.mark())
-    assert witness.changed() == []
+    assert witness.rewritten() == []
     with pytest.raises(StateChanged, match=r"^w0, w1 changed"):
         witness.check(slot)
 

@@ -1,4 +1,4 @@
-"""Where a step begins, however the loop is written: a restored job continues unchanged, or a warning says why not."""
+"""A loop is plain, or says where its steps begin, and goes on unchanged after a restart; others are refused at once."""
 
 from __future__ import annotations
 
@@ -191,32 +191,6 @@ def with_the_average_in_training_mode(job: Job) -> None:
     job.swap()
 
 
-def with_the_average_many_times(job: Job) -> None:
-    for _ in range(3):
-        with_the_average_in_training_mode(job)
-
-
-def with_the_average_copied_in(job: Job) -> None:
-    """The average is copied into the memory of the weights."""
-    kept = [weight.detach().clone() for weight in job.model.parameters()]
-    with torch.no_grad():
-        for mean, weight in zip(job.average, job.model.parameters(), strict=True):
-            weight.copy_(mean)
-    job.model(job.held_out).sum()
-    with torch.no_grad():
-        for weight, value in zip(job.model.parameters(), kept, strict=True):
-            weight.copy_(value)
-
-
-def with_the_average_copied_in_through_data(job: Job) -> None:
-    kept = [weight.data.clone() for weight in job.model.parameters()]
-    for mean, weight in zip(job.average, job.model.parameters(), strict=True):
-        weight.data.copy_(mean)
-    job.model(job.held_out).sum()
-    for weight, value in zip(job.model.parameters(), kept, strict=True):
-        weight.data.copy_(value)
-
-
 def clamped(job: Job) -> None:
     with torch.no_grad():
         for parameter in job.model.parameters():
@@ -236,10 +210,6 @@ def clamped_through_data(job: Job) -> None:
         in_eval_mode,
         without_gradients,
         with_the_average,
-        with_the_average_in_training_mode,
-        with_the_average_many_times,
-        with_the_average_copied_in,
-        with_the_average_copied_in_through_data,
         clamped,
         clamped_through_data,
     ],
@@ -247,71 +217,7 @@ def clamped_through_data(job: Job) -> None:
 def test_what_code_between_two_steps_leaves_behind_comes_back_and_what_it_borrows_does_not(
     between: Callable[[Job], None], make: Callable[[], Job]
 ) -> None:
-    snap = trial(evaluated(between), make)
-    # On a busy machine a copy may be so late that the in-place writes reach it; that snapshot is given up.
-    in_place = between in (with_the_average_copied_in, with_the_average_copied_in_through_data)
-    assert snap.statistics.failed <= in_place
-
-
-@pytest.mark.usefixtures("arena")
-def test_an_evaluation_that_looks_like_training_and_leaves_nothing_behind_changes_nothing() -> None:
-    """Provided that nothing else changes until the step itself begins."""
-
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in range(snap.step, STEPS):
-            if step:
-                job.model(job.held_out)
-            job.model(torch.full((6, 4), step + 1.0)).square().sum().backward()
-            yield
-            job.step()
-
-    snap = trial(loop, Simple)
-    assert snap.statistics.failed == 0
-
-
-@pytest.mark.usefixtures("arena")
-def test_an_evaluation_that_cannot_be_told_from_the_beginning_of_a_step_costs_the_snapshot_and_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It changes buffers in training mode; a restart would lose that change."""
-
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in range(snap.step, STEPS):
-            job.backward()
-            yield
-            job.step()
-            if step in (2, 3):
-                job.model(job.held_out)
-
-    torch.manual_seed(0)
-    _, _, snap = life(loop, Job(), 6)
-    assert snap.statistics.failed == 2
-    said = [text for text in warnings_of(caplog) if "an evaluation" in text]
-    assert len(said) == 1
-    assert "no snapshot of step 3" in said[0]
-    assert BEGIN in said[0]
-
-
-@pytest.mark.usefixtures("arena")
-def test_what_is_doubtful_is_never_sealed() -> None:
-    """The process ends in a step whose beginning was uncertain; the restart goes back to the step before it."""
-
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in range(snap.step, STEPS):
-            job.backward()
-            if step != 3:
-                yield
-            job.step()
-            if step == 2:
-                job.model(job.held_out)
-            if step == 3:
-                raise Stop
-
-    torch.manual_seed(0)
-    life(loop, Job(), None)
-    snap = Job().hook()
-    with snap:
-        assert snap.step == 2
+    assert trial(evaluated(between), make).statistics.failed == 0
 
 
 def siamese(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -372,44 +278,127 @@ def test_a_dict_of_modules_whose_parts_alone_are_called_is_followed(caplog: pyte
     assert not [text for text in warnings_of(caplog) if "no forward" in text]
 
 
-class Quasi(Simple):
-    """A job whose optimizer runs the model several times in each step."""
+class Scaled(Simple):
+    """A job with a scaler."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.optim = torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=3, history_size=2)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+    def hook(self) -> InMemorySnapshot:
+        return InMemorySnapshot(self.model, self.optim, scheduler=self.schedule, extra={"scaler": self.scaler})
 
 
 @pytest.mark.usefixtures("arena")
-def test_a_closure_that_runs_the_model_is_of_the_step() -> None:
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for _ in range(snap.step, 9):
-            batch = torch.randn(6, 4)
-
-            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
-                job.optim.zero_grad()
-                loss: torch.Tensor = (job.model(batch) - 1).square().sum()
-                loss.backward()  # type: ignore[no-untyped-call]
-                return loss
-
+def test_a_step_that_a_scaler_skips_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    def loop(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            loss = job.model(torch.randn(6, 4)).square().sum()
+            job.scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
             yield
-            job.optim.step(closure)
+            job.scaler.step(job.optim)
+            job.scaler.update()
+            job.optim.zero_grad()
             job.schedule.step()
 
-    torch.manual_seed(0)
-    jobs = [Quasi() for _ in range(3)]
-    for other in jobs[1:]:
-        other.take_over(jobs[0])
-    _, whole, _ = life(loop, jobs[0], None)
-    _, before, _ = life(loop, jobs[1], 7)
-    start, after, _ = life(loop, jobs[2], None, seed=99)
-    assert start == 5  # there is no snapshot 6 yet at that point, since forward only runs within `step`
-    assert before == whole[:7]
-    assert after == whole[start:]
+    assert trial(loop, Scaled).statistics.failed == 0
+    assert not [text for text in warnings_of(caplog) if BEGIN in text]
 
 
-# ------------------------------------------------------------------ forwards that the hook does not see
+# ------------------------------------------------------------------ loops that are not plain, and say nothing
+
+
+def with_a_closure(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        batch = torch.randn(6, 4)
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            job.optim.zero_grad()
+            loss: torch.Tensor = (job.model(batch) - 1).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        yield
+        job.optim.step(closure)
+
+
+def in_eval_mode_always(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    job.model.eval()
+    yield from plain(snap, job)
+
+
+def stepping_twice(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.backward()
+        yield
+        job.optim.step()
+        job.step()
+
+
+def skipping(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for step in range(snap.step, STEPS):
+        job.backward()
+        if step == 1:
+            job.optim.zero_grad()
+            continue
+        yield
+        job.step()
+
+
+def never_stepping(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(100):
+        job.backward()
+        job.optim.zero_grad()
+        yield
+
+
+def evaluating_as_if_training(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.model(job.held_out).square().sum().backward()
+        yield
+        job.step()
+        job.model(job.held_out)
+
+
+def drawing_for_an_evaluation(job: Job) -> None:
+    job.model.eval()
+    with torch.no_grad():
+        job.model(torch.randn(6, 4))
+    job.model.train()
+
+
+def drawing_in_an_evaluation(job: Job) -> None:
+    with torch.no_grad():
+        torch.nn.Sequential(job.model, torch.nn.Identity())(job.held_out)
+
+
+def adding_noise(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.model(job.held_out).square().sum().backward()
+        yield
+        job.step()
+        with torch.no_grad():
+            for weight in job.model.parameters():
+                weight.add_(0.01 * torch.randn_like(weight))
+
+
+def with_a_batch_read_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    following = torch.randn(6, 4)
+    for _ in range(snap.step, STEPS):
+        loss = job.model(following).square().sum()
+        following = torch.randn(6, 4)
+        loss.backward()
+        yield
+        job.step()
+
+
+def with_a_schedule_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.schedule.step()
+        job.backward()
+        yield
+        job.optim.step()
+        job.optim.zero_grad()
 
 
 class Compiled(Job):
@@ -423,31 +412,109 @@ class Compiled(Job):
         self.called(torch.randn(6, 4)).square().sum().backward()
 
 
-@pytest.mark.usefixtures("arena", "compiling")
-def test_a_forward_that_nobody_sees_is_warned_of_once_and_its_snapshots_are_exact(
-    caplog: pytest.LogCaptureFixture,
+NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
+    (with_a_closure, Simple, "no forward"),
+    (in_eval_mode_always, Job, "does not train"),
+    (stepping_twice, Job, "no forward"),
+    (skipping, Job, "zeroed again"),
+    (never_stepping, Job, "zeroed again"),
+    (evaluating_as_if_training, Job, "no gradients"),
+    (evaluated(with_the_average_in_training_mode), Job, r"does not train .*\(torch\)"),
+    (evaluated(drawing_for_an_evaluation), Job, r"random numbers .*\(torch\)"),
+    (evaluated(drawing_in_an_evaluation), Dropping, r"random numbers .*\(torch\)"),
+    (adding_noise, Simple, r"random numbers .*\(torch\)"),
+    (with_a_batch_read_ahead, Simple, r"random numbers .*\(torch\)"),
+    (with_a_schedule_at_the_top, Job, r"at the top of the loop .*lr"),
+]
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize(("loop", "make", "seen"), NOT_PLAIN)
+def test_a_loop_that_is_not_plain_is_told_so_in_its_first_turns_with_the_line_to_add(
+    loop: Loop, make: Callable[[], Job], seen: str
 ) -> None:
-    snap = trial(plain, Compiled, behind=2)  # each snapshot is taken only as the next step ends
-    assert snap.statistics.failed <= 1  # the first one, since nobody had noted its buffers
-    said = [text for text in warnings_of(caplog) if "no forward" in text]
-    assert len(said) == 3  # once in each of the three processes
-    assert all(BEGIN in text for text in said)
+    torch.manual_seed(0)
+    job = make()
+    snap = job.hook()
+    turns = 0
+    with pytest.raises(ConfigError, match=rf"(?s){seen}.*snap\.begin\(\)"), snap:
+        for _ in loop(snap, job):
+            turns += 1
+            snap.drain(DEADLINE_S)
+    assert turns <= (2 if loop is not never_stepping else 20)
+    assert snap.protected_step is None
 
 
 @pytest.mark.usefixtures("arena", "compiling")
-def test_a_compiled_step_goes_on_where_it_was() -> None:
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        @torch.compile(backend="eager")
-        def forward_and_backward(batch: torch.Tensor) -> None:
-            loss: torch.Tensor = job.model(batch).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+def test_a_forward_that_the_hook_cannot_see_is_told_of_in_the_first_turn() -> None:
+    with pytest.raises(ConfigError, match=r"no forward .*snap\.begin\(\)"):
+        life(plain, Compiled(), None)
 
-        for _ in range(snap.step, STEPS):
-            forward_and_backward(torch.randn(6, 4))
+
+def now_and_then(evaluate: Callable[[Job], None]) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            job.backward()
             yield
             job.step()
+            if step in (2, 3):
+                evaluate(job)
 
-    assert trial(loop, behind=2).statistics.failed <= 1
+    return loop
+
+
+def forward_alone(job: Job) -> None:
+    job.model(job.held_out)
+
+
+def drawing_alone(job: Job) -> None:
+    random.random()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize(
+    ("evaluate", "seen"),
+    [
+        (forward_alone, "does not train"),
+        (drawing_for_an_evaluation, "random numbers"),
+        (drawing_alone, "random numbers"),
+    ],
+)
+def test_what_is_first_seen_later_costs_the_snapshots_of_its_steps_and_is_warned_of_once(
+    evaluate: Callable[[Job], None], seen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a restart goes on exactly, from a step before or after these."""
+    first = trial(now_and_then(evaluate), Job, stop=3)
+    assert first.statistics.failed == 0
+    caplog.clear()
+    torch.manual_seed(0)
+    _, _, snap = life(now_and_then(evaluate), Job(), 6)
+    assert snap.statistics.failed == 2
+    (said,) = [text for text in warnings_of(caplog) if BEGIN in text]
+    assert "no snapshot of step 3" in said
+    assert seen in said
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_is_not_known_to_be_of_a_step_is_never_sealed() -> None:
+    """The process ends in a step that began with an evaluation; the restart goes back to the step before it."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            job.backward()
+            if step != 3:
+                yield
+            job.step()
+            if step == 2:
+                job.model(job.held_out)
+            if step == 3:
+                raise Stop
+
+    torch.manual_seed(0)
+    life(loop, Job(), None)
+    snap = Job().hook()
+    with snap:
+        assert snap.step == 2
 
 
 # ------------------------------------------------------------------ loops that say where their steps begin
@@ -499,8 +566,8 @@ def discriminator_first_and_declared(snap: InMemorySnapshot, job: Any) -> Iterat
 
 
 @pytest.mark.usefixtures("arena")
-def test_optimizers_that_step_in_another_order_than_they_are_listed_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer 1 of 2, a Adam, .*`optim` lists"):
+def test_several_optimizers_are_refused_unless_the_loop_says_where_its_steps_begin() -> None:
+    with pytest.raises(ConfigError, match=r"several optimizers.*snap\.begin\(\)"):
         life(discriminator_first, Adversaries(), None)
 
 

@@ -17,11 +17,11 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, N
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
-from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from holdfast.snapshot.state.record import place_tensors
-from holdfast.snapshot.step.copier import Copier, CopyJob, Retaken
+from holdfast.snapshot.step.copier import Copier, CopyJob
 from tests.deadlines import DEADLINE_S
 
 SOON_S = 0.05
@@ -114,7 +114,7 @@ def test_a_copy_that_takes_too_long_is_given_up() -> None:
     assert made.fence(0.0, SOON_S) is True
     with pytest.raises(DeadlineExceeded, match=r"step 1 .* took over"):
         made.check()
-    assert made.sure.is_set()  # a thread that waits to seal it is released
+    assert made.confirmed.is_set()  # a thread that waits to seal it is released
 
 
 def test_a_copy_that_failed_before_it_began_is_not_waited_for() -> None:
@@ -127,10 +127,10 @@ def test_a_copy_that_failed_before_it_began_is_not_waited_for() -> None:
 
 def test_what_a_snapshot_was_given_up_for_first_is_what_is_told() -> None:
     made = job()
-    made.abort(Retaken("an evaluation"))
+    made.abort(GivenUp("an evaluation"))
     assert made.fence(0.0, DEADLINE_S) is False
     made.abort(HoldfastError("another"))
-    assert isinstance(made.error, Retaken)
+    assert isinstance(made.error, GivenUp)
 
 
 def test_the_fence_may_be_passed_again() -> None:
@@ -257,7 +257,7 @@ class Rig:
         self.copier = Copier(client, client, self.engine, Pace(), lambda: None)
 
     def submit(self, made: CopyJob) -> CopyJob:
-        made.sure.set()
+        made.confirmed.set()
         made.transfer = self.engine.mark()
         self.copier.submit(made)
         return made
@@ -373,19 +373,6 @@ def test_a_tensor_of_another_shape_is_named_before_its_copy_is_trusted(rig: Rig)
     assert isinstance(made.error, LayoutChanged)
     assert "w: " in str(made.error)
     assert rig.slots.abandoned == [made.snapshot]
-
-
-def test_what_was_an_evaluation_gives_its_slot_back_to_the_step_itself(rig: Rig) -> None:
-    first = job()
-    rig.copier.submit(first)
-    assert first.copied.wait(DEADLINE_S)
-    second = job(torch.ones(4096))
-    second.instead = first
-    first.abort(Retaken("an evaluation, which did not begin the step"))
-    rig.submit(second)
-    assert second.done.wait(DEADLINE_S)
-    second.check()
-    assert (rig.slots.sealed, rig.slots.abandoned, rig.slots.unused) == ([second.snapshot], [], [first.snapshot])
 
 
 def test_replicas_that_differ_are_not_sealed(rig: Rig) -> None:

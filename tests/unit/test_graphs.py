@@ -57,6 +57,9 @@ class Hearing:
     def on_forward(self, number: int, given: Any) -> None:
         self.said.append(f"forward {number}")
 
+    def on_evaluation(self) -> None:
+        self.said.append("evaluation")
+
     def on_backward(self, number: int) -> None:
         self.said.append(f"backward {number}")
 

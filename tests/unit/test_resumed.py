@@ -15,11 +15,10 @@ from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.snapshot.copy.engines import CpuEngine
 from holdfast.snapshot.resume.comparison import ENV, Resumed
-from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
-from holdfast.snapshot.step.capture import began_with
+from holdfast.snapshot.step.capture import read_state
 from tests.deadlines import DEADLINE_S
-from tests.unit.test_beginning import BEGIN, STEPS, STOP, Dropping, Job, Loop, life, plain, trial
+from tests.unit.test_beginning import STEPS, STOP, Dropping, Job, Loop, life, plain, trial
 from tests.unit.test_state import Toy, toy
 
 # ------------------------------------------------------------------ what is noticed
@@ -27,13 +26,13 @@ from tests.unit.test_state import Toy, toy
 
 def resumed(adapter: Toy, *, declared: bool = False) -> Resumed:
     """A job that has just been restored."""
-    return Resumed(adapter, CpuEngine(), None if declared else began_with(adapter), 7)
+    return Resumed(adapter, CpuEngine(), None if declared else read_state(adapter.early()), 7)
 
 
-def named(made: Resumed, *, declared: bool = False, forward_ran: bool = False) -> str:
+def named(made: Resumed, *, declared: bool = False) -> str:
     """The names in the refusal; empty if it is not refused."""
     try:
-        made.check(declared=declared, forward_ran=forward_ran)
+        made.check(declared=declared)
     except StateMismatch as error:
         names, _, rest = str(error).partition(": no longer what was restored of step 7, as something changed it")
         assert names and rest
@@ -180,65 +179,13 @@ def test_a_plain_value_of_another_kind_is_another() -> None:
     ],
     ids=["torch", "python", "numpy"],
 )
-def test_a_generator_that_drifted_is_named_unless_it_is_put_back(draw: Callable[[], object], name: str) -> None:
+def test_a_generator_that_drifted_is_named_where_it_is_not_put_back(draw: Callable[[], object], name: str) -> None:
     model = torch.nn.Linear(1, 1)
     adapter: Any = TorchAdapter(model, torch.optim.SGD(model.parameters()))
     made = resumed(adapter)
     draw()
     made.check(declared=True)
     assert named(made) == name
-
-
-def drawing(draw: Callable[[], object], *, forward_ran: bool = False) -> Resumed:
-    """A job restored from a snapshot that began after `draw`; its generators are where the step before had ended."""
-    model = torch.nn.Linear(1, 1)
-    adapter = TorchAdapter(model, torch.optim.SGD(model.parameters()))
-    ended = seeded()
-    draw()
-    began = began_with(adapter, forward_ran=forward_ran)
-    rng.restore(ended)
-    return Resumed(adapter, CpuEngine(), began, 7)
-
-
-def seeded() -> Any:
-    torch.manual_seed(5)
-    np.random.seed(6)
-    random.seed(7)
-    return rng.capture()
-
-
-def drawn() -> list[float]:
-    return [torch.rand(1).item(), float(np.random.random()), random.random()]
-
-
-def test_what_only_code_after_the_step_drew_is_made_up_for() -> None:
-    made = drawing(drawn)
-    made.check(declared=False)
-    found = drawn()
-    assert made.has_put
-    made = drawing(drawn)
-    drawn()  # the job draws the same numbers again
-    made.check(declared=False)
-    assert not made.has_put
-    assert found == drawn()
-
-
-def test_each_generator_is_made_up_for_by_itself() -> None:
-    seeded()
-    drawn()
-    expected = drawn()
-    made = drawing(drawn)
-    torch.rand(1)
-    made.check(declared=False)
-    assert drawn() == expected
-
-
-def test_generators_are_not_put_where_forward_had_drawn_too() -> None:
-    made = drawing(drawn, forward_ran=True)
-    assert named(made) == ", ".join(f"the random generator of {name}" for name in ("numpy", "python", "torch"))
-    made = drawing(drawn)
-    assert named(made, forward_ran=True)
-    assert not made.has_put
 
 
 def test_data_that_was_read_on_is_named() -> None:
@@ -248,16 +195,6 @@ def test_data_that_was_read_on_is_named() -> None:
     adapter.early_tree["extra"]["loader"]["taken"] = 4
     assert named(made) == "extra 'loader'"
     made.check(declared=True)
-
-
-def test_buffers_may_have_changed_where_nobody_saw_forward_run() -> None:
-    adapter = toy()
-    made = resumed(adapter, declared=True)
-    live(adapter, "model.mean").fill_(9)
-    made.check(declared=True, forward_ran=True)
-    live(adapter, "model.weight").fill_(9)
-    assert named(made, declared=True, forward_ran=True) == "model.weight"
-    assert named(made, declared=True) == "model.mean, model.weight"
 
 
 def test_what_was_written_to_and_seems_to_be_the_same_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -350,25 +287,6 @@ def average_buffers(job: Job) -> None:
         job.model(job.held_out)
 
 
-def set_the_rate(job: Job) -> None:
-    job.optim.param_groups[0]["lr"] = 0.5
-
-
-@pytest.mark.usefixtures("arena")
-def test_a_schedule_at_the_top_of_a_loop_that_says_nothing_is_refused() -> None:
-    text = refused(scheduled_at_the_top)
-    assert BEGIN in text
-    assert "scheduler.0.last_epoch" in text
-    assert "lr" in text.partition(": no longer")[0]
-
-
-@pytest.mark.usefixtures("arena")
-def test_a_generator_that_an_iterator_draws_from_is_refused() -> None:
-    text = refused(loading)
-    assert text.startswith("the random generator of torch: no longer what was restored of step 3")
-    assert "iter(DataLoader)" in text
-
-
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize(
     ("initialise", "name"),
@@ -377,7 +295,6 @@ def test_a_generator_that_an_iterator_draws_from_is_refused() -> None:
         (give_weights_other_memory, "model0.0.weight"),
         (load_by_assignment, "model0.0.weight"),
         (average_buffers, "model0.1.running_mean"),
-        (set_the_rate, "lr"),
     ],
 )
 def test_what_is_initialised_anew_is_refused(initialise: Callable[[Job], None], name: str) -> None:
@@ -459,117 +376,6 @@ def test_only_the_first_step_is_compared() -> None:
             job.step()
 
     trial(loop)
-
-
-# ------------------------------------------------------------------ draws between two steps
-
-
-class Shuffled(Job):
-    """Its loader knows its place, and draws the order of a pass when the pass begins."""
-
-    batches = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[int] = []
-        self.data = torch.randn(self.batches, 6, 4, generator=torch.Generator().manual_seed(1))
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        if not self.order:
-            self.order = torch.randperm(self.batches).tolist()
-        while self.order:
-            yield self.data[self.order.pop()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": list(self.order)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order = list(state["order"])
-
-    def hook(self) -> InMemorySnapshot:
-        snap = InMemorySnapshot(self.model, self.optim, scheduler=self.schedule, extra={"loader": self})
-        snap.track("average", tensors={str(i): tensor for i, tensor in enumerate(self.average)}, changes="step")
-        return snap
-
-
-def in_passes(between: Callable[[], object]) -> Loop:
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        assert isinstance(job, Shuffled)
-        steps = snap.step
-        while steps < STEPS:
-            for batch in job:
-                job.model(batch).square().sum().backward()
-                yield
-                job.step()
-                between()
-                steps += 1
-                if steps == STEPS:
-                    return
-
-    return loop
-
-
-def nothing() -> None:
-    pass
-
-
-@pytest.mark.usefixtures("arena")
-@pytest.mark.parametrize("stops", [(2, 3), (3, 2), (4,), (2, 2, 2, 2)], ids=str)
-def test_a_loader_that_draws_an_order_now_and_then_goes_on_wherever_it_is_stopped(stops: tuple[int, ...]) -> None:
-    """Also if a process begins in the middle of a pass and stops at its end."""
-    whole, lives = once_and_again(in_passes(nothing), stops)
-    for start, digests in lives:
-        assert digests == whole[start : start + len(digests)]
-
-
-@pytest.mark.usefixtures("arena")
-def test_code_after_the_step_may_draw_from_what_a_loader_draws_from_now_and_then() -> None:
-    whole, lives = once_and_again(in_passes(lambda: torch.rand(1)), (3,))
-    assert [start for start, _ in lives] == [0, 2]
-    assert lives[1][1] == whole[2:]
-
-
-@pytest.mark.usefixtures("arena")
-def test_where_both_have_drawn_the_restart_is_refused() -> None:
-    with pytest.raises(StateMismatch, match=r"of torch: no longer .*step 3"):
-        once_and_again(in_passes(lambda: torch.rand(1)), (4,))
-
-
-def once_and_again(loop: Loop, stops: tuple[int, ...]) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Run a job undisturbed, and again as processes that continue each other, each stopped at its step in `stops` and
-    the last at none. Return the state's digest in each undisturbed step, and each process's first step and digests."""
-    torch.manual_seed(0)
-    jobs = [Shuffled() for _ in range(len(stops) + 2)]
-    for other in jobs[1:]:
-        other.take_over(jobs[0])
-    _, whole, _ = life(loop, jobs[0], None)
-    lives = []
-    for number, (job, stop) in enumerate(zip(jobs[1:], (*stops, None), strict=True)):
-        start, digests, _ = life(loop, job, stop, seed=99 * number or 1)
-        lives.append((start, digests))
-    return whole, lives
-
-
-def unseen(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    """Neither forward nor backward is seen: gradients are a function of the weights. The batch is read ahead."""
-    assert isinstance(job, Ahead)
-    weight = job.model[0].weight
-    for step in range(snap.step, STEPS):
-        batch = job.batch
-        weight.grad = torch.func.grad(lambda w, batch=batch: (batch @ w.t()).square().sum())(weight.detach())
-        if step == 0:
-            job.backward()  # the forward of the first step is seen
-        yield
-        job.step()
-        job.batch = torch.randn(6, 4)
-
-
-@pytest.mark.usefixtures("arena")
-def test_nobody_can_tell_of_generators_that_were_put_where_no_forward_is_seen() -> None:
-    torch.manual_seed(0)
-    life(unseen, Ahead(), 3)
-    with pytest.raises(StateMismatch, match=r"no forward .*first step"):
-        life(unseen, Ahead(), None, seed=99)
 
 
 # ------------------------------------------------------------------ a batch that was read before entering
@@ -714,7 +520,7 @@ def closing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     """Forward runs within the step."""
     assert isinstance(job, Ahead)
     yielded: list[None] = []
-    for _ in range(snap.step, STEPS):
+    for _ in snap.steps(STEPS):
 
         def closure() -> torch.Tensor:
             job.optim.zero_grad()
@@ -723,8 +529,8 @@ def closing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
             yielded.append(None)
             return loss
 
-        yield
         job.optim.step(closure)
+        yield
         job.batch = torch.randn(6, 4)
     assert yielded
 

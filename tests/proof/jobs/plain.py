@@ -68,6 +68,7 @@ class Plain:
 
     def __init__(self, seed: int, adam: str = "foreach", ema: bool = False, optimizers: int = 1) -> None:
         seed_everything(seed)
+        self.snap: InMemorySnapshot | None = None
         self.model = self._wrap(network().to(drill.place()))
         seed_everything(seed + dist.get_rank())
         self.data = Samples(seed)
@@ -88,9 +89,12 @@ class Plain:
         snap = InMemorySnapshot(self.model, self.optims, scheduler=self.schedule, extra={"data": self.data}, **options)
         if self.ema is not None:
             snap.track("ema", tensors=self.ema, changes="after step")
+        self.snap = snap
         return snap
 
     def step(self, step: int, middle: Callable[[], None]) -> float:
+        if self.snap is not None and len(self.optims) > 1:
+            self.snap.begin()
         batch = next(self.data).to(drill.place())
         loss = nn.functional.mse_loss(self.model(batch), batch)
         torch.autograd.backward(loss)

@@ -26,6 +26,7 @@ from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.turns import FIRST_TURNS
 from tests.proof.sim.plan import LATE, DrawnState
 from tests.proof.sim.scheduler import active
 from tests.proof.sim.trainer import Steps
@@ -314,7 +315,7 @@ class SimScript:
     def _between(self, step: int, loss: float, skipped: bool) -> None:
         """What scripts do between two steps. `skipped`: no optimizer has stepped, as gradients were infinite."""
         kinds = self._kinds
-        if self._drawn.loop == "probes":
+        if self._drawn.loop == "probes" and (self._drawn.declared or step > FIRST_TURNS):  # else it is refused
             self.boundary = NEVER
             self._model(self._samples[:ROWS])
             self._sleep()

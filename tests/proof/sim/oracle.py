@@ -104,10 +104,6 @@ class Oracle:
                 "exact", f"{coord} begins step {snapshot[1]} with other {_some(content, usual)} than the first time"
             )
 
-    def retaken(self, snapshot: Snapshot, coord: str) -> None:
-        """Forget the state that this trainer captured: it takes the snapshot again."""
-        del self._contents[snapshot][coord]
-
     def goes_back(self, snapshot: Snapshot) -> None:
         """The trainers agree to go on from this snapshot: from now on its parity may be made."""
         self._unwanted.discard((snapshot[0], snapshot[1]))

@@ -53,7 +53,6 @@ class Hooks:
     agreement: Callable[[], Any]
     captured: Callable[[Any, str, Any], None]
     begun: Callable[[Any, str], None]
-    retaken: Callable[[Any], None]
     goes_back: Callable[[Any], None]
     committed: Callable[[MemoryPath, str, Any], None]
     given_up: Callable[[Any, str], None]
@@ -77,8 +76,6 @@ class _ObservedProtecting(Protecting):
 
     def take(self, due: Due, **options: Any) -> CopyJob | None:
         Hooks.wanted(due.snapshot, due.encode)
-        if options.get("instead") is not None:
-            Hooks.retaken(due.snapshot)
         return super().take(due, **options)
 
 

@@ -301,7 +301,6 @@ class SimCapture:
         protected: SnapshotId | None,
         *,
         declared: bool,
-        marked: bool = False,
     ) -> CopyJob:
         form, live = self._form, self._adapter.live
         if form is None or form.offsets[LEAF][1].bytes != len(live):
@@ -319,6 +318,7 @@ class SimCapture:
             (),
             lambda inputs: json.dumps({"step": snapshot.step}).encode(),
             self._engine.mark(),
+            declared=declared,
             system=SYSTEM,
         )
 

@@ -141,7 +141,6 @@ class World:
         Hooks.agreement = self._agreement
         Hooks.captured = self._note_captured
         Hooks.begun = self._note_begun
-        Hooks.retaken = self._note_retaken
         Hooks.goes_back = self.oracle.goes_back
         Hooks.committed = self._committed
         Hooks.given_up = self.oracle.given_up
@@ -469,10 +468,6 @@ class World:
         """A snapshot of a script is taken."""
         content = self._scripts[self.scheduler.current.process].boundary
         self._note_captured(snapshot, coord, content, begins=content is not NEVER)
-
-    def _note_retaken(self, snapshot: SnapshotId) -> None:
-        rank = next(trainer.rank for trainer in self.trainers if trainer.process is self.scheduler.current.process)
-        self.oracle.retaken((snapshot.epoch, snapshot.step), f"dp{rank}")
 
     def _note_captured(self, snapshot: SnapshotId, coord: str, content: Content, *, begins: bool = True) -> None:
         self.oracle.captured(snapshot, coord, content, begins=begins)

@@ -1,0 +1,60 @@
+"""What the first two turns of a plain loop tell of a restart.
+
+After a restart of step s everything is as ``optim.step()`` of s left it, and the code before a loop's first forward
+runs again. That code must draw from the generators that the code between step s and the next forward drew from, and
+must not change values that the snapshot holds as they were at that forward. The first turn of a new job shows what that
+code does; the second, what the code between two steps does.
+"""
+
+from __future__ import annotations
+
+from holdfast.snapshot.resume.comparison import late_values
+from holdfast.snapshot.state import rng, streams
+from holdfast.snapshot.state.adapter import Adapter
+
+
+class Rehearsal:
+    """Follows what is drawn and changed before the forwards that begin steps. Used by the training thread."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        """Notes how everything is as the loop is entered, but for values; see `note_values`."""
+        self._adapter = adapter
+        self._before = self._generators()
+        self._values: dict[str, object] = {}
+        self._drew: set[str] | None = None  # the generators that the first turn drew from
+        self._changed: set[str] | None = None  # the values that the first turn changed
+
+    def note(self) -> None:
+        """A step has ended: note how the generators are."""
+        self._before = self._generators()
+
+    def note_values(self) -> None:
+        """Note how values are: as the loop is entered, or as the first step ends."""
+        self._values = late_values(self._adapter)
+
+    def drawn(self) -> list[str]:
+        """The generators that were drawn from since `note`."""
+        now = self._generators()
+        return sorted(name for name in now if now[name] != self._before.get(name))
+
+    def uneven(self) -> list[str]:
+        """The generators that were drawn from since `note` and not before the first step, or the other way round. The
+        first call is at the first step."""
+        drew = set(self.drawn())
+        if self._drew is None:
+            self._drew = drew
+        return sorted(drew ^ self._drew)
+
+    def moved(self) -> list[str]:
+        """The values that have changed since `note_values`, if they have before the first step, too. The first call is
+        at the first step."""
+        now = late_values(self._adapter)
+        changed = {name for name in now.keys() | self._values.keys() if now.get(name) != self._values.get(name)}
+        if self._changed is None:
+            self._changed = changed
+            return []
+        return sorted(changed & self._changed)
+
+    def _generators(self) -> dict[str, str]:
+        states = rng.capture() | rng.states(self._adapter.generators())
+        return streams.digests(states)

@@ -1,0 +1,173 @@
+"""Where a rank's loop is within its turn, and what each of its events does. Pure: `Session` acts.
+
+A loop *declares* where its steps begin (`snap.begin`, `snap.steps`, `snap.data`), or it is *plain*: a forward of the
+given model, in training mode and with gradients, begins the step; gradients of that forward are computed; the given
+optimizer steps once. Whatever else a plain loop does is refused, never guessed at. ::
+
+    a plain loop
+    where        event        then         what is done
+    BETWEEN      FORWARD      BEGUN        TAKE
+    BETWEEN      STEP         STEPPING     UNSEEN
+    BETWEEN      SEVERAL      STEPPING     SEVERAL
+    BETWEEN      EVALUATION   BETWEEN      EVALUATED
+    BETWEEN      UNEVEN       BETWEEN      UNEVEN
+    BETWEEN      MOVED        BETWEEN      MOVED
+    BEGUN        FORWARD      BEGUN        NOTHING
+    BEGUN        BACKWARD     CERTAIN      CONFIRM
+    BEGUN        STEP         STEPPING     NO_BACKWARD
+    BEGUN        SEVERAL      STEPPING     SEVERAL
+    BEGUN        ZEROED       BEGUN        SKIPPED
+    CERTAIN      FORWARD      CERTAIN      NOTHING
+    CERTAIN      BACKWARD     CERTAIN      NOTHING
+    CERTAIN      STEP         STEPPING     NOTHING
+    CERTAIN      SEVERAL      STEPPING     SEVERAL
+    CERTAIN      ZEROED       CERTAIN      SKIPPED
+    STEPPING     FORWARD      STEPPING     NOTHING
+    STEPPING     STEP         STEPPING     NOTHING
+    STEPPING     SEVERAL      STEPPING     NOTHING
+    STEPPING     STEPPED      BETWEEN      END
+
+    a loop that declares
+    where        event        then         what is done
+    BETWEEN      MARK         BETWEEN      NOTE
+    BETWEEN      BEGIN        BEGUN        TAKE
+    BETWEEN      STEP         STEPPING     TAKE
+    BEGUN        STEP         STEPPING     NOTHING
+    CERTAIN      STEP         STEPPING     NOTHING
+    STEPPING     STEPPED      STEPPED      NOTHING
+    STEPPED      STEP         STEPPING     NOTHING
+    STEPPED      MARK         BETWEEN      END
+
+An event that a table does not name changes nothing. A loop may declare at any time, and is then where it was.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `for batch in snap.data(loader)`"
+"""The line that a loop which is not plain needs."""
+
+FIRST_TURNS = 2
+"""In so many turns of a new job an event that is not of a plain loop ends the job: nothing is protected yet."""
+
+
+class Where(Enum):
+    """Where a loop is.
+
+    BETWEEN: between two steps. BEGUN: the step has begun; in a plain loop no gradients of the forward that began it
+    were computed yet. CERTAIN: they were. STEPPING: in ``optim.step()``. STEPPED: an optimizer has stepped, and the
+    loop that declares has not come round yet.
+    """
+
+    BETWEEN = auto()
+    BEGUN = auto()
+    CERTAIN = auto()
+    STEPPING = auto()
+    STEPPED = auto()
+
+
+class Event(Enum):
+    """What a loop does.
+
+    FORWARD: a forward in training mode and with gradients. EVALUATION: another one, and random numbers were drawn since
+    the last step. BACKWARD: gradients of the forward that began the step. STEP, STEPPED: the optimizer is about to
+    step; it has. SEVERAL: the same as STEP, of one of several. ZEROED: gradients of this step were zeroed, and are
+    computed again. MARK: data is about to be read. BEGIN: the loop says that the step begins.
+
+    UNEVEN, MOVED: just before a FORWARD that begins a step, something was drawn or changed in another way than before
+    the first step, so that a restart would not get there; see `snapshot.step.rehearsal`.
+    """
+
+    FORWARD = auto()
+    EVALUATION = auto()
+    BACKWARD = auto()
+    STEP = auto()
+    STEPPED = auto()
+    SEVERAL = auto()
+    ZEROED = auto()
+    MARK = auto()
+    BEGIN = auto()
+    UNEVEN = auto()
+    MOVED = auto()
+
+
+class Action(Enum):
+    """What is done: the state is taken (TAKE); what was taken is known to be of a step, and may be sealed (CONFIRM);
+    the step ends (END); what reading data changes is noted (NOTE)."""
+
+    NOTHING = auto()
+    TAKE = auto()
+    CONFIRM = auto()
+    END = auto()
+    NOTE = auto()
+
+
+class Refusal(Enum):
+    """Why a loop is not plain, in words: what was seen."""
+
+    UNSEEN = (
+        "an optimizer stepped, and no forward of the model in training mode and with gradients was seen since the step "
+        "before: forward runs in a closure, in eval mode, or in a compiled model that the hook was not given"
+    )
+    SEVERAL = "the hook was given several optimizers, so one step of one of them need not be the end of a turn"
+    NO_BACKWARD = (
+        "the model ran forward in training mode and with gradients, and no gradients of it were computed, as in an "
+        "evaluation or in a step that is left out, which `snap.step` does not count; evaluate under model.eval() and "
+        "torch.no_grad()"
+    )
+    EVALUATED = (
+        "between two steps random numbers were drawn, and a forward ran that does not train, in eval mode or without "
+        "gradients; a restart does not make an evaluation again, and so would go on with other random numbers"
+    )
+    UNEVEN = (
+        "between two steps random numbers were not drawn from the same generators as before the first step: a batch "
+        "was read ahead, a forward that does not train came first, or other code draws, too"
+    )
+    MOVED = (
+        "values changed before the first forward, and again before the second, as a schedule or counter at the top of "
+        "the loop does; after a restart they would change twice"
+    )
+    SKIPPED = "gradients were computed and zeroed again without a step of an optimizer that the hook was given"
+
+
+PLAIN: dict[tuple[Where, Event], tuple[Where, Action | Refusal]] = {
+    (Where.BETWEEN, Event.FORWARD): (Where.BEGUN, Action.TAKE),
+    (Where.BETWEEN, Event.STEP): (Where.STEPPING, Refusal.UNSEEN),
+    (Where.BETWEEN, Event.SEVERAL): (Where.STEPPING, Refusal.SEVERAL),
+    (Where.BETWEEN, Event.EVALUATION): (Where.BETWEEN, Refusal.EVALUATED),
+    (Where.BETWEEN, Event.UNEVEN): (Where.BETWEEN, Refusal.UNEVEN),
+    (Where.BETWEEN, Event.MOVED): (Where.BETWEEN, Refusal.MOVED),
+    (Where.BEGUN, Event.FORWARD): (Where.BEGUN, Action.NOTHING),
+    (Where.BEGUN, Event.BACKWARD): (Where.CERTAIN, Action.CONFIRM),
+    (Where.BEGUN, Event.STEP): (Where.STEPPING, Refusal.NO_BACKWARD),
+    (Where.BEGUN, Event.SEVERAL): (Where.STEPPING, Refusal.SEVERAL),
+    (Where.BEGUN, Event.ZEROED): (Where.BEGUN, Refusal.SKIPPED),
+    (Where.CERTAIN, Event.FORWARD): (Where.CERTAIN, Action.NOTHING),
+    (Where.CERTAIN, Event.BACKWARD): (Where.CERTAIN, Action.NOTHING),
+    (Where.CERTAIN, Event.STEP): (Where.STEPPING, Action.NOTHING),
+    (Where.CERTAIN, Event.SEVERAL): (Where.STEPPING, Refusal.SEVERAL),
+    (Where.CERTAIN, Event.ZEROED): (Where.CERTAIN, Refusal.SKIPPED),
+    (Where.STEPPING, Event.FORWARD): (Where.STEPPING, Action.NOTHING),
+    (Where.STEPPING, Event.STEP): (Where.STEPPING, Action.NOTHING),
+    (Where.STEPPING, Event.SEVERAL): (Where.STEPPING, Action.NOTHING),
+    (Where.STEPPING, Event.STEPPED): (Where.BETWEEN, Action.END),
+}
+
+DECLARED: dict[tuple[Where, Event], tuple[Where, Action | Refusal]] = {
+    (Where.BETWEEN, Event.MARK): (Where.BETWEEN, Action.NOTE),
+    (Where.BETWEEN, Event.BEGIN): (Where.BEGUN, Action.TAKE),
+    (Where.BETWEEN, Event.STEP): (Where.STEPPING, Action.TAKE),
+    (Where.BEGUN, Event.STEP): (Where.STEPPING, Action.NOTHING),
+    (Where.CERTAIN, Event.STEP): (Where.STEPPING, Action.NOTHING),
+    (Where.STEPPING, Event.STEPPED): (Where.STEPPED, Action.NOTHING),
+    (Where.STEPPED, Event.STEP): (Where.STEPPING, Action.NOTHING),
+    (Where.STEPPED, Event.MARK): (Where.BETWEEN, Action.END),
+}
+
+
+def after(where: Where, event: Event, *, declared: bool) -> tuple[Where, Action | Refusal]:
+    """Where a loop is after `event`, and what is done, or why it is refused."""
+    if declared and event is Event.SEVERAL:
+        event = Event.STEP
+    return (DECLARED if declared else PLAIN).get((where, event), (where, Action.NOTHING))
