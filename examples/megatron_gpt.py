@@ -38,7 +38,7 @@ def main() -> None:
     model, optimizer, scheduler = build(options)
 
     with InMemorySnapshot(model, optimizer, scheduler=scheduler, restore_step=args.restore_step) as snap:
-        for step in range(snap.step, args.steps):
+        for step in snap.steps(args.steps):
             for chunk in model:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()

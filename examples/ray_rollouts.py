@@ -48,7 +48,7 @@ def train(players: list[Any], steps: int) -> list[float]:
     optim = torch.optim.Adam(policy.parameters(), lr=0.05)
     earned = []
     with InMemorySnapshot(policy, optim) as snap:
-        for step in range(snap.step, steps):
+        for step in snap.steps(steps):
             weights, bias = (parameter.detach().numpy().copy() for parameter in policy.parameters())
             experience: Experience = ray.get(players[rank].play.remote(weights, bias, step * world + rank))
             seen, chosen, worth = (torch.from_numpy(part.copy()) for part in experience)

@@ -34,7 +34,7 @@ def train(config: dict[str, Any]) -> float:
     optim = torch.optim.Adam(model.parameters(), lr=0.05)
     loss = torch.tensor(torch.inf)
     with InMemorySnapshot(model, optim, job=config["job"]) as snap:
-        for step in range(snap.step, config["steps"]):
+        for step in snap.steps(config["steps"]):
             seen = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * world + rank))
             loss = nn.functional.mse_loss(model(seen), seen @ wanted)
             optim.zero_grad()

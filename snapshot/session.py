@@ -37,6 +37,7 @@ from holdfast.snapshot.resume.comparison import (
     check_inputs,
     warn_of_unknown_inputs,
 )
+from holdfast.snapshot.resume.rehearsal import Rehearsal
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
@@ -48,8 +49,7 @@ from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.data import Data
 from holdfast.snapshot.step.gradients import Gradients
 from holdfast.snapshot.step.position import Position
-from holdfast.snapshot.step.rehearsal import Rehearsal
-from holdfast.snapshot.step.turns import BEGIN, FIRST_TURNS, Action, Event, Refusal, Where, after
+from holdfast.snapshot.step.turns import BEGIN, FIRST_TURNS, Action, Event, Refusal, TurnState, after
 
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin, in seconds. If the SMP gives no slot by then,
@@ -188,7 +188,7 @@ class Session:
         if restored.snapshot is not None:
             self._first.rewind = restored.rewind
         self._several = len(adapter.optimizers()) > 1
-        self._where = Where.BETWEEN
+        self._where = TurnState.BETWEEN
         self._began_with = 0  # number of the forward that began the step, in a plain loop
         self._rehearsal: Rehearsal | None = None
         self._refused_at: int | None = None  # the newest step that has no snapshot because the loop was not plain in it
@@ -305,7 +305,7 @@ class Session:
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""
         done = self.protecting.drain(self.rank.system.monotonic() + deadline_s)
-        return done and (self.protecting.due is None or self._where is not Where.BETWEEN)
+        return done and (self.protecting.due is None or self._where is not TurnState.BETWEEN)
 
     def heartbeat(self) -> None:
         """Tell the SMP that this process is alive, and where it is."""
@@ -318,7 +318,7 @@ class Session:
         if self._auditor is not None:
             self._auditor.before_step(self.progress.step)
         began = self.rank.system.monotonic()
-        if self._where is Where.BETWEEN:
+        if self._where is TurnState.BETWEEN:
             self._first.check_state(declared=self.position.declared)
         self._hear(Event.SEVERAL if self._several else Event.STEP)
         self.protecting.pace.fenced(began)
@@ -335,19 +335,19 @@ class Session:
 
     def on_forward(self, number: int, given: Any) -> None:
         """A module runs forward, in training mode and with gradients. This begins the step of a plain loop."""
-        if self._where is Where.BETWEEN and not self.position.declared:
+        if self._where is TurnState.BETWEEN and not self.position.declared:
             self._began_with = number
             self._begins(Event.FORWARD)
         if self._first.unknown_inputs:
             self._first.unknown_inputs = False
             if not self.position.sources:  # sources compare their next batch themselves
                 warn_of_unknown_inputs(self.progress.step)
-        if self._where is not Where.BETWEEN:
+        if self._where is not TurnState.BETWEEN:
             self._note_inputs(given)
 
     def on_evaluation(self) -> None:
         """A module has run forward without training."""
-        watched = self._where is Where.BETWEEN and (self._is_new or self.protecting.due is not None)
+        watched = self._where is TurnState.BETWEEN and (self._is_new or self.protecting.due is not None)
         if watched and not self.position.declared and self._rehearsal and (drawn := self._rehearsal.drawn()):
             self._hear(Event.EVALUATION, drawn)
 
@@ -384,9 +384,9 @@ class Session:
 
     def _declare(self) -> None:
         """Note that the loop says where its steps begin."""
-        if not self.position.declared and self._where is Where.BEGUN:
+        if not self.position.declared and self._where is TurnState.BEGUN:
             self.protecting.give_up(GivenUp("the loop says for the first time where its steps begin"))
-            self._where = Where.BETWEEN
+            self._where = TurnState.BETWEEN
         self.position.declare(self.progress.step)
 
     def _warn_of_what_was_read(self) -> None:
@@ -522,7 +522,7 @@ class Session:
         if os.getpid() != self._pid:
             return
         well, protecting, deadline_s = error is None, self.protecting, self._options.deadline_s
-        stepped = self._where is Where.STEPPED
+        stepped = self._where is TurnState.STEPPED
         if well and not stepped:
             self._gradients.check()
         self.boundary.remove()
@@ -564,11 +564,11 @@ class Session:
 
     def _end_last_step(self) -> None:
         """Take the last snapshot of a loop that has ended well, as it is kept."""
-        if self._where is Where.STEPPED:
+        if self._where is TurnState.STEPPED:
             self.protecting.last = True
             self.position.last_turn_ended(goes_on=self._is_left_early())
             self.mark()
-        if self.protecting.due is not None and self._where is Where.BETWEEN:
+        if self.protecting.due is not None and self._where is TurnState.BETWEEN:
             self.protecting.take(self.protecting.due, declared=True)
 
     def _end_recording(self) -> None:

@@ -96,7 +96,7 @@ def stamped() -> None:
             how=snap.restored.how,
             bytes_fetched=snap.restored.bytes_fetched,
         )
-        for step in range(snap.step, trainer.args["steps"]):
+        for step in snap.steps(trainer.args["steps"]):
             model(step + 1)
             failpoint("train.step", step + 1)
             snap.drain(DRAIN_DEADLINE_S)  # these steps are so short that most snapshots would be skipped
@@ -140,7 +140,7 @@ def paced() -> None:
         failures = snap._session.intervals.rule.notes()["failures"]
         trainer.report("started", step=snap.step, failures=len(failures))
         taken, before = [], 0
-        for step in range(snap.step, args["steps"]):
+        for step in snap.steps(args["steps"]):
             model(step + 1)
             failpoint("train.step", step + 1)
             time.sleep(args["slow_s"] if step >= args["slower_at"] else args["quick_s"])

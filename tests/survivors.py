@@ -92,7 +92,7 @@ class Rank:
         self.reach("joined", 0)
         with InMemorySnapshot(self.net, self.optim) as snap:
             self.say("entered", step=snap.step, epoch=snap.restored.epoch, how=snap.restored.how)
-            for step in range(snap.step, STEPS):
+            for step in snap.steps(STEPS):
                 self.reach("top", step)
                 loss = self.loss(model)
                 snap.drain(60)

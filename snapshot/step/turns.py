@@ -52,7 +52,7 @@ FIRST_TURNS = 2
 """In so many turns of a new job an event that is not of a plain loop ends the job: nothing is protected yet."""
 
 
-class Where(Enum):
+class TurnState(Enum):
     """Where a loop is.
 
     BETWEEN: between two steps. BEGUN: the step has begun; in a plain loop no gradients of the forward that began it
@@ -76,7 +76,7 @@ class Event(Enum):
     computed again. MARK: data is about to be read. BEGIN: the loop says that the step begins.
 
     UNEVEN, MOVED: just before a FORWARD that begins a step, something was drawn or changed in another way than before
-    the first step, so that a restart would not get there; see `snapshot.step.rehearsal`.
+    the first step, so that a restart would not get there; see `snapshot.resume.rehearsal`.
     """
 
     FORWARD = auto()
@@ -131,42 +131,42 @@ class Refusal(Enum):
     SKIPPED = "gradients were computed and zeroed again without a step of an optimizer that the hook was given"
 
 
-PLAIN: dict[tuple[Where, Event], tuple[Where, Action | Refusal]] = {
-    (Where.BETWEEN, Event.FORWARD): (Where.BEGUN, Action.TAKE),
-    (Where.BETWEEN, Event.STEP): (Where.STEPPING, Refusal.UNSEEN),
-    (Where.BETWEEN, Event.SEVERAL): (Where.STEPPING, Refusal.SEVERAL),
-    (Where.BETWEEN, Event.EVALUATION): (Where.BETWEEN, Refusal.EVALUATED),
-    (Where.BETWEEN, Event.UNEVEN): (Where.BETWEEN, Refusal.UNEVEN),
-    (Where.BETWEEN, Event.MOVED): (Where.BETWEEN, Refusal.MOVED),
-    (Where.BEGUN, Event.FORWARD): (Where.BEGUN, Action.NOTHING),
-    (Where.BEGUN, Event.BACKWARD): (Where.CERTAIN, Action.CONFIRM),
-    (Where.BEGUN, Event.STEP): (Where.STEPPING, Refusal.NO_BACKWARD),
-    (Where.BEGUN, Event.SEVERAL): (Where.STEPPING, Refusal.SEVERAL),
-    (Where.BEGUN, Event.ZEROED): (Where.BEGUN, Refusal.SKIPPED),
-    (Where.CERTAIN, Event.FORWARD): (Where.CERTAIN, Action.NOTHING),
-    (Where.CERTAIN, Event.BACKWARD): (Where.CERTAIN, Action.NOTHING),
-    (Where.CERTAIN, Event.STEP): (Where.STEPPING, Action.NOTHING),
-    (Where.CERTAIN, Event.SEVERAL): (Where.STEPPING, Refusal.SEVERAL),
-    (Where.CERTAIN, Event.ZEROED): (Where.CERTAIN, Refusal.SKIPPED),
-    (Where.STEPPING, Event.FORWARD): (Where.STEPPING, Action.NOTHING),
-    (Where.STEPPING, Event.STEP): (Where.STEPPING, Action.NOTHING),
-    (Where.STEPPING, Event.SEVERAL): (Where.STEPPING, Action.NOTHING),
-    (Where.STEPPING, Event.STEPPED): (Where.BETWEEN, Action.END),
+PLAIN: dict[tuple[TurnState, Event], tuple[TurnState, Action | Refusal]] = {
+    (TurnState.BETWEEN, Event.FORWARD): (TurnState.BEGUN, Action.TAKE),
+    (TurnState.BETWEEN, Event.STEP): (TurnState.STEPPING, Refusal.UNSEEN),
+    (TurnState.BETWEEN, Event.SEVERAL): (TurnState.STEPPING, Refusal.SEVERAL),
+    (TurnState.BETWEEN, Event.EVALUATION): (TurnState.BETWEEN, Refusal.EVALUATED),
+    (TurnState.BETWEEN, Event.UNEVEN): (TurnState.BETWEEN, Refusal.UNEVEN),
+    (TurnState.BETWEEN, Event.MOVED): (TurnState.BETWEEN, Refusal.MOVED),
+    (TurnState.BEGUN, Event.FORWARD): (TurnState.BEGUN, Action.NOTHING),
+    (TurnState.BEGUN, Event.BACKWARD): (TurnState.CERTAIN, Action.CONFIRM),
+    (TurnState.BEGUN, Event.STEP): (TurnState.STEPPING, Refusal.NO_BACKWARD),
+    (TurnState.BEGUN, Event.SEVERAL): (TurnState.STEPPING, Refusal.SEVERAL),
+    (TurnState.BEGUN, Event.ZEROED): (TurnState.BEGUN, Refusal.SKIPPED),
+    (TurnState.CERTAIN, Event.FORWARD): (TurnState.CERTAIN, Action.NOTHING),
+    (TurnState.CERTAIN, Event.BACKWARD): (TurnState.CERTAIN, Action.NOTHING),
+    (TurnState.CERTAIN, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
+    (TurnState.CERTAIN, Event.SEVERAL): (TurnState.STEPPING, Refusal.SEVERAL),
+    (TurnState.CERTAIN, Event.ZEROED): (TurnState.CERTAIN, Refusal.SKIPPED),
+    (TurnState.STEPPING, Event.FORWARD): (TurnState.STEPPING, Action.NOTHING),
+    (TurnState.STEPPING, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
+    (TurnState.STEPPING, Event.SEVERAL): (TurnState.STEPPING, Action.NOTHING),
+    (TurnState.STEPPING, Event.STEPPED): (TurnState.BETWEEN, Action.END),
 }
 
-DECLARED: dict[tuple[Where, Event], tuple[Where, Action | Refusal]] = {
-    (Where.BETWEEN, Event.MARK): (Where.BETWEEN, Action.NOTE),
-    (Where.BETWEEN, Event.BEGIN): (Where.BEGUN, Action.TAKE),
-    (Where.BETWEEN, Event.STEP): (Where.STEPPING, Action.TAKE),
-    (Where.BEGUN, Event.STEP): (Where.STEPPING, Action.NOTHING),
-    (Where.CERTAIN, Event.STEP): (Where.STEPPING, Action.NOTHING),
-    (Where.STEPPING, Event.STEPPED): (Where.STEPPED, Action.NOTHING),
-    (Where.STEPPED, Event.STEP): (Where.STEPPING, Action.NOTHING),
-    (Where.STEPPED, Event.MARK): (Where.BETWEEN, Action.END),
+DECLARED: dict[tuple[TurnState, Event], tuple[TurnState, Action | Refusal]] = {
+    (TurnState.BETWEEN, Event.MARK): (TurnState.BETWEEN, Action.NOTE),
+    (TurnState.BETWEEN, Event.BEGIN): (TurnState.BEGUN, Action.TAKE),
+    (TurnState.BETWEEN, Event.STEP): (TurnState.STEPPING, Action.TAKE),
+    (TurnState.BEGUN, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
+    (TurnState.CERTAIN, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
+    (TurnState.STEPPING, Event.STEPPED): (TurnState.STEPPED, Action.NOTHING),
+    (TurnState.STEPPED, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
+    (TurnState.STEPPED, Event.MARK): (TurnState.BETWEEN, Action.END),
 }
 
 
-def after(where: Where, event: Event, *, declared: bool) -> tuple[Where, Action | Refusal]:
+def after(where: TurnState, event: Event, *, declared: bool) -> tuple[TurnState, Action | Refusal]:
     """Where a loop is after `event`, and what is done, or why it is refused."""
     if declared and event is Event.SEVERAL:
         event = Event.STEP

@@ -55,7 +55,7 @@ from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from holdfast.snapshot.step.ledger import Ledger
 from holdfast.snapshot.step.position import Position
-from holdfast.snapshot.step.turns import Where
+from holdfast.snapshot.step.turns import TurnState
 from tests.proof.mutants import forgetting_what_was_promised, one_node_behind
 from tests.proof.sim import modules
 from tests.proof.sim.plan import DrawnFault, DrawnState, Gap, SeedPlan, draw
@@ -390,9 +390,9 @@ def _tensors_of_one_change(self: TorchAdapter) -> Iterator[live.LiveTensor]:
 def _after_step_and_take(self: Session) -> None:
     """Take the snapshot that is due as the step ends, before what the loop does between two steps."""
     _after_step(self)
-    if self.protecting.due is not None and self._where is Where.BETWEEN:
+    if self.protecting.due is not None and self._where is TurnState.BETWEEN:
         self._take()
-        self._where = Where.CERTAIN
+        self._where = TurnState.CERTAIN
         self._confirm()
 
 

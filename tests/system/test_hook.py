@@ -48,11 +48,12 @@ with InMemorySnapshot(model, optim, scheduler=schedule) as snap:
     for step in range(snap.step, steps):
         x = torch.randn(8, 16) * random.random() + numpy.random.random()
         loss = model(x).square().mean()
+        optim.zero_grad(); loss.backward()
         if stop - 2 <= step <= stop:
             snap.drain(60)  # such short steps are skipped while snapshots are being sealed
         if step == stop:
             os.kill(os.getpid(), signal.SIGKILL)
-        optim.zero_grad(); loss.backward(); optim.step(); schedule.step()
+        optim.step(); schedule.step()
         print(step, loss.item().hex(), schedule.get_last_lr()[0].hex())
     sha = hashlib.sha256()
     for tensor in [*model.state_dict().values(), *(v for s in optim.state.values() for v in s.values())]:
@@ -123,7 +124,7 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
         with InMemorySnapshot(model, optim) as snap:
             train(snap, model, optim, 4)
             kept = values(model, optim)
-            model(torch.ones(1, 4))
+            model(torch.ones(1, 4)).sum().backward()
             snap.drain(60)
             raise ZeroDivisionError
     again, other = small()
@@ -452,7 +453,7 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
             assert snap.protected_step == snap.step - 1
             assert smp_pid(arena) == smp.pid and snap._session.rank.client.inventory().record.ends == {}
             kept = values(model, optim)
-            model(torch.ones(1, 4))
+            model(torch.ones(1, 4)).sum().backward()
             assert snap.drain(60)
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -552,7 +553,7 @@ model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
 with InMemorySnapshot(model, optim) as snap:
     data = torch.randn(12, 4)
     loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    for batch in loader:
+    for batch in snap.data(loader):
         optim.zero_grad(); model(batch).sum().backward(); snap.drain(60); optim.step()
     print(snap.step, snap.protected_step, "grpc" in sys.modules)
 """
@@ -683,6 +684,8 @@ def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> No
 
     def step(job: tuple[Any, list[Any], Any], i: int, snap: InMemorySnapshot | None) -> None:
         model, optims, scaler = job
+        if snap is not None:
+            snap.begin()
         for optim in optims:
             optim.zero_grad()
         scaler.scale(model(torch.full((2, 4), float("inf") if i == 3 else 1.0 + i)).sum()).backward()
@@ -704,7 +707,7 @@ def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> No
     with InMemorySnapshot(job[0], job[1], extra={"scaler": job[2]}, keep=True, protect="none") as snap:
         for i in range(5):
             step(job, i, snap)
-        job[0](torch.zeros(1, 4))
+        snap.begin()
         assert snap.drain(60)
     job = make()
     with InMemorySnapshot(job[0], job[1], extra={"scaler": job[2]}, protect="none") as snap:

@@ -149,7 +149,7 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(
                         model(torch.ones(2, 8)).sum().backward()
                         snap.drain(60)
                         optim.step()
-                    model(torch.ones(2, 8))
+                    model(torch.ones(2, 8)).sum().backward()
                     snap.drain(60)
                     raise RuntimeError
             held = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(shm) in line]

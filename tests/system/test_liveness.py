@@ -441,7 +441,7 @@ def test_the_hook_beats_from_its_start_to_its_end(ground: Ground, monkeypatch: p
             model(torch.ones(2, 4)).sum().backward()
             assert snap.drain(60)
             optim.step()
-        model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
         assert snap.drain(60)
         (trained,) = of(smp)
         assert (trained.health, trained.phase, trained.step) == (Health.ALIVE, "step", 3)

@@ -199,7 +199,7 @@ def train_until(end: int, error: BaseException | None, **options: int) -> int:
             model(torch.ones(2, 4)).sum().backward()
             snap.drain(60)
             optim.step()
-        model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
         snap.drain(60)
         if error is not None:
             raise error
@@ -266,7 +266,7 @@ model = torch.nn.Linear(4, 3)
 optim = torch.optim.Adam(model.parameters(), lr=0.1)
 try:
     with InMemorySnapshot(model, optim, max_repeats=2) as snap:
-        for step in range(snap.step, 9):
+        for step in snap.steps(9):
             loss = model(torch.ones(2, 4)).sum()
             snap.drain(60)
             if step == 4 and dist.get_rank() == 1:

@@ -30,7 +30,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.3), torch
 optim = torch.optim.AdamW(model.parameters(), lr=0.01)
 with InMemorySnapshot(model, optim) as snap:
     restored = snap.step
-    for step in range(snap.step, 10):
+    for step in snap.steps(10):
         loss = model(torch.randn(4, 8)).square().mean()
         if step == 6 and sys.argv[1] == "kill":
             snap.drain(60)

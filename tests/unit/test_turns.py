@@ -7,7 +7,7 @@ import re
 import pytest
 
 from holdfast.snapshot.step import turns
-from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, Refusal, Where, after
+from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, Refusal, TurnState, after
 
 
 def drawn(heading: str) -> dict[tuple[str, str], tuple[str, str]]:
@@ -20,7 +20,7 @@ def drawn(heading: str) -> dict[tuple[str, str], tuple[str, str]]:
 
 @pytest.mark.parametrize(("heading", "table"), [("a plain loop", PLAIN), ("a loop that declares", DECLARED)])
 def test_the_table_that_is_drawn_is_the_one_that_is_used(
-    heading: str, table: dict[tuple[Where, Event], tuple[Where, Action | Refusal]]
+    heading: str, table: dict[tuple[TurnState, Event], tuple[TurnState, Action | Refusal]]
 ) -> None:
     used = {(w.name, e.name): (then.name, what.name) for (w, e), (then, what) in table.items()}
     assert drawn(heading) == used
@@ -28,7 +28,7 @@ def test_the_table_that_is_drawn_is_the_one_that_is_used(
 
 def test_what_a_table_does_not_name_changes_nothing() -> None:
     for declared, table in ((False, PLAIN), (True, DECLARED)):
-        for where in Where:
+        for where in TurnState:
             for event in set(Event) - {Event.SEVERAL}:
                 if (where, event) not in table:
                     assert after(where, event, declared=declared) == (where, Action.NOTHING)
@@ -37,17 +37,17 @@ def test_what_a_table_does_not_name_changes_nothing() -> None:
 def test_every_place_and_every_reason_is_reached() -> None:
     found = {what for _, what in [*PLAIN.values(), *DECLARED.values()]}
     assert found == {*Action, *Refusal}
-    assert {then for then, _ in [*PLAIN.values(), *DECLARED.values()]} == set(Where)
+    assert {then for then, _ in [*PLAIN.values(), *DECLARED.values()]} == set(TurnState)
 
 
 def test_a_loop_that_declares_is_refused_nothing() -> None:
     assert not [what for _, what in DECLARED.values() if isinstance(what, Refusal)]
-    assert after(Where.BEGUN, Event.SEVERAL, declared=True) == after(Where.BEGUN, Event.STEP, declared=True)
+    assert after(TurnState.BEGUN, Event.SEVERAL, declared=True) == after(TurnState.BEGUN, Event.STEP, declared=True)
 
 
 def test_a_plain_loop_is_taken_once_and_confirmed_once_a_turn() -> None:
     turn = [Event.FORWARD, Event.FORWARD, Event.BACKWARD, Event.BACKWARD, Event.STEP, Event.FORWARD, Event.STEPPED]
-    where, done = Where.BETWEEN, []
+    where, done = TurnState.BETWEEN, []
     for event in 2 * turn:
         where, what = after(where, event, declared=False)
         done.append(what)

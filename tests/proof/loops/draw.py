@@ -262,9 +262,9 @@ def _consistent(loop: Loop) -> Loop:
         zero = "top"
     data = loop.data
     steps = loop.steps
-    if loop.optimizer == "sam":  # it never steps itself; holdfast says so only after a hundred gradients
+    if loop.optimizer == "sam":  # it never steps itself; holdfast says so after gradients were zeroed 16 times
         data = "fresh" if data.startswith("loader") else data
-        steps = 60
+        steps = 24
     if loop.optimizer in ("lbfgs", "closure") and data == "prefetched":
         data = "fresh"
     if loop.model == "embedding" and loop.optimizer == "two":

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Self
 
+from holdfast.snapshot.step.turns import FIRST_TURNS
+
 Event = Mapping[str, Any]
 
 NAMED_AT_MOST = 4
@@ -109,6 +111,8 @@ def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words:
     if not _finished(undisturbed):
         return verdict(TrialOutcome.ERROR, "the undisturbed run did not finish")
     raised = [e for life in lives for e in life if e["kind"] == "error"]
+    if raised and _is_told_at_once(raised[0], lives):
+        return verdict(TrialOutcome.REFUSED, f"{raised[0]['type']}: {raised[0]['text']}")
     if raised:
         text = f"{raised[0]['type']}: {raised[0]['text']}"
         return verdict(
@@ -128,6 +132,12 @@ def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words:
         more = f"; and {len(differences) - NAMED_AT_MOST} more" if len(differences) > NAMED_AT_MOST else ""
         return verdict(TrialOutcome.SILENT, "; ".join(differences[:NAMED_AT_MOST]) + more)
     return verdict(TrialOutcome.IDENTICAL, f"restored {', '.join(str(step) for step in restored[1:])}")
+
+
+def _is_told_at_once(error: Event, lives: Sequence[Sequence[Event]]) -> bool:
+    """Whether the loop was refused in its first turns, with the line to add, before it was killed."""
+    first = error["type"] == "ConfigError" and "snap.begin()" in error["text"] and error in lives[0]
+    return first and len({e["step"] for e in lives[0] if e["kind"] == "note"}) <= FIRST_TURNS
 
 
 def compare(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]]) -> list[str]:

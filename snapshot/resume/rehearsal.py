@@ -8,6 +8,7 @@ code does; the second, what the code between two steps does.
 
 from __future__ import annotations
 
+from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.resume.comparison import late_values
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
@@ -30,7 +31,7 @@ class Rehearsal:
 
     def note_values(self) -> None:
         """Note how values are: as the loop is entered, or as the first step ends."""
-        self._values = late_values(self._adapter)
+        self._values = self._late()
 
     def drawn(self) -> list[str]:
         """The generators that were drawn from since `note`."""
@@ -48,12 +49,18 @@ class Rehearsal:
     def moved(self) -> list[str]:
         """The values that have changed since `note_values`, if they have before the first step, too. The first call is
         at the first step."""
-        now = late_values(self._adapter)
+        now = self._late()
         changed = {name for name in now.keys() | self._values.keys() if now.get(name) != self._values.get(name)}
         if self._changed is None:
             self._changed = changed
             return []
         return sorted(changed & self._changed)
+
+    def _late(self) -> dict[str, object]:
+        try:
+            return late_values(self._adapter)
+        except HoldfastError:
+            return {}  # they cannot be captured: the first snapshot raises this, too
 
     def _generators(self) -> dict[str, str]:
         states = rng.capture() | rng.states(self._adapter.generators())
