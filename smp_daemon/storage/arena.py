@@ -461,7 +461,7 @@ def _own(path: Path, system: System) -> _Ownership:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _check_parent(path.parent, system.os.getuid())
-            made = not path.is_dir()
+            made = not path.exists()
             path.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(
