@@ -210,15 +210,15 @@ class SnapshotHook:
         """Block until this node has sealed every snapshot taken so far, and protected those that are to be protected;
         for at most `deadline_s`, or some seconds longer if its SMP does not respond.
 
-        For planned stops, after `begin`; a training loop does not need it. A snapshot that is sealed before the
-        gradients of its step are computed may not record what that step was given, and a restart then warns that it
-        cannot compare.
+        For planned stops, after `begin`, or in a plain loop after the backward of a step; a training loop does not need
+        it. A snapshot that is sealed before its step's first forward does not record what that was given, and a restart
+        then warns that it cannot compare.
 
         Returns:
             True if all are sealed and protected, as far as this node can tell; the other ranks learn of it with the
             next step. False if some failed, are not done yet, or the SMP is gone; if a step has ended whose snapshot is
-            only taken as the next one begins; or if it is unknown whether that one has begun. Never raises for any of
-            these.
+            only taken as the next one begins; or if gradients of a plain loop's step are still to be computed. Never
+            raises for any of these.
         """
         return self._session.drain(deadline_s)
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume.comparison import Resumed
+from holdfast.snapshot.resume.rehearsal import Rehearsal
+from holdfast.snapshot.session import Session
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.optimizers import OptimizerState
 from holdfast.snapshot.step.boundary import Boundary
-from holdfast.snapshot.step.capture import Capture
 from tests.proof.loops.script import End, Loop, Twist
 from tests.proof.loops.trial import Trials
 
@@ -48,13 +49,13 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(2, optimizer="noted", form="begin", held="backward", waits="last", ends=WITHIN),
     ),
     "the first step is not compared with what was restored": (
-        [(Resumed, "check", _ignore)],
+        [(Resumed, "check", _ignore), (Rehearsal, "moved", lambda _: [])],
         Loop(3, twists=(Twist("schedule: top"),), ends=WITHIN),
     ),
     "an evaluation begins a step": (
         [
             (Boundary, "_forward", _blind),
-            (Capture, "changed", lambda *_: (False, False)),
+            (Session, "_refuse", _ignore),
             ("holdfast.snapshot.session", "check_inputs", _ignore),
         ],
         Loop(
