@@ -22,14 +22,15 @@ class InMemorySnapshot(SnapshotHook):
 
     The state at a boundary is the state with which the next training step begins. Lasting changes that code makes
     between two steps (clamped weights, averages, schedules, counters) belong to it; temporary ones (weights swapped for
-    an evaluation) do not. Say where a step begins with `steps`, `data` or `begin`; otherwise the first forward in
-    training mode and with gradients after ``optim.step()`` begins it.
+    an evaluation) do not. Say where a step begins with `steps`, `data` or `begin`. A plain loop need not: in each
+    of its turns a forward in training mode and with gradients begins the step, its gradients are computed, and one
+    optimizer steps once. Any other loop ends with a `ConfigError` in its first turns, which names the line to add.
 
     Args:
         model: a module, or a list of modules (Megatron's chunks).
         optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. The state of optimizers that
-            it wraps, as SAM and torchtitan's container do, is captured too. A step ends with the step of the last
-            optimizer, even if a `torch.amp.GradScaler` among `extra` skips it.
+            it wraps, as SAM and torchtitan's container do, is captured too. A step of an optimizer
+            that a `torch.amp.GradScaler` among `extra` skips is a step. A loop with several says where its steps begin.
         scheduler: a learning rate scheduler, or a list of them.
         extra: more objects with ``state_dict`` and ``load_state_dict``, by name, such as a data loader. Entries that
             are None are left out. Ranks may pass different objects.
