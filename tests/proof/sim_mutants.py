@@ -752,12 +752,6 @@ MUTANTS: dict[str, SimMutant] = {
         (("holdfast.snapshot.resume.elastic", "stream_owners", _nobody_is_carried),),
         _with_state("dropout", replicated=True, sizes=(3, 3, 2)),
     ),
-    "given-up-and-sealed": SimMutant(
-        "a copy is sealed though it was given up, as the step begins later",
-        "sealed",
-        ((CopyJob, "check", _never),),
-        _with_state(loop="probes"),
-    ),
     "repair-in-the-way": SimMutant(
         "parity of what was given up is repaired all the same, and who waits for its slot hears nothing",
         "progress",
