@@ -81,7 +81,7 @@ def test_what_a_registered_class_keeps_comes_back(arena: Path, centred: None) ->
     for _ in range(3):
         step(snap, model, optim)
     before = [(model[i].count, model[i].means["x"].clone()) for i in (1, 2)]
-    model(torch.ones(4, 2))  # begins the fourth step: the state before it is snapshot 3
+    torch.autograd.backward(model(torch.ones(4, 2)).sum())  # the state before the fourth step is snapshot 3
     assert snap.drain(60)
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 
@@ -137,7 +137,7 @@ def draw(count: int, killed: bool, track: bool = False) -> list[torch.Tensor]:
     while snap.step < count:
         step(snap, model, optim)
     if killed:
-        model(torch.ones(4, 2))  # begins the next step, and draws
+        torch.autograd.backward(model(torch.ones(4, 2)).sum())  # begins the next step, and draws
         assert snap.drain(60)
     snap.__exit__(RuntimeError if killed else None, RuntimeError("killed") if killed else None, None)
     return [each.detach().clone() for each in model.parameters()]
@@ -283,7 +283,7 @@ def test_generators_of_helpers_classes_and_functions_come_back(arena: Path) -> N
         while snap.step < count:
             step(snap, model, optim)
         if killed:
-            model(torch.ones(4, 2))
+            torch.autograd.backward(model(torch.ones(4, 2)).sum())
             assert snap.drain(60)
         snap.__exit__(RuntimeError if killed else None, RuntimeError("killed") if killed else None, None)
         return [each.detach().clone() for each in model.parameters()]

@@ -50,7 +50,7 @@ def run(track: Callable[[Job, InMemorySnapshot], None], steps: int, after: Calla
     track(job, snap)
     snap.__enter__()
     job.train(snap, steps, lambda: after(job))
-    job.model(torch.ones(1, 3))
+    job.model(torch.ones(1, 3)).sum().backward()
     assert snap.drain(60)
     stop(snap)
     return job
@@ -116,7 +116,7 @@ def test_what_a_forward_changes_does_not_get_into_a_snapshot(arena: Path) -> Non
 
     job.model.register_forward_hook(change)
     job.train(snap, 3)
-    job.model(torch.ones(1, 3))  # the fourth forward; snapshot 3 is finalised before it
+    job.model(torch.ones(1, 3)).sum().backward()  # the fourth forward; snapshot 3 is finalised before it
     assert snap.drain(60)
     stop(snap)
     job, snap = resumed(track)
