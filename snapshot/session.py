@@ -49,7 +49,7 @@ from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.data import Data
 from holdfast.snapshot.step.gradients import Gradients
 from holdfast.snapshot.step.position import Position
-from holdfast.snapshot.step.turns import BEGIN, FIRST_TURNS, Action, Event, Refusal, TurnState, after
+from holdfast.snapshot.step.turns import BEGIN, FIRST_TURNS, Action, Event, NotPlain, TurnState, after
 
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin, in seconds. If the SMP gives no slot by then,
@@ -405,7 +405,7 @@ class Session:
     def _hear(self, event: Event, names: Sequence[str] = ()) -> None:
         """Something happened: go to where the loop is now, and do what that asks for. `names`: what it happened to."""
         self._where, what = after(self._where, event, declared=self.position.declared)
-        if isinstance(what, Refusal):
+        if isinstance(what, NotPlain):
             self._refuse(what, names)
         elif what is Action.TAKE:
             self._take()
@@ -421,7 +421,7 @@ class Session:
         """Whether the job is in its first turns, and nothing of it is protected."""
         return self.restored.snapshot is None and self.progress.step < FIRST_TURNS
 
-    def _refuse(self, refusal: Refusal, names: Sequence[str]) -> None:
+    def _refuse(self, refusal: NotPlain, names: Sequence[str]) -> None:
         """The loop is not plain, and does not say where its steps begin.
 
         Raises:
@@ -429,7 +429,7 @@ class Session:
         """
         text = f"{refusal.value}{f' ({some(names)})' if names else ''}: {BEGIN}"
         step = self.progress.step
-        if self._is_new or refusal is Refusal.SEVERAL:
+        if self._is_new or refusal is NotPlain.SEVERAL:
             raise ConfigError(f"it cannot be told where the steps of this loop begin. In step {step + 1}, {text}")
         self.protecting.give_up(GivenUp(text))
         if self._refused_at == step:

@@ -139,19 +139,19 @@ def paced() -> None:
         statistics = snap.statistics
         failures = snap._session.intervals.rule.notes()["failures"]
         trainer.report("started", step=snap.step, failures=len(failures))
-        taken, before = [], 0
+        taken, before, count = [], 0, 0
         for step in snap.steps(args["steps"]):
+            if statistics.taken > count:  # that of the step which ended just now
+                taken.append(step)
+                trainer.report("step", step=step, taken=True)
+            count = statistics.taken
             model(step + 1)
             failpoint("train.step", step + 1)
             time.sleep(args["slow_s"] if step >= args["slower_at"] else args["quick_s"])
             dist.barrier()
-            count = statistics.taken
             optim.step()
-            if statistics.taken > count:
-                taken.append(step + 1)
             if step + 1 == args["slower_at"]:
                 before = statistics.interval
-            trainer.report("step", step=step + 1, taken=statistics.taken > count)
         trainer.report(
             "end",
             taken=taken,

@@ -103,7 +103,7 @@ class Action(Enum):
     NOTE = auto()
 
 
-class Refusal(Enum):
+class NotPlain(Enum):
     """Why a loop is not plain, in words: what was seen."""
 
     UNSEEN = (
@@ -131,30 +131,30 @@ class Refusal(Enum):
     SKIPPED = "gradients were computed and zeroed again without a step of an optimizer that the hook was given"
 
 
-PLAIN: dict[tuple[TurnState, Event], tuple[TurnState, Action | Refusal]] = {
+PLAIN: dict[tuple[TurnState, Event], tuple[TurnState, Action | NotPlain]] = {
     (TurnState.BETWEEN, Event.FORWARD): (TurnState.BEGUN, Action.TAKE),
-    (TurnState.BETWEEN, Event.STEP): (TurnState.STEPPING, Refusal.UNSEEN),
-    (TurnState.BETWEEN, Event.SEVERAL): (TurnState.STEPPING, Refusal.SEVERAL),
-    (TurnState.BETWEEN, Event.EVALUATION): (TurnState.BETWEEN, Refusal.EVALUATED),
-    (TurnState.BETWEEN, Event.UNEVEN): (TurnState.BETWEEN, Refusal.UNEVEN),
-    (TurnState.BETWEEN, Event.MOVED): (TurnState.BETWEEN, Refusal.MOVED),
+    (TurnState.BETWEEN, Event.STEP): (TurnState.STEPPING, NotPlain.UNSEEN),
+    (TurnState.BETWEEN, Event.SEVERAL): (TurnState.STEPPING, NotPlain.SEVERAL),
+    (TurnState.BETWEEN, Event.EVALUATION): (TurnState.BETWEEN, NotPlain.EVALUATED),
+    (TurnState.BETWEEN, Event.UNEVEN): (TurnState.BETWEEN, NotPlain.UNEVEN),
+    (TurnState.BETWEEN, Event.MOVED): (TurnState.BETWEEN, NotPlain.MOVED),
     (TurnState.BEGUN, Event.FORWARD): (TurnState.BEGUN, Action.NOTHING),
     (TurnState.BEGUN, Event.BACKWARD): (TurnState.CERTAIN, Action.CONFIRM),
-    (TurnState.BEGUN, Event.STEP): (TurnState.STEPPING, Refusal.NO_BACKWARD),
-    (TurnState.BEGUN, Event.SEVERAL): (TurnState.STEPPING, Refusal.SEVERAL),
-    (TurnState.BEGUN, Event.ZEROED): (TurnState.BEGUN, Refusal.SKIPPED),
+    (TurnState.BEGUN, Event.STEP): (TurnState.STEPPING, NotPlain.NO_BACKWARD),
+    (TurnState.BEGUN, Event.SEVERAL): (TurnState.STEPPING, NotPlain.SEVERAL),
+    (TurnState.BEGUN, Event.ZEROED): (TurnState.BEGUN, NotPlain.SKIPPED),
     (TurnState.CERTAIN, Event.FORWARD): (TurnState.CERTAIN, Action.NOTHING),
     (TurnState.CERTAIN, Event.BACKWARD): (TurnState.CERTAIN, Action.NOTHING),
     (TurnState.CERTAIN, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.CERTAIN, Event.SEVERAL): (TurnState.STEPPING, Refusal.SEVERAL),
-    (TurnState.CERTAIN, Event.ZEROED): (TurnState.CERTAIN, Refusal.SKIPPED),
+    (TurnState.CERTAIN, Event.SEVERAL): (TurnState.STEPPING, NotPlain.SEVERAL),
+    (TurnState.CERTAIN, Event.ZEROED): (TurnState.CERTAIN, NotPlain.SKIPPED),
     (TurnState.STEPPING, Event.FORWARD): (TurnState.STEPPING, Action.NOTHING),
     (TurnState.STEPPING, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
     (TurnState.STEPPING, Event.SEVERAL): (TurnState.STEPPING, Action.NOTHING),
     (TurnState.STEPPING, Event.STEPPED): (TurnState.BETWEEN, Action.END),
 }
 
-DECLARED: dict[tuple[TurnState, Event], tuple[TurnState, Action | Refusal]] = {
+DECLARED: dict[tuple[TurnState, Event], tuple[TurnState, Action | NotPlain]] = {
     (TurnState.BETWEEN, Event.MARK): (TurnState.BETWEEN, Action.NOTE),
     (TurnState.BETWEEN, Event.BEGIN): (TurnState.BEGUN, Action.TAKE),
     (TurnState.BETWEEN, Event.STEP): (TurnState.STEPPING, Action.TAKE),
@@ -166,7 +166,7 @@ DECLARED: dict[tuple[TurnState, Event], tuple[TurnState, Action | Refusal]] = {
 }
 
 
-def after(where: TurnState, event: Event, *, declared: bool) -> tuple[TurnState, Action | Refusal]:
+def after(where: TurnState, event: Event, *, declared: bool) -> tuple[TurnState, Action | NotPlain]:
     """Where a loop is after `event`, and what is done, or why it is refused."""
     if declared and event is Event.SEVERAL:
         event = Event.STEP

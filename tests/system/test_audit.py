@@ -81,9 +81,7 @@ def test_what_was_forgotten_is_named(job: str, piece: str, ranks: int, name: str
 
 
 DRAWING_LOOP = """
-from itertools import islice
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 from holdfast import InMemorySnapshot
 
 def main():
@@ -91,10 +89,11 @@ def main():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     own = torch.Generator().manual_seed(1)
-    loader = DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=8)
     with InMemorySnapshot(model, optim) as snap:
-        for (x,) in islice(loader, snap.step, None):
-            x = x + 0.1 * torch.randn(8, 4, generator=own)
+        if snap.step:
+            torch.randperm(10)
+        for _ in range(snap.step, 10):
+            x = torch.randn(8, 4) + 0.1 * torch.randn(8, 4, generator=own)
             model(x).square().mean().backward()
             optim.step()
             optim.zero_grad()

@@ -46,7 +46,7 @@ with InMemorySnapshot(model, optim, scheduler=schedule, job="steady", overhead_b
         seen.append([(sum(memory(p)), p.num_fds(), p.num_threads()) for p in (psutil.Process(), smp)])
         optim.step()
         schedule.step()
-    model(torch.ones(1, 512))  # the last snapshot is taken as one more step begins
+    model(torch.ones(1, 512)).sum().backward()  # the last snapshot is taken as one more step begins
     assert snap.drain(60)
     counts = {name: getattr(snap.statistics, name) for name in ("taken", "failed", "skipped", "protected")}
 print(json.dumps({"seen": seen, "counts": counts}))

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from holdfast.snapshot.step import turns
-from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, Refusal, TurnState, after
+from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, NotPlain, TurnState, after
 
 
 def drawn(heading: str) -> dict[tuple[str, str], tuple[str, str]]:
@@ -20,7 +20,7 @@ def drawn(heading: str) -> dict[tuple[str, str], tuple[str, str]]:
 
 @pytest.mark.parametrize(("heading", "table"), [("a plain loop", PLAIN), ("a loop that declares", DECLARED)])
 def test_the_table_that_is_drawn_is_the_one_that_is_used(
-    heading: str, table: dict[tuple[TurnState, Event], tuple[TurnState, Action | Refusal]]
+    heading: str, table: dict[tuple[TurnState, Event], tuple[TurnState, Action | NotPlain]]
 ) -> None:
     used = {(w.name, e.name): (then.name, what.name) for (w, e), (then, what) in table.items()}
     assert drawn(heading) == used
@@ -36,12 +36,12 @@ def test_what_a_table_does_not_name_changes_nothing() -> None:
 
 def test_every_place_and_every_reason_is_reached() -> None:
     found = {what for _, what in [*PLAIN.values(), *DECLARED.values()]}
-    assert found == {*Action, *Refusal}
+    assert found == {*Action, *NotPlain}
     assert {then for then, _ in [*PLAIN.values(), *DECLARED.values()]} == set(TurnState)
 
 
 def test_a_loop_that_declares_is_refused_nothing() -> None:
-    assert not [what for _, what in DECLARED.values() if isinstance(what, Refusal)]
+    assert not [what for _, what in DECLARED.values() if isinstance(what, NotPlain)]
     assert after(TurnState.BEGUN, Event.SEVERAL, declared=True) == after(TurnState.BEGUN, Event.STEP, declared=True)
 
 
