@@ -123,8 +123,8 @@ def train() -> None:
     adapter = adapter_for(model, optim, None, {})
     with SnapshotHook(adapter, Options(start=False, every=args["every"])) as snap:
         trainer.report("started", step=snap.step)
-        for number in range(snap.step + 1, args["steps"] + 1):
-            step(number)
+        for finished in snap.steps(args["steps"]):
+            step(finished + 1)
 
 
 def kills(seed: int, steps: int, mean_steps: float) -> list[int]:

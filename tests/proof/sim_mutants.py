@@ -455,8 +455,8 @@ def _load_and_forget(self: BaseAdapter, *what: Any) -> None:
         optimizer.state.clear()
 
 
-BLIND: tuple[Change, ...] = ((Witness, "check", _never), (Witness, "changed", lambda self: []))
-"""Changes that disable the check for state that changed while it was copied."""
+BLIND: tuple[Change, ...] = ((Witness, "check", _never),)
+"""Disables the check for state that changed while it was copied."""
 
 PLAN = "holdfast.smp_daemon.shared.plan"
 RESTORE = "holdfast.snapshot.resume.restore"
@@ -669,7 +669,7 @@ MUTANTS: dict[str, SimMutant] = {
         "tensors that reading a batch changes are not copied before it is read",
         "restored",
         (("holdfast.snapshot.step.capture", "capture_early", _early_as_it_lives),),
-        lambda plan: replace(_with_state("loader")(plan), **_KILLED),
+        lambda plan: replace(_with_state("loader", declared=True)(plan), **_KILLED),
     ),
     "taken-as-the-step-ends": SimMutant(
         "the state is taken when the step ends, before the code between two steps",

@@ -99,6 +99,9 @@ KINDS_OF_STATE = (
 LATE = "late value"
 """One more: the state of a parameter gains a value that is no tensor. A third of the seeds have it."""
 
+NOT_PLAIN = {"loader", "two optimizers"}
+"""With these, a loop must say where its steps begin: else it is refused. The loader draws an order now and then."""
+
 OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adagrad")
 PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 1, 1, 2, 2, 3, "auto", "auto")
 PACES = ("steady", "steady", "auto", "auto")
@@ -467,6 +470,8 @@ def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
         pace=pick.choice(PACES),
         loop=pick.choice(LOOPS[:-2] if elastic else LOOPS),  # only as many ranks find their place in the data
     )
+    if NOT_PLAIN.intersection(state.kinds):
+        state = replace(state, declared=True)
     if state.loop == "probes" and replicated:  # else a rank may see no write to its share
         state = replace(state, declared=True)
     if state.loop == "probes" and not state.declared:  # a restart is refused if forward draws, too
