@@ -123,7 +123,7 @@ def test_large_worlds_are_drawn_and_hold(simulation: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [3468, 117012, 2002339, 4033424, 3004051, 3019640, 3034749, 3050267, 10016284, 11047624]
+    "seed", [3468, 117012, 2002339, 4033424, 3004051, 3019640, 3034749, 3050267, 10016284, 11047624, 507044, 604770]
 )
 def test_what_was_found_stays_mended(simulation: None, seed: int) -> None:
     """Each of these seeds is described in ``benchmarks/results``."""
