@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import platform
@@ -29,7 +28,7 @@ from holdfast.report import Report
 from holdfast.smp_daemon.shared.certificates import check_certificates
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV, load
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.memory import cgroup_memory
+from holdfast.smp_daemon.shared.memory import cgroup_memory, text_of
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.receive import is_compiled
@@ -53,7 +52,7 @@ def gather() -> Facts:
     arena = arena_base().absolute()
     parent = next(path for path in (arena, *arena.parents) if path.exists())
     status = os.statvfs(parent)
-    limit, used = cgroup_memory(_text(Path("/proc/self/cgroup")))
+    limit, used = cgroup_memory(text_of(Path("/proc/self/cgroup")))
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     host = HOST.text()
     mounts = [
@@ -77,7 +76,7 @@ def gather() -> Facts:
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         gpu=Path("/dev/nvidiactl").exists(),
         register_bytes=REGISTER_BYTES,
-        shmem_huge=chosen(_text(SHMEM_HUGE)),
+        shmem_huge=chosen(text_of(SHMEM_HUGE)),
         numa=numa_memory(),
         swap_bytes=psutil.swap_memory().total,
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -90,7 +89,7 @@ def gather() -> Facts:
         insecure=INSECURE.value(),
         bindings=_bindings(host, HTTP.text()),
         cards=network_cards(),
-        clock=_text(SYS / "devices/system/clocksource/clocksource0/current_clocksource"),
+        clock=text_of(SYS / "devices/system/clocksource/clocksource0/current_clocksource"),
         synchronised=_is_synchronised(),
         secrets=secrets_of(os.environ),
     )
@@ -105,7 +104,7 @@ def numa_memory(root: Path = SYS) -> dict[int, int]:
     """Bytes of memory on each NUMA node that has any."""
     found = {}
     for path in sorted((root / "devices/system/node").glob("node[0-9]*")):
-        total = next((line.split()[3] for line in _text(path / "meminfo").splitlines() if "MemTotal:" in line), "0")
+        total = next((line.split()[3] for line in text_of(path / "meminfo").splitlines() if "MemTotal:" in line), "0")
         if int(total):
             found[int(path.name.removeprefix("node"))] = int(total) * 1024
     return found
@@ -186,15 +185,6 @@ def _is_synchronised() -> bool | None:
         return None
     status = ctypes.c_int.from_buffer(timex, 5 * ctypes.sizeof(ctypes.c_long)).value
     return not status & STA_UNSYNC
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL):
-            raise
-        return ""
 
 
 def why_unusable(backend: str) -> str:

@@ -68,9 +68,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 def sentence(drained: Drained) -> str:
     """The result of a drain, in words."""
-    begin = f"{drained.node} may be taken away, its memory is given back: "
+    begin = f"{drained.node} may be taken away, and its memory is free: "
     if drained.snapshot is None:
-        return begin + "no snapshot is needed of it"
+        return begin + "it held no snapshot that is needed"
     held = f"{drained.snapshot} is held whole by {', '.join(drained.holders)}"
     if drained.tolerates == 0:
         return f"{begin}{held}, and not safe against the loss of any of them"

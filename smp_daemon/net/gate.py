@@ -136,7 +136,7 @@ class Gate:
         with self._lock:
             mine = [each for each, of in self._entering.items() if of == source]
             too_many = max(0, len(mine) - PLACES_OF_SOURCE + 1), max(0, len(self._entering) - PLACES + 1)
-            for oldest in {*mine[: too_many[0]], *list(self._entering)[: too_many[1]]}:
+            for oldest in dict.fromkeys((*mine[: too_many[0]], *list(self._entering)[: too_many[1]])):
                 del self._entering[oldest]
                 _end(oldest)
             self._entering[sock] = source

@@ -100,7 +100,7 @@ class Budget:
 
     @property
     def missing(self) -> int:
-        """Bytes of the `rest` to reserve now. None while slots are being made, or after memory has run out."""
+        """Bytes of the `rest` to reserve now; 0 while slots are being made, or after memory has run out."""
         return 0 if self.owed or self.ran_out else self.rest
 
     @property

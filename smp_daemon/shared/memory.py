@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def available_bytes() -> int:
 
 def memory_bytes() -> int:
     """The memory of this machine, or of this process's control group if that is less."""
-    limit, _ = cgroup_memory(_text(Path("/proc/self/cgroup")))
+    limit, _ = cgroup_memory(text_of(Path("/proc/self/cgroup")))
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(machine, limit or machine)
 
@@ -40,7 +41,7 @@ def cgroup_memory(groups: str, root: Path = CGROUPS) -> tuple[int | None, int]:
             continue
         here = base / path.strip("/")
         for group in (here, *here.parents):
-            limit, used = (_text(group / name) for name in names)
+            limit, used = (text_of(group / name) for name in names)
             if limit.isdigit() and int(limit) < (tightest[0] or UNLIMITED_BYTES):
                 tightest = (int(limit), int(used or 0))
             if group == base:
@@ -48,8 +49,14 @@ def cgroup_memory(groups: str, root: Path = CGROUPS) -> tuple[int | None, int]:
     return tightest
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a small file, without space around it; empty if it is not there or may not be read.
+
+    Raises `OSError` if reading fails for another reason.
+    """
     try:
         return path.read_text().strip()
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL):
+            raise
         return ""

@@ -185,7 +185,7 @@ class TestANodeThatIsDrained:
         assert run.protected is not None
         assert main(["give-up", "--arena", str(ground.base)]) == 0
         capsys.readouterr()
-        assert drain(ground, "node0", "--json", "-") == 0
+        assert drain(ground, "node0", "--deadline", "10s", "--json", "-") == 0
         assert json.loads(capsys.readouterr().out)["snapshot"] is None
         assert smp.wait_end() == 0
 

@@ -88,7 +88,7 @@ class Oracle:
     def captured(self, snapshot: Snapshot, coord: str, content: Content, *, begins: bool = True) -> None:
         """A trainer takes a snapshot of its state.
 
-        `begins`: whether a step begins there. Otherwise the trainer has yet to notice, and to take the snapshot again.
+        `begins`: whether a step begins there. Otherwise the trainer has yet to notice, and to give the snapshot up.
         """
         snapshot = (snapshot[0], snapshot[1])
         known = self._contents.setdefault(snapshot, {})
