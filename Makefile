@@ -166,7 +166,7 @@ docs: setup
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt snapshot/stream.c
+$(READY): pyproject.toml constraints.txt snapshot/stream.c smp_daemon/shared/receive.c
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"

@@ -51,6 +51,7 @@ static void copy(char *target, const char *source, size_t bytes) {
     memcpy(target, source, bytes);
 }
 
+/* Streaming stores are weakly ordered: whoever is told that the copy is done must find the bytes. */
 static void settle(void) { _mm_sfence(); }
 #else
 static void copy(char *target, const char *source, size_t bytes) { memcpy(target, source, bytes); }
@@ -60,6 +61,46 @@ static void settle(void) {}
 void holdfast_copy(const struct run *runs, size_t count) {
     for (size_t i = 0; i < count; i++) copy(runs[i].target, runs[i].source, runs[i].bytes);
     settle();
+}
+
+/* Functions of the xxHash library: XXH3_createState, XXH3_64bits_reset, _update, _digest and XXH3_freeState. */
+struct hash {
+    void *(*create)(void);
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *bytes, size_t count);
+    unsigned long long (*digest)(const void *state);
+    int (*destroy)(void *state);
+};
+
+/* Bytes that are digested and then copied: they stay in the first cache, so memory is read once for both. */
+enum { PIECE = 4096 };
+
+/* Copies runs and digests their bytes: one xxh3-64 for the runs up to each whose `ends` is set, from the one before
+ * it. Returns 0, or -1 if there is no memory for the state of a digest; then nothing is copied. */
+int holdfast_copy_digested(const struct run *runs, size_t count, const unsigned char *ends, const struct hash *hash,
+                           unsigned long long *digests) {
+    void *state = hash->create();
+    if (state == NULL) return -1;
+    hash->reset(state);
+    for (size_t i = 0; i < count; i++) {
+        const char *source = runs[i].source;
+        char *target = runs[i].target;
+        size_t left = runs[i].bytes;
+        while (left) {
+            size_t bytes = PIECE - (size_t)target % 64; /* so that the next piece begins with a line */
+            if (bytes > left) bytes = left;
+            hash->update(state, source, bytes);
+            copy(target, source, bytes);
+            source += bytes, target += bytes, left -= bytes;
+        }
+        if (ends[i]) {
+            *digests++ = hash->digest(state);
+            hash->reset(state);
+        }
+    }
+    hash->destroy(state);
+    settle();
+    return 0;
 }
 
 /* Hands a table of runs to a function that only queues copies, such as cuMemcpyAsync; stops at the first failure. */

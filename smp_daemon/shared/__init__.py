@@ -47,4 +47,5 @@ __all__ = [
     "transport",
     "uids",
     "versions",
+    "xxh3",
 ]

@@ -14,10 +14,10 @@ import socket
 from functools import cache
 from typing import Any
 
+from holdfast.smp_daemon.shared import xxh3
+
 PIECE_BYTES = 256 << 10
 """Bytes digested at a time: fewer than a core's own cache holds."""
-
-_HASH = ("XXH3_createState", "XXH3_64bits_reset", "XXH3_64bits_update", "XXH3_64bits_digest", "XXH3_freeState")
 
 
 def is_compiled() -> bool:
@@ -52,13 +52,8 @@ def receive(sock: socket.socket, payload: memoryview, timeout_s: float) -> tuple
 def _library() -> tuple[Any, Any] | None:
     """The compiled function, and the table of xxHash functions that it takes; None if either is missing."""
     found = importlib.util.find_spec("holdfast.smp_daemon.shared._receive")
-    hashing = importlib.util.find_spec("xxhash._xxhash")
-    if found is None or found.origin is None or hashing is None or hashing.origin is None:
-        return None
-    hashes = ctypes.CDLL(hashing.origin)
-    try:
-        functions = [ctypes.cast(getattr(hashes, name), ctypes.c_void_p).value for name in _HASH]
-    except AttributeError:  # this build of the package does not export them
+    functions = xxh3.functions()
+    if found is None or found.origin is None or functions is None:
         return None
     function = ctypes.CDLL(found.origin).holdfast_receive
     function.argtypes = [
@@ -71,4 +66,4 @@ def _library() -> tuple[Any, Any] | None:
         ctypes.POINTER(ctypes.c_uint64),
     ]
     function.restype = ctypes.c_longlong
-    return function, (ctypes.c_void_p * len(functions))(*functions)
+    return function, functions

@@ -43,6 +43,7 @@ from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.ring import Ring
 from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import flat
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 
 CHUNK_BYTES = 32 << 20
 """Length of our longest copy, which copies of others may have to wait for; also the length of the ring's buffers."""
@@ -78,8 +79,8 @@ class CudaEngine:
         # thread that holds it takes no other lock.
         self._looking = threading.Lock()
         self._look: torch.Tensor | None = None
-        self._tables: dict[int, Table] = {}
-        self._places: dict[int, Places] = {}
+        self._tables: dict[tuple[int, int], Table] = {}
+        self._places: dict[tuple[int, int], Places] = {}
         self._under_way: list[CudaTransfer] = []  # used by the copy thread, and by `close` once it has ended
 
     def cover(self, devices: Collection[torch.device]) -> None:
@@ -249,7 +250,13 @@ class CudaTransfer:
         except RuntimeError as error:
             self._error = str(error)
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         engine = self._engine
         engine.check(pieces)
         with engine.on_stream("the copy to the slot"):

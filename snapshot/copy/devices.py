@@ -17,6 +17,7 @@ from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
 from holdfast.snapshot.copy.engines import CopyEngine, CpuEngine, Filling, Sample, SlotTensor, Transfer, remembered
 from holdfast.snapshot.copy.pages import Pages
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 
 HOST = torch.device("cpu")
 PCI = Path("/sys/bus/pci/devices")
@@ -64,7 +65,7 @@ class DeviceEngines:
         self._pages = Pages()
         # Replaced, not changed in place, when an engine is added: other threads iterate over it.
         self._engines = {HOST: make(HOST, self._pages)}
-        self._divided: dict[int, _Divided] = {}
+        self._divided: dict[tuple[int, int], _Divided] = {}
         self.cover(devices)
 
     @property
@@ -171,9 +172,15 @@ class DeviceTransfers:
         self._engines = engines
         self._transfers = transfers
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         for engine, part, _ in self._engines.divided(pieces):
-            self._transfers[id(engine)].copy(part, slot, pause)
+            self._transfers[id(engine)].copy(part, slot, pause, digests)
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         return self._engines.sampled(pieces, lambda engine, part: self._transfers[id(engine)].sample(part, turn))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import octets, slot_tensor
+from holdfast.snapshot.copy.unit_digests import UnitDigests, WholeUnits
 
 TABLES = 8
 """How many sequences of pieces an engine remembers: a few are in use, the rest are of earlier layouts."""
@@ -65,12 +67,20 @@ class Sample:
 class Transfer(Protocol):
     """The state of one moment on its way into slots. Used by the copy thread, except ``fence``."""
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         """Copy pieces into the slot. On a GPU the copies may still be in progress when it returns. May be called again.
 
         Args:
             pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
                 Called with 0 where nothing is paced: then it may only raise.
+            digests: notes the digests of units that are copied whole, where that saves reading them again. Nothing
+                else may be copied into these units. Only for engines that do not `queue`.
         """
         ...
 
@@ -186,8 +196,8 @@ class CpuEngine:
     queues = False
 
     def __init__(self) -> None:
-        self._tables: dict[int, Table] = {}
-        self._places: dict[int, Places] = {}
+        self._tables: dict[tuple[int, int], Table] = {}
+        self._places: dict[tuple[int, int], Places] = {}
 
     def cover(self, devices: Collection[torch.device]) -> None:
         if strangers := [str(device) for device in devices if device.type != "cpu"]:
@@ -223,9 +233,22 @@ class CpuEngine:
         found = [octets(tensor).numpy() for tensor in tensors]
         return lambda: found
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        table = remembered(self._tables, pieces, Table)
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
+        unit_bytes = digests.unit_bytes if digests is not None and runs.digests() else None
+        table = remembered(self._tables, pieces, partial(Table, unit_bytes=unit_bytes), unit_bytes or 0)
         base = np.array([0, address_of(slot), 0], dtype=np.uint64)
+        for batch, ends, units in table.whole_units:
+            assert digests is not None
+            pause(int(batch[:, 2].sum()))
+            values = np.empty(len(units), np.uint64)
+            runs.copy_digested(batch + base, ends, values)
+            digests.note(units, values)
         for batch in table.batches:
             pause(int(batch[:, 2].sum()))
             runs.copy(batch + base)
@@ -326,17 +349,29 @@ class Table:
     """Pieces as batches of runs from their memory to offsets in a slot; `odd`: the pieces that are not plain.
 
     The addresses are those of `pieces`, which it keeps alive.
+
+    Attributes:
+        whole_units: batches of runs that fill whole units, see `WholeUnits`; they are not among `batches`.
     """
 
     def __init__(
-        self, pieces: Sequence[SlotTensor], batch_bytes: int | None = None, border_bytes: int | None = None
+        self,
+        pieces: Sequence[SlotTensor],
+        batch_bytes: int | None = None,
+        border_bytes: int | None = None,
+        unit_bytes: int | None = None,
     ) -> None:
-        """`batch_bytes`: see `runs.batches`. `border_bytes`: no run crosses a multiple of it in the slot."""
+        """`batch_bytes`: see `runs.batches`. `border_bytes`: no run crosses a multiple of it in the slot. `unit_bytes`:
+        length of units to keep whole; None: none."""
         self.pieces = pieces
         self.odd = [piece for piece in pieces if not piece.is_plain]
+        self.whole_units: list[tuple[Runs, NDArray[np.uint8], NDArray[np.int64]]] = []
         table = runs.merged(runs.make_runs([(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]))
         if border_bytes is not None:
             table = runs.cut(table, 1, border_bytes)
+        if unit_bytes is not None:
+            units = WholeUnits(table, unit_bytes, batch_bytes)
+            self.whole_units, table = units.batches, units.rest
         self.batches = runs.batches(table, batch_bytes)
 
 
@@ -350,15 +385,21 @@ class _Remembers(Protocol):
 R = TypeVar("R", bound=_Remembers)
 
 
-def remembered(known: dict[int, R], pieces: Sequence[SlotTensor], make: Callable[[Sequence[SlotTensor]], R]) -> R:
-    """The object that `make` made of these pieces, now or earlier; the one unused for longest makes room for a new one.
-    Any thread may call it."""
-    found = known.pop(id(pieces), None)
+def remembered(
+    known: dict[tuple[int, int], R],
+    pieces: Sequence[SlotTensor],
+    make: Callable[[Sequence[SlotTensor]], R],
+    kind: int = 0,
+) -> R:
+    """The object of that `kind` that `make` made of these pieces, now or earlier; the one unused for longest makes room
+    for a new one. Any thread may call it."""
+    key = id(pieces), kind
+    found = known.pop(key, None)
     if found is None:
         found = make(pieces)
         for oldest in list(known)[: max(0, len(known) - TABLES + 1)]:  # a list, as other threads change it meanwhile
             known.pop(oldest, None)
-    known[id(pieces)] = found
+    known[key] = found
     return found
 
 

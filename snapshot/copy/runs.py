@@ -13,6 +13,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.smp_daemon.shared import xxh3
+
 PIECE_BYTES = 64 << 20
 """Length of the longest run after `split`: how often a copy can be paced or stopped."""
 
@@ -96,6 +98,33 @@ def copy(runs: Runs) -> None:
         ctypes.memmove(target, source, length)
 
 
+def digests() -> bool:
+    """Whether `copy_digested` is available: not if there was no compiler, or where xxHash does not export what it
+    needs."""
+    return _library() is not None and xxh3.functions() is not None
+
+
+def copy_digested(runs: Runs, ends: NDArray[np.uint8], digests: NDArray[np.uint64]) -> None:
+    """Copy every run, and digest its bytes on their way. Blocks; other Python threads go on. As for `copy`, the caller
+    vouches for the addresses.
+
+    Args:
+        ends: shape [n]: 1 at each run with which a part ends; the last run is one.
+        digests: takes the xxh3-64 of each part, in order.
+
+    Raises:
+        MemoryError: nothing is copied.
+    """
+    library = _library()
+    assert library is not None
+    table = np.ascontiguousarray(runs)
+    assert len(ends) == len(table) and int(ends.sum()) <= len(digests) and digests.flags.c_contiguous
+    if library.holdfast_copy_digested(
+        table.ctypes.data, len(table), ends.ctypes.data, xxh3.functions(), digests.ctypes.data
+    ):
+        raise MemoryError("no memory for the state of a digest")
+
+
 def queue(copy_async: int, runs: Runs, stream: int) -> int:
     """Call ``copy_async(target, source, bytes, stream)``, a C function at that address, for every run, until one call
     does not return 0. Returns the last call's result. Other Python threads go on."""
@@ -124,6 +153,14 @@ def _library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(found.origin)
     library.holdfast_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.holdfast_copy.restype = None
+    library.holdfast_copy_digested.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    library.holdfast_copy_digested.restype = ctypes.c_int
     library.holdfast_queue.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     library.holdfast_queue.restype = ctypes.c_int
     return library

@@ -24,6 +24,7 @@ from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
@@ -82,9 +83,15 @@ class Noting(CpuEngine):
         self.on_mark()
         return self
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         self.before_copy()
-        super().copy(pieces, slot, pause)
+        super().copy(pieces, slot, pause, digests)
         self.after_copy()
         self.notes.append(([piece.offset for piece in pieces], self.job is not None and self.job.copied.is_set()))
 

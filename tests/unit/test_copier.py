@@ -19,6 +19,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from holdfast.snapshot.state.record import place_tensors
 from holdfast.snapshot.step.copier import Copier, CopyJob
@@ -241,12 +242,18 @@ class Gated(CpuEngine):
         self.go.set()
         self.read: list[int] = []
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         if pieces:
             self.copying.set()
             assert self.go.wait(DEADLINE_S)
             self.read.append(len(pieces))
-        super().copy(pieces, slot, pause)
+        super().copy(pieces, slot, pause, digests)
 
 
 class Rig:

@@ -19,6 +19,7 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.devices import DeviceEngines, _Divided
 from holdfast.snapshot.copy.engines import SAMPLE_BYTES, TABLES, CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.tensors import DTYPES, leaf_of, read_leaf
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from tests.unit.test_tensors import bits, random_bits
 
 BEFORE = 32
@@ -363,7 +364,13 @@ class Named(CpuEngine):
         self._notes.append((self._name, "mark"))
         return self
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         self.given.append(pieces)
         self._notes.append((self._name, "copy", *(p.offset for p in pieces)))
 
@@ -445,7 +452,7 @@ def test_a_sample_of_several_devices_is_one_sample_of_their_pieces() -> None:
     divided = _Divided(
         pieces, [(CpuEngine(), tuple(pieces[i] for i in part), np.array(part, np.int64)) for part in (first, second)]
     )
-    engines._divided[id(pieces)] = divided
+    engines._divided[id(pieces), 0] = divided
     together = engines.sample(pieces, 3)
     order = np.argsort(together.index)
     assert together.index[order].tolist() == alone.index.tolist() == [0, 1, 3, 4]

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.step.capture import Capture
@@ -513,11 +514,17 @@ class SteppingEngine(CpuEngine):
         active().point()
         return super().mark()
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         half = len(pieces) // 2
         for some in (pieces[:half], pieces[half:]):
             active().point()
-            super().copy(some, slot, pause)
+            super().copy(some, slot, pause, digests)
 
     def finish(self) -> None:
         active().point()

@@ -22,6 +22,7 @@ from holdfast.snapshot.collective.agreement import Result, T, Values
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.engines import CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.resume.attempt import Verdict, agree_on
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
@@ -361,7 +362,13 @@ class SimEngine:
         active().point()
         return self
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        pause: Callable[[int], None],
+        digests: UnitDigests | None = None,
+    ) -> None:
         for piece in pieces:
             live: Any = piece.tensor
             half = piece.bytes // 2
