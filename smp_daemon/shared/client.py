@@ -356,7 +356,7 @@ class SmpClient:
         message = Recover(epoch=self._epoch, sources=sources, coord=coord, check=check)
         reply = self._call(message, sources.layout.move_deadline(coord))
         got = from_plain(Recovered, reply, "a shard that is held again")
-        return RecoveredShard(self._map(got), got.how, got.bytes_fetched, got.unit_bytes, got.digests)
+        return RecoveredShard(self._map(got, touch=False), got.how, got.bytes_fetched, got.unit_bytes, got.digests)
 
     def lend(self, sources: Sources) -> None:
         """Choose the snapshot whose units `unit` returns from now on, whichever SMP holds them."""
@@ -552,12 +552,17 @@ class SmpClient:
         if stream is not None:
             stream.close()
 
-    def _map(self, slot: SlotFile) -> memoryview:
-        """Map a slot file, or return the mapping that exists already."""
-        with self._mapping:
-            return self._map_file(slot)
+    def _map(self, slot: SlotFile, *, touch: bool = True) -> memoryview:
+        """Map a slot file, or return the mapping that exists already.
 
-    def _map_file(self, slot: SlotFile) -> memoryview:
+        Args:
+            touch: whether to touch its pages, so that a copy into it does not wait for the kernel. Not for a slot that
+                is read first: reading maps pages, too, many at a time and in each of the threads that load.
+        """
+        with self._mapping:
+            return self._map_file(slot, touch)
+
+    def _map_file(self, slot: SlotFile, touch: bool) -> memoryview:
         name, inode, length = slot.file, slot.inode, slot.bytes
         known = self._maps.get(name)
         if known is not None and known[0] == inode and known[1].nbytes == length:
@@ -582,7 +587,8 @@ class SmpClient:
             files.close(fd)
         mapped.madvise(mmap.MADV_DONTDUMP)
         try:
-            self.system.populate(mapped)
+            if touch:
+                self.system.populate(mapped)
         except OSError as error:
             log.debug("a slot is not touched ahead of time, and the first copy will be slower: %s", error)
         self._maps[name] = (inode, memoryview(mapped))
