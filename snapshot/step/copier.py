@@ -187,7 +187,7 @@ class Copier:
         # Both threads write `_attached`. `_stuck`, `_ahead`, `_newest`, `_coord` and
         # `_stride` belong to the copy thread, and to `close` and `let_go` once it has ended.
         self._attached = True
-        self._stuck: HoldfastError | None = None
+        self._stuck: CopyJob | None = None
         self._episodes = Episodes(log)
         self._ahead: tuple[SnapshotId, memoryview, int | None] | None = None
         self._newest: SnapshotId | None = None
@@ -284,9 +284,9 @@ class Copier:
         return False
 
     def _copy(self, job: CopyJob) -> None:
-        if self._stuck is not None:
-            raise self._stuck
         self._engine.enter_thread()
+        if self._stuck is not None:
+            self._settle(self._stuck)
         if not self._attached:
             self._ahead = None
             self._reattach()
@@ -298,18 +298,19 @@ class Copier:
             self._fill(job, slot)
         except Exception:
             self._settle(job)
-            self._client.abandon(job.snapshot, job.coord)
             raise
         job.slot, job.filled_s = slot, self._monotonic()
 
     def _settle(self, job: CopyJob) -> None:
-        """Make sure that nothing writes to the slot of a copy that has failed. If that fails, too, the slot is never
-        given back, and no other is asked for: the SMP would then give this one away."""
+        """Make sure that nothing writes to the slot of a copy that has failed, and give it back. Until that succeeds,
+        each job tries it first, and no other slot is asked for: the SMP would then give this one away."""
+        self._stuck = job
         try:
             job.transfer.settle()
         except HoldfastError as error:
-            self._stuck = HoldfastError(f"no more snapshots are taken, as a device may still write to a slot: {error}")
-            raise self._stuck from error
+            raise HoldfastError(f"no snapshots are taken, as a device may still write to a slot: {error}") from error
+        self._stuck = None
+        self._client.abandon(job.snapshot, job.coord)
 
     def _seal(self, job: CopyJob) -> None:
         self._engine.enter_thread()

@@ -342,7 +342,7 @@ def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
     assert set(torch.frombuffer(rig.slots.slot, dtype=torch.float32, count=4096, offset=offset).tolist()) == {3.0}
 
 
-def test_a_slot_that_a_device_may_still_write_to_is_never_given_back_and_no_other_is_asked_for(
+def test_a_slot_is_not_given_back_and_no_other_is_asked_for_while_a_device_may_write_to_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stuck() -> None:
@@ -357,6 +357,14 @@ def test_a_slot_that_a_device_may_still_write_to_is_never_given_back_and_no_othe
         assert "cuda:0 did not" in str(made.error)
     assert [each.step for each in rig.slots.begun] == [1]
     assert rig.slots.abandoned == rig.slots.unused == rig.slots.sealed == []
+    monkeypatch.undo()  # the device gets on: the slot is given back, and snapshots are taken again
+    made = rig.submit(job(step=3))
+    made.fence(DEADLINE_S, DEADLINE_S)
+    made.confirmed.set()
+    assert made.done.wait(DEADLINE_S)
+    made.check()
+    assert [each.step for each in rig.slots.abandoned] == [1]
+    assert [each.step for each in rig.slots.begun][:2] == [1, 3]
 
 
 def test_a_copy_that_outlasts_its_deadline_is_not_sealed(rig: Rig) -> None:
