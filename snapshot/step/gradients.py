@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from holdfast.snapshot.step.graphs import capturing
+
 STEPS_ON_DEVICES = 8
 """On a GPU gradients are looked at only in this many steps: reading a value there waits for the device."""
 
@@ -69,6 +71,8 @@ class Gradients:
 
     def _watch(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def before_it_is_added(gradient: torch.Tensor) -> None:
+            if capturing():
+                return  # nothing is computed, and to read a value would ruin the capture
             self._count += 1
             if self._steps == 0 and self._count == MOST_WITHOUT_A_STEP:
                 self._once(NO_STEP, self._count)
@@ -76,12 +80,12 @@ class Gradients:
                 return  # Megatron adds them up in `main_grad`, and takes `grad` away here
             first = name not in self._seen
             self._seen.add(name)
-            held = self._holds(parameter)
-            if held is None:
+            if first and not self._steps:
                 return
-            if first and held and self._steps:
+            held = self._holds(parameter)
+            if first and held:
                 self._once(KEPT, name)
-            elif not first and not held:
+            elif not first and held is False:
                 self._times_zeroed += 1
                 if self._steps or self._times_zeroed >= MOST_ZEROED:
                     self._zeroed()
