@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, Runtime
@@ -54,6 +55,13 @@ RING_BUFFERS = LOAD_THREADS + 2
 SAMPLED = 256
 """Number of tensors that are sampled when a step begins."""
 
+MOST_CHUNKS = 256
+"""In how many parts copies of plain tensors are queued at most: a driver takes about a thousand pieces of work before
+the next call blocks, of any thread."""
+
+MARKS = 8
+"""At how many points of a copy its progress is noticed."""
+
 
 class CudaEngine:
     """Moves state between one device and slots; see `snapshot.copy.engines.CopyEngine` for who calls what, and when.
@@ -62,7 +70,7 @@ class CudaEngine:
 
     Raises:
         HoldfastError: the device reported an error, of this or of earlier work.
-        DeadlineExceeded: 60 s without progress; what is in progress may still go on.
+        DeadlineExceeded: the device has got to our work, and has made no progress with it for 60 s; it may still go on.
         ConfigError: a piece is on another device.
     """
 
@@ -75,6 +83,8 @@ class CudaEngine:
         self.stream = runtime.own_stream("copies")
         self.ring = Ring(runtime, self.stream, RING_BUFFERS, CHUNK_BYTES)
         self._looks = runtime.own_stream("looks")
+        self._samples = runtime.own_stream("samples")
+        self._sampling = threading.Lock()  # guards `_samples` while one sample is queued
         # Guards `_look` and `_looks`, the one buffer and stream to fetch samples with; held while one is fetched. A
         # thread that holds it takes no other lock.
         self._looking = threading.Lock()
@@ -103,7 +113,23 @@ class CudaEngine:
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         """Sample the pieces as the work queued on the current stream leaves them; `SAMPLED` of them, others each
-        turn."""
+        turn.
+
+        The copies are queued on a stream of ours that the current one waits for: CUDA batches none on its default
+        stream.
+        """
+        with self._sampling, self.reported("a look at the state"):
+            here = self.runtime.current_stream()
+            if any(piece.bytes for piece in pieces):
+                self._samples.wait_event(here.record_event())
+            with self.runtime.on(self._samples):
+                taken = self.sample_here(pieces, turn)
+            if len(taken.index):
+                here.wait_event(self._samples.record_event())
+        return taken
+
+    def sample_here(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
+        """As `sample`, with copies on the current stream."""
         places = remembered(self._places, pieces, Places)
         start, length, place = places.at(turn)
         count = len(start)
@@ -154,34 +180,58 @@ class CudaEngine:
         self._tables.clear()
         self._places.clear()
 
-    def close(self) -> None:
-        self.forget()
+    def settle(self) -> None:
         for transfer in list(self._under_way):
             transfer.settle()
         with self.on_stream("the last transfer"):
             self.ring.settle()
+
+    def close(self) -> None:
+        self.forget()
+        self.settle()
+        with self.on_stream("the last transfer"):
             self._pages.release(self.runtime)
 
-    def queue(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        """Queue the copies of all pieces on our stream, which must be the current one.
+    def table(self, pieces: Sequence[SlotTensor]) -> Table:
+        return remembered(self._tables, pieces, lambda some: Table(some, CHUNK_BYTES, REGISTER_BYTES))
+
+    def queue(
+        self, table: Table, slot: memoryview, pause: Callable[[int], None], begun: DeviceEvent
+    ) -> Iterator[DeviceEvent]:
+        """Queue the copies of all pieces on our stream, which must be the current one, after `begun`. Yields points of
+        the way.
 
         Nothing is paced: the copies take hardly any of the device's memory bandwidth, and are done long after this
-        returns.
+        ends. If the device has one queue for all streams, no kernel is queued that would wait for a copy: all kernels
+        that training launches after it would wait, too. So none separates the copies, and one that packs a tensor is
+        queued only when there is no copy before it. Those come first, while that takes least time.
         """
-        table = remembered(self._tables, pieces, lambda some: Table(some, CHUNK_BYTES, REGISTER_BYTES))
-        store = self.runtime.copy_runs if self._pages.has(slot) else self.ring.store
+        runtime, direct = self.runtime, self._pages.has(slot)
         base = np.array([0, address_of(slot), 0], np.uint64)
-        for batch in table.batches:
+
+        def store(table: Runs) -> None:
             pause(0)
-            store(batch + base)
-            self.runtime.make_way()
+            if direct:
+                runtime.copy_runs(table + base)
+            else:
+                self.ring.store(table + base, begun)
+            if not runtime.one_queue:
+                runtime.make_way()
+
         for chunk in (chunk for piece in table.odd for chunk in chunks(piece, CHUNK_BYTES)):
-            pause(0)
-            scratch = self.runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
-            self.runtime.copy(scratch, chunk.tensor)
+            scratch = runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
+            runtime.copy(scratch, chunk.tensor)
             rows = runs.make_runs([(scratch.data_ptr(), chunk.offset, chunk.bytes)])
-            store(runs.cut(rows, 1, REGISTER_BYTES) + base)
-            self.runtime.make_way()
+            store(runs.cut(rows, 1, REGISTER_BYTES))
+            if runtime.one_queue:
+                runtime.wait(self.stream.record_event(), begun)
+        batches = table.batches
+        together = -(-len(batches) // MOST_CHUNKS) if direct else 1  # a batch fills a buffer of the ring
+        marks = max(1, len(batches) // MARKS)
+        for first in range(0, len(batches), together):
+            store(np.concatenate(batches[first : first + together]))
+            if first % marks < together:
+                yield self.stream.record_event()
 
     def check(self, pieces: Sequence[SlotTensor]) -> None:
         """Raise `ConfigError` if a piece is on another device."""
@@ -242,7 +292,8 @@ class CudaTransfer:
         self._ready: DeviceEvent | None = None
         self._border: DeviceEvent | None = None
         self._last: DeviceEvent | None = None
-        self._kept: list[Sequence[SlotTensor]] = []
+        self._passed: list[DeviceEvent] = []
+        self._kept: list[Table] = []
         self._guarded = False
         self._error = ""
         try:
@@ -266,9 +317,10 @@ class CudaTransfer:
             engine.began(self)
             if not self._kept:
                 engine.stream.wait_event(self._ready)
-            self._kept.append(pieces)
+            table = engine.table(pieces)
+            self._kept.append(table)
             try:
-                engine.queue(pieces, slot, pause)
+                self._passed.extend(engine.queue(table, slot, pause, self._ready))
             finally:
                 self._last = engine.stream.record_event()
 
@@ -276,7 +328,7 @@ class CudaTransfer:
         engine = self._engine
         with engine.on_stream("a look at the state"):
             try:
-                return engine.sample(pieces, turn)
+                return engine.sample_here(pieces, turn)
             finally:
                 self._last = engine.stream.record_event()
 
@@ -296,13 +348,17 @@ class CudaTransfer:
     def finish(self) -> None:
         engine = self._engine
         with engine.on_stream("the copy to the slot"):
-            if self._last is not None:
-                engine.runtime.wait(self._last)
-            engine.ring.land()
-        asked = bool(self._kept)
+            begun = self._ready
+            for event in [*self._passed, *([self._last] if self._last is not None else [])]:
+                engine.runtime.wait(event, begun)
+                begun = event
+            engine.ring.land(begun)
+        asked, moved = bool(self._kept), [name for table in self._kept for name in table.moved()]
         self._over()
         if asked and self._error:
             raise HoldfastError(f"the state may have changed while it was copied: {self._error}")
+        if moved:
+            raise HoldfastError(f"memory was released while it was copied, as by an offload of state: {some(moved)}")
 
     def settle(self) -> None:
         engine = self._engine
@@ -314,6 +370,7 @@ class CudaTransfer:
 
     def _over(self) -> None:
         self._kept.clear()
+        self._passed.clear()
         self._engine.ended(self)
 
 

@@ -6,7 +6,8 @@ Each is looked up at its first use in ``libcuda``, which comes with the driver o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,9 @@ REGISTER_BYTES = 64 << 20
 RELAXED = 2
 """Capture mode in which nothing that this thread does breaks a capture of another thread."""
 
+TAKES_HOST_ADDRESSES = 91
+"""``CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM``."""
+
 NON_BLOCKING = 1
 """Stream flag: the stream does not wait for the default stream."""
 
@@ -34,10 +38,24 @@ IN_STREAM_ORDER = 1
 log = get_log(__name__)
 
 
-def relax_captures() -> None:
-    """From now on nothing that this thread does makes a capture of another thread fail, or fails because of one."""
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """In this block nothing that this thread does makes a capture of another thread fail, or fails because of one."""
     mode = ctypes.c_int(RELAXED)
-    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # puts the earlier mode there
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
+def takes_host_addresses(number: int) -> bool:
+    """Whether the device of that number accepts the host's addresses of registered memory. Under WSL2 and on some
+    paravirtualised devices such an access is an illegal one, which ends all work of the process."""
+    device, answer = ctypes.c_int(), ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), number)
+    _call("cuDeviceGetAttribute", ctypes.byref(answer), TAKES_HOST_ADDRESSES, device)
+    return bool(answer.value)
 
 
 def new_stream(priority: int) -> int:

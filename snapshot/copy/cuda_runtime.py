@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,9 +18,14 @@ from holdfast.snapshot.copy.runs import Runs
 
 DEADLINE_S = 60.0
 POLL_S = 1e-4
+LONGEST_POLL_S = 1e-3
+"""Each query takes the GIL from the training thread: how long to sleep between two, at first and later, in seconds."""
 
 FIRST = -1
 """Priority of our stream: its kernels compute next to nothing, and must not wait behind the blocks of a step."""
+
+NOT_SUPPORTED = 801
+"""CUDA's error code for what a device cannot do."""
 
 log = get_log(__name__)
 
@@ -47,18 +53,22 @@ class DeviceStream(Protocol):
 class Runtime(Protocol):
     """What capture and restore need of CUDA, on one device. Any call may raise RuntimeError for an error of the device.
 
-    `enter_thread` is called first in each of holdfast's threads: from then on the thread uses the device, and breaks no
-    capture of a CUDA graph. `capturing`: whether work that is queued on the current stream is being recorded instead of
-    done. `own_stream` gives a stream that nobody else is given, the same for the same name.
-    `on` makes a stream, and its device, the calling thread's current one. On the current stream `copy` queues a copy
-    between tensors of the device, and `copy_runs` queues rows of source, target and bytes, each on the device or
-    pinned. Sources and targets must stay until the copy is done. `scratch` is device memory that, once dropped, only
-    work queued later on that stream gets. `make_way` lets copies of other streams go before those that are queued next.
-    `wait` blocks until an event, or raises `DeadlineExceeded` after 60 s. `register` page-locks host memory and gives
-    every device access to it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
+    `enter_thread` is called first in each of holdfast's threads: from then on the thread uses the device. `capturing`:
+    whether work that is queued on the current stream is being recorded instead of done. `own_stream` gives a stream
+    that nobody else is given, the same for the same name. `one_queue`: whether the device takes the kernels of all
+    streams in the order in which they were launched, so that one that waits holds up all that follow.
+    `on` makes a stream, and its device, the calling thread's current one; within it the thread breaks no capture of a
+    CUDA graph. On the current stream `copy` queues a copy between tensors of the device, and `copy_runs` queues rows of
+    source, target and bytes, each on the device or pinned. Sources and targets must stay until the copy is done.
+    `scratch` is device memory that, once dropped, only work queued later on that stream gets. `make_way` lets copies of
+    other streams go before those that are queued next, by a kernel between them.
+    `wait` blocks until an event, or raises `DeadlineExceeded` once the device has taken 60 s for it since `begun`,
+    however long it takes to get there: work of training comes before. `register` page-locks host memory and gives every
+    device access to it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
     """
 
     device: torch.device
+    one_queue: bool
 
     def enter_thread(self) -> None: ...
     def capturing(self) -> bool: ...
@@ -70,7 +80,7 @@ class Runtime(Protocol):
     def make_way(self) -> None: ...
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def pinned(self, count: int) -> torch.Tensor: ...
-    def wait(self, event: DeviceEvent) -> None: ...
+    def wait(self, event: DeviceEvent, begun: DeviceEvent | None = None) -> None: ...
     def register(self, address: int, count: int) -> int: ...
     def unregister(self, address: int) -> int: ...
 
@@ -92,11 +102,12 @@ class TorchRuntime:
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(f"{device} is not a usable CUDA device: torch.cuda.is_available() must be true")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         self._speck: torch.Tensor | None = None
+        self._takes_host_addresses: bool | None = None  # None: not asked yet
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)  # else the first call would make a context of hundreds of MB on device 0
-        cuda_driver.relax_captures()
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -110,7 +121,11 @@ class TorchRuntime:
     @contextmanager
     def on(self, stream: DeviceStream) -> Iterator[None]:
         # The device first: leaving a stream makes the device current that was current when it was entered.
-        with torch.cuda.device(self.device), torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.stream(cast(torch.cuda.Stream, stream)),
+            cuda_driver.relaxed(),
+        ):
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -129,16 +144,24 @@ class TorchRuntime:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def pinned(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        # The device is named, as a job may have set another default.
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def wait(self, event: DeviceEvent) -> None:
-        limit = time.monotonic() + DEADLINE_S
+    def wait(self, event: DeviceEvent, begun: DeviceEvent | None = None) -> None:
+        pause_s, limit = POLL_S, None
         while not event.query():
-            if time.monotonic() >= limit:
+            if limit is None and (begun is None or begun.query()):
+                limit = time.monotonic() + DEADLINE_S
+            if limit is not None and time.monotonic() >= limit:
                 raise DeadlineExceeded(f"{self.device} did not get on with a transfer for {DEADLINE_S:.0f} s")
-            time.sleep(POLL_S)  # CUDA's own waits have no deadline
+            time.sleep(pause_s)  # CUDA's own waits have no deadline
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
     def register(self, address: int, count: int) -> int:
+        if self._takes_host_addresses is None:
+            self._takes_host_addresses = cuda_driver.takes_host_addresses(self.device.index)
+        if not self._takes_host_addresses:
+            return NOT_SUPPORTED
         portable = 1  # page-locked for every device
         return self._reported(torch.cuda.cudart().cudaHostRegister(address, count, portable))  # type: ignore[no-untyped-call]
 

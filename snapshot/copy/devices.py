@@ -136,8 +136,13 @@ class DeviceEngines:
         for engine in self._engines.values():
             engine.forget()
 
+    def settle(self) -> None:
+        for engine in self._engines.values():
+            engine.settle()
+
     def close(self) -> None:
         self._divided.clear()
+        self.settle()  # each unregisters the slots of all
         for engine in self._engines.values():
             engine.close()
 

@@ -184,8 +184,13 @@ class CopyEngine(Protocol):
         """Forget all pieces, whose memory would otherwise be kept. Any thread may call it, at any time."""
         ...
 
+    def settle(self) -> None:
+        """Block until no transfer is in progress, complete or not. Raises `DeadlineExceeded` if a slot may still be
+        written to. Called once no thread copies any more, before `close` of any engine that shares the slots."""
+        ...
+
     def close(self) -> None:
-        """Release everything; idempotent. Raises `DeadlineExceeded` if a slot may still be written to."""
+        """Release everything; idempotent. Raises as `settle`."""
         ...
 
 
@@ -364,6 +369,8 @@ class Table:
         """`batch_bytes`: see `runs.batches`. `border_bytes`: no run crosses a multiple of it in the slot. `unit_bytes`:
         length of units to keep whole; None: none."""
         self.pieces = pieces
+        self._held = tuple(pieces)  # the caller may change a list
+        self._addresses = self._where()
         self.odd = [piece for piece in pieces if not piece.is_plain]
         self.whole_units: list[tuple[Runs, NDArray[np.uint8], NDArray[np.int64]]] = []
         table = runs.merged(runs.make_runs([(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]))
@@ -373,6 +380,15 @@ class Table:
             units = WholeUnits(table, unit_bytes, batch_bytes)
             self.whole_units, table = units.batches, units.rest
         self.batches = runs.batches(table, batch_bytes)
+
+    def moved(self) -> list[str]:
+        """The names of the pieces whose memory was released or replaced since this was made: holding a tensor does not
+        hold its memory if somebody calls ``untyped_storage().resize_``."""
+        pairs = zip(self._held, self._addresses, self._where(), strict=True)
+        return [piece.name for piece, before, now in pairs if before != now]
+
+    def _where(self) -> list[int]:
+        return [piece.tensor.data_ptr() for piece in self._held]
 
 
 class _Remembers(Protocol):

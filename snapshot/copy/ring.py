@@ -33,19 +33,20 @@ class Ring:
         self._free: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
         self._stored: deque[tuple[torch.Tensor, DeviceEvent, Runs]] = deque()
 
-    def store(self, table: Runs) -> None:
-        """Queue runs from the device to memory, together at most one buffer long. `land` waits until they are there."""
+    def store(self, table: Runs, begun: DeviceEvent | None = None) -> None:
+        """Queue runs from the device to memory, together at most one buffer long. `land` waits until they are there.
+        `begun`: see `Runtime.wait`; what this may wait for was queued after it."""
         while len(self._stored) >= self._most:
-            self._land_first()
+            self._land_first(begun)
         buffer = self._take()
         target = np.uint64(buffer.data_ptr()) + _starts(table)
         self._runtime.copy_runs(_with(table, target=target))
         self._stored.append((buffer, self._stream.record_event(), _with(table, source=target)))
 
-    def land(self) -> None:
-        """Block until everything stored is where it belongs."""
+    def land(self, begun: DeviceEvent | None = None) -> None:
+        """Block until everything stored is where it belongs. `begun`: as in `store`."""
         while self._stored:
-            self._land_first()
+            self._land_first(begun)
 
     def load(self, table: Runs) -> None:
         """Queue runs from memory to the device, one buffer after another. When it returns their sources may go."""
@@ -69,9 +70,9 @@ class Ring:
         while self._stored:
             self._give(self._stored.popleft()[0], None)
 
-    def _land_first(self) -> None:
+    def _land_first(self, begun: DeviceEvent | None) -> None:
         buffer, event, table = self._stored[0]
-        self._runtime.wait(event)
+        self._runtime.wait(event, begun)
         runs.copy(table)
         self._stored.popleft()
         self._give(buffer, None)

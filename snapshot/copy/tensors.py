@@ -52,8 +52,8 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
     """The leaf that stores `tensor`.
 
     Raises:
-        ConfigError: it is sparse, quantised, neither on a CPU nor on a GPU, or its elements share memory, so that it
-            could not be filled again; the message names it.
+        ConfigError: it is sparse, quantised, neither on a CPU nor on a GPU, its memory was released, or its elements
+            share memory, so that it could not be filled again; the message names it.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or type(tensor.data) is not torch.Tensor:
         raise ConfigError(
@@ -67,7 +67,19 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
             f"{name}, of shape {list(tensor.shape)} and strides {list(tensor.stride())}, is a view in which elements "
             "share memory, as expand() makes them, and cannot be filled again: keep a copy of it, made by clone()"
         )
+    if tensor.numel() and tensor.untyped_storage().nbytes() < tensor.itemsize * (
+        tensor.storage_offset() + reach(tensor)
+    ):
+        raise ConfigError(
+            f"{name} has no memory at the beginning of a step: something has released it, as an option does that "
+            "offloads optimizer state between steps (`untyped_storage().resize_`); turn that off"
+        )
     return Leaf(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """How many elements of memory lie between the first and the last of a tensor that is not empty, with both."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def strides_of(tensor: torch.Tensor) -> list[int] | None:
@@ -171,7 +183,7 @@ def slot_tensor(slot: memoryview, offset: int, dtype: torch.dtype, shape: tuple[
     """A tensor over slot memory. It must not outlive the use of the slot: clone what is to be kept."""
     count = int(np.prod(shape, dtype=np.int64))
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset).view(shape)
 
 

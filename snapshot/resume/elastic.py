@@ -359,7 +359,7 @@ class OtherWorld(Attempt):
             direct = (
                 tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
             )
-            target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+            target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             memory = memoryview(octets(target).numpy().data)
             for read in fill.reads:
                 self._lent.read_into(read.coord, read.source, memory[read.target : read.target + read.bytes])

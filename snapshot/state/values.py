@@ -197,7 +197,7 @@ def unpacked(held: Any, device: torch.device | None = None, there: Any = None) -
         there: filled anew and returned if it is a dict or a deque, like `held`: it knows more than its items.
     """
     if isinstance(held, dict) and _PACKED in held:
-        made = torch.empty(held["shape"], dtype=held[_PACKED])
+        made = torch.empty(held["shape"], dtype=held[_PACKED], device="cpu")
         octets(made).copy_(torch.from_numpy(held["bytes"]))
         return made if held["host"] or device is None else made.to(device)
     if isinstance(held, dict):

@@ -8,7 +8,7 @@ import mmap
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import cuda, cuda_runtime, pages, runs
 from holdfast.snapshot.copy.cuda import CudaEngine, chunks
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Table, Transfer
 from holdfast.snapshot.copy.pages import Pages
-from holdfast.snapshot.copy.tensors import flat
+from holdfast.snapshot.copy.tensors import flat, leaf_of
 from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from tests.deadlines import DEADLINE_S
 from tests.proof.device import standin
@@ -635,17 +635,22 @@ def test_threads_of_ours_break_no_capture(one: EmulatedCuda) -> None:
     live = one.tensor(torch.ones(500))
     slot = prepared(engine)
     transfer = engine.mark()
+    sample, given = engine.sample(place(live), 1), engine.fetch([live])
 
     def copying() -> None:
         engine.enter_thread()
         transfer.copy(place(live), slot, no_pause)
         transfer.finish()
 
-    def careless() -> None:
-        with pytest.raises(HoldfastError, match="during"):
-            transfer.settle()
+    def reading() -> None:  # as the thread does in which ranks agree: it does nothing else with the device
+        sample.read()
+        given()
 
-    for work, ruined in ((copying, ""), (careless, "query during")):
+    def careless() -> None:
+        with pytest.raises(RuntimeError, match="during"):
+            engine.runtime.pinned(10)
+
+    for work, ruined in ((copying, ""), (reading, ""), (careless, "memory during")):
         thread = MACHINE.Thread(target=work)
         if ruined:
             with pytest.raises(RuntimeError, match=ruined), one.capture():
@@ -660,6 +665,88 @@ def test_threads_of_ours_break_no_capture(one: EmulatedCuda) -> None:
             thread.join(DEADLINE_S)
         assert not engine.capturing()
         assert bytes(slot[64:68]) == bits(torch.ones(1))
+
+
+# ---------------------------------------------------------------------- memory that goes
+
+
+def test_memory_that_is_released_while_it_is_copied_is_named(gpu: EmulatedCuda) -> None:
+    engine = engine_on(gpu)
+    slot = prepared(engine)
+    for released in (0, 1, None):
+        live = [gpu.tensor(torch.ones(500)), gpu.tensor(torch.ones(20, 30)).t()]
+        transfer = engine.mark()
+        transfer.copy(place(*live), slot, no_pause)
+        if released is None:
+            transfer.finish()
+            continue
+        there = live[released]
+        there.set_(gpu.tensor(torch.ones(600)).untyped_storage(), 0, there.size(), there.stride())
+        with pytest.raises(HoldfastError, match=f"released .*: w{released}$"):
+            transfer.finish()
+
+
+def test_the_memory_of_a_piece_is_known_by_its_storage_too() -> None:
+    pieces = place(torch.ones(9), torch.ones(9)[4:], torch.ones(0))
+    table = Table(pieces)
+    assert table.moved() == []
+    for piece in pieces[:2]:
+        piece.tensor.untyped_storage().resize_(0)
+    pieces.clear()  # what was given is held all the same
+    assert table.moved() == ["w0", "w1"]
+
+
+def test_a_tensor_without_memory_is_refused_by_name() -> None:
+    whole = torch.ones(10)
+    part = whole[4:]
+    leaf_of("w", part)
+    whole.untyped_storage().resize_(20)
+    for tensor in (whole, part):
+        with pytest.raises(ConfigError, match=r"^w has no memory"):
+            leaf_of("w", tensor)
+    leaf_of("w", whole[:3])
+
+
+# ---------------------------------------------------------------------- one queue for all streams
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_with_one_queue_no_kernel_waits_for_a_copy(one: EmulatedCuda, one_queue: bool) -> None:
+    """Kernels of training that are launched after it would wait, too."""
+    engine = engine_on(one)
+    runtime = engine.runtime
+    runtime.one_queue = one_queue
+    slot, live = prepared(engine), state(one)
+    queued: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("copy", "copy_runs", "make_way", "wait"):
+            known = getattr(runtime, name)
+
+            def noted(*args: object, name: str = name, known: Callable[..., object] = known) -> object:
+                queued.append(name)
+                return known(*args)
+
+            patched.setattr(runtime, name, noted)
+        transfer = engine.mark()
+        transfer.copy(place(*live), slot, no_pause)
+    kernels = [i for i, name in enumerate(queued) if name in ("copy", "make_way")]
+    waiting = [i for i in kernels if "copy_runs" in queued[:i] and queued[i - 1] != "wait"]
+    assert bool(waiting) is not one_queue
+    transfer.finish()
+    assert content(slot, place(*live)) == [bits(tensor) for tensor in live]
+
+
+def test_a_copy_of_many_chunks_is_queued_in_few_parts(one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "MOST_CHUNKS", 3)
+    engine = engine_on(one)
+    parts: list[int] = []
+    monkeypatch.setattr(engine.runtime, "make_way", lambda: parts.append(one.copies))
+    slot, live = prepared(engine, new_slot(20 * PAGE)), one.tensor(torch.arange(16 * PAGE) % 251).to(torch.uint8)
+    transfer = engine.mark()
+    transfer.copy(place(live), slot, no_pause)
+    transfer.finish()
+    assert len(parts) == 3
+    assert content(slot, place(live)) == [bits(live)]
 
 
 # ---------------------------------------------------------------------- errors
@@ -700,7 +787,7 @@ def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay(one: EmulatedCuda)
     transfer = engine.mark()
     transfer.copy(place(*state(one)), slot, no_pause)
     one.queues.stuck = True
-    for wait in (transfer.finish, transfer.settle, engine.close):
+    for wait in (transfer.settle, engine.close):
         with pytest.raises(DeadlineExceeded):
             wait()
     assert len(one.registered) == 3
@@ -720,7 +807,7 @@ class Countdown:
         return self.left <= 0
 
 
-def test_waiting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_has_a_deadline_from_when_the_device_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = object.__new__(TorchRuntime)  # made without a device
     runtime.device = torch.device("cuda:1")
     countdown = Countdown(3)
@@ -729,6 +816,9 @@ def test_waiting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runtime, "DEADLINE_S", 0.0)
     with pytest.raises(DeadlineExceeded, match="cuda:1"):
         runtime.wait(Countdown(1000))
+    runtime.wait(Countdown(50), begun=Countdown(50))  # work of training comes first, however long it takes
+    with pytest.raises(DeadlineExceeded, match="cuda:1"):
+        runtime.wait(Countdown(1000), begun=Countdown(50))
 
 
 def test_without_a_cuda_device_there_is_no_runtime() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Work = Callable[[], object]
@@ -200,9 +201,15 @@ class Queues:
 
     # ------------------------------------------------------------------ captures
 
-    def relax(self) -> None:
-        """Let nothing that this thread does invalidate a capture."""
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """In this block nothing that this thread does invalidates a capture."""
+        before = getattr(self._relaxed, "on", False)
         self._relaxed.on = True
+        try:
+            yield
+        finally:
+            self._relaxed.on = before
 
     def touch(self, what: str) -> None:
         """Called before anything that CUDA forbids during a capture. Invalidates it unless this thread is relaxed."""

@@ -287,11 +287,12 @@ class EmulatedRuntime:
 
     def __init__(self, standin: EmulatedCuda, number: int = 0) -> None:
         self.device = torch.device("cuda", number)
+        self.one_queue = False
         self._standin = standin
         self._number = number
 
     def enter_thread(self) -> None:
-        self._standin.queues.relax()
+        """An emulated device has no contexts."""
 
     def capturing(self) -> bool:
         return self._standin.current(self._number).graph is not None
@@ -304,7 +305,7 @@ class EmulatedRuntime:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        with self._standin.stream(stream):
+        with self._standin.stream(stream), self._standin.queues.relaxed():
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -332,14 +333,16 @@ class EmulatedRuntime:
         self._standin.registered[made.data_ptr()] = count
         return made
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Any, begun: Any = None) -> None:
         queues = self._standin.queues
         queues.touch("a query")
         if threading.current_thread() is not threading.main_thread():
             queues.let_others_run()
         limit = time.monotonic() + STUCK_S
         while not event.passed:
-            if not queues.work_one() and time.monotonic() > limit:
+            if queues.work_one() or not (begun is None or begun.passed):
+                limit = time.monotonic() + STUCK_S
+            elif time.monotonic() > limit:
                 raise DeadlineExceeded("the device is stuck")
             queues.fail_if_broken()
 
