@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome, TrainerPhase
@@ -28,7 +26,7 @@ from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.reserve import AWAY, REFUSED, Reserving, lay_out, node_turn, raise_together
+from holdfast.snapshot.resume.reserve import AWAY, REFUSED, Reserving, lay_out, raise_together
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.replicas import ReplicasDiffer
 from holdfast.snapshot.step.capture import Capture
@@ -40,10 +38,6 @@ REPAIR_EVERY_S = 1.0
 
 STARVED_S = 30.0
 """How long a snapshot may stay pending while no slot is free for another, in seconds, before that is logged."""
-
-REST = 4
-"""After registering a piece of a slot with a device, pause for this many times as long as that took: nothing can be
-launched on the device meanwhile."""
 
 log = get_log(__name__)
 
@@ -524,20 +518,9 @@ class Protecting:
     def _pin(self, reserving: Reserving, slots: list[memoryview]) -> None:
         """Have the copy engine register slots, in turns with the other ranks of this node. Runs in the thread that
         reserves slots, or, if they are small, in the training thread."""
-        engine, client, now = self._rank.engine, self._rank.client, self._rank.system.monotonic
-
-        @contextmanager
-        def turn() -> Iterator[None]:
-            with node_turn(client):
-                began = now()
-                yield
-                took_s = now() - began
-            if not reserving.is_small:
-                reserving.pause(REST * took_s)
-
         if not reserving.is_small:  # otherwise the training thread runs this, and uses its device anyway
-            engine.enter_thread()
-        engine.prepare(slots, turn)
+            self._rank.engine.enter_thread()
+        self._rank.engine.prepare(slots, reserving.turn)
 
     def stop_reserving(self, deadline_s: float | None = None) -> None:
         """Stop reserving slots of this layout. With a deadline, block until the reserving thread has ended.

@@ -26,10 +26,14 @@ from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shortfalls
 from holdfast.snapshot.step.ledger import ProtectEvery
 
-TURN_DEADLINE_S = 10.0
-"""Timeout of `node_turn`, in seconds. A turn takes about a tenth of a second."""
+TURN_DEADLINE_S = 60.0
+"""Timeout of `node_turn`, in seconds. A turn takes less than a second, with its rest; a node may have 16 ranks."""
 
 TURN_POLL_S = 2e-3
+
+REST = 4
+"""After registering a piece of a slot with a device, the whole node pauses for this many times as long as that took:
+meanwhile nothing can be launched on any of its devices."""
 
 REFUSED, AWAY = -2, -1
 """Reported by a rank instead of the number of slots that it may use."""
@@ -175,7 +179,7 @@ class Reserving:
         Args:
             connect: opens another connection to the SMP, on which the thread waits.
             there: how many slots are reserved already.
-            prepare: called with mapped slots, which may be in use meanwhile; called again with all slots as more come.
+            prepare: called with the mapped slots that are to become usable, and those before, which may be in use.
         """
         # `_there`, `_usable` and `failure` are written by the one thread that runs `work`. The training thread reads
         # them through `standing`. Each is a single reference, so it reads the old or the new value and needs no lock.
@@ -207,8 +211,9 @@ class Reserving:
             while not self._closed.is_set():
                 if self._there > self._usable:
                     slots = self._client.slots(self._layout.epoch, self._coord)
-                    self._usable = self._there
-                    self._prepare(slots)
+                    while self._usable < self._there:  # a slot that a device cannot reach yet would hold a step up
+                        self._prepare(slots[: self._usable + 1])
+                        self._usable += 1
                 if self._usable >= self._layout.slots:
                     return
                 self._await_more()
@@ -226,10 +231,16 @@ class Reserving:
         finally:
             waiting.close()
 
-    def pause(self, seconds: float) -> None:
-        """Block for `seconds`. Raises `StaleEpoch` on `close`, as nobody needs the slots any more."""
-        if self._closed.wait(seconds):
-            raise StaleEpoch("the slots are not needed any more")
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A block that registers a piece of a slot, in turns with the other ranks of this node. Beside the training,
+        the node rests before the turn ends. Raises `StaleEpoch` on `close`, as nobody needs the slots any more."""
+        now = self._client.system.monotonic
+        with node_turn(self._client):
+            began = now()
+            yield
+            if not self.is_small and self._closed.wait(REST * (now() - began)):
+                raise StaleEpoch("the slots are not needed any more")
 
     def close(self) -> None:
         """Make `work` end soon. Returns at once."""

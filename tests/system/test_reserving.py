@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import select
@@ -37,6 +38,7 @@ from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from holdfast.snapshot.resume.reserve import REST, Reserving
 from tests.deadlines import DEADLINE_S
 from tests.proof.crash_kit import next_life
 from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer, playground
@@ -125,6 +127,53 @@ def test_a_trainer_that_waits_has_all_of_it(ground: Ground) -> None:
     run, _ = laid_out(smp)
     assert run["dp0"].client.configure(run.layout) == 3
     assert len(slot_files(smp.arena)) == 3
+
+
+def test_a_slot_is_usable_once_it_is_prepared_and_not_before(ground: Ground) -> None:
+    smp = ground.smp()
+    run, there = laid_out(smp, 3000)
+    client, seen = run["dp0"].client, list[tuple[int, int]]()
+
+    def prepare(slots: list[memoryview]) -> None:
+        seen.append((len(slots), reserving.standing))
+
+    reserving = Reserving(client, lambda: client, run.layout, "dp0", there, prepare)
+    reserving.work()
+    assert seen == [(1, 0), (2, 1), (3, 2)]
+    assert reserving.standing == 3
+
+
+def test_ranks_of_a_node_rest_together(ground: Ground) -> None:
+    """Registering stops all launches of the node: others must not use the time that one rests."""
+    smp = ground.smp()
+    run, there = laid_out(smp)
+    client, held_s = run["dp0"].client, 0.01
+    spans: list[tuple[float, float]] = []
+
+    def register() -> None:
+        reserving = Reserving(client, lambda: client, run.layout, "dp0", there, lambda slots: None)
+        for _ in range(2):
+            with reserving.turn():
+                began = time.monotonic()
+                time.sleep(held_s)
+                spans.append((began, time.monotonic()))
+
+    threads = [threading.Thread(target=register) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    spans.sort()
+    assert len(spans) == 6
+    assert all(later - end >= REST * held_s for (_, end), (later, _) in itertools.pairwise(spans))
+
+
+def test_who_closes_ends_a_rest(ground: Ground) -> None:
+    run, there = laid_out(ground.smp())
+    reserving = Reserving(run["dp0"].client, lambda: run["dp0"].client, run.layout, "dp0", there, lambda slots: None)
+    reserving.close()
+    with pytest.raises(StaleEpoch), reserving.turn():
+        time.sleep(0.001)
 
 
 def test_little_is_there_at_once(ground: Ground) -> None:
