@@ -31,7 +31,7 @@ class Manifest:
     """The current tensors of a rank's state. Used by the training thread only, except `reshaped`.
 
     Attributes:
-        items: every tensor; of a shared one, the caller's parts.
+        items: every tensor; of a shared one, the caller's parts. devices: where they are.
         shared: the tensors that replicas share, whole, in the order of their names.
         leaves: how `items` are stored.
         whole: the leaf of every tensor by name, shared ones whole.
@@ -47,6 +47,7 @@ class Manifest:
         found = list(adapter.tensors())
         self._found = adapter.look()
         self.items: tuple[LiveTensor, ...] = tuple(sharing.divide(iter(found)))
+        self.devices = {item.tensor.device for item in self.items}
         self.shared = tuple(sorted((i for i in found if i.name in sharing.leaves), key=lambda item: item.name))
         self.fixed: str = json.dumps(
             {

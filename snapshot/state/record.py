@@ -15,6 +15,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from holdfast.snapshot.copy.engines import SlotTensor
+from holdfast.snapshot.copy.errors import within_memory
 from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of
 from holdfast.snapshot.copy.witness import WatchedPieces
 from holdfast.snapshot.state.adapter import Adapter
@@ -71,10 +72,11 @@ def _with(values: Values, more: Tree, path: str) -> Values:
 
 
 def capture_tree(tree: Tree, path: str) -> Values:
-    """The current plain values of `tree`, under `path`. Tensors are copied."""
+    """The current plain values of `tree`, under `path`. Tensors are copied. Raises `GivenUp` if there is no memory."""
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(tree, path, tensors)
-    return Values(encoded, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+    with within_memory("values that change between two steps"):
+        return Values(encoded, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
-from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
+from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged, within_memory
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.completeness import check_complete
@@ -84,6 +84,7 @@ class Capture:
         self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
         self._early: Values | HoldfastError = LayoutChanged("nothing was marked")
+        self._devices: set[torch.device] = set()
         self._restless: set[str] = set()
         self._roams = False
         self._staging = Staging()
@@ -110,6 +111,7 @@ class Capture:
         form = plan_format(self._job, self._coord, leaves, len(record), self._run)
         self._leaves, self._tensors = frozenset(leaves), frozenset(manifest.leaves)
         self._form = form
+        self._devices |= manifest.devices
         self._place(manifest, form)
         return form
 
@@ -147,7 +149,7 @@ class Capture:
 
         Raises:
             LayoutChanged: call `plan` again; or the state cannot be captured in this way.
-            GivenUp: a CUDA graph is being captured.
+            GivenUp: a CUDA graph is being captured, or a device has no memory left for copies.
             StateMismatch: a value cannot be represented just now; the message names its path.
         """
         if isinstance(self._early, HoldfastError):
@@ -247,10 +249,12 @@ class Capture:
         manifest = Manifest(self._adapter, self._sharing)
         if frozenset(manifest.leaves) != self._tensors:
             raise LayoutChanged("the state has grown, shrunk or changed its shape")
+        if not manifest.devices <= self._devices:
+            raise LayoutChanged("state has come to a device that the slots were not registered with")
         return self._place(manifest, self._form)
 
     def _place(self, manifest: Manifest, form: SlotFormat) -> Placed:
-        self._engine.cover({item.tensor.device for item in manifest.items})
+        self._engine.cover(manifest.devices)
         self._placed = place(manifest, form, self._restless)
         self._staging = Staging()
         return self._placed
@@ -282,13 +286,15 @@ class Staging:
         self._free: list[tuple[SlotTensor, ...]] = []
 
     def take(self, pieces: Sequence[SlotTensor]) -> tuple[SlotTensor, ...]:
-        """Copy the tensors as they are now. Every call must give the same tensors."""
+        """Copy the tensors as they are now. Every call must give the same tensors. Raises `GivenUp` if there is no
+        memory."""
         if not pieces:
             return ()
         with self._lock:
             staged = self._free.pop() if self._free else None
         if staged is None:
-            staged = tuple(SlotTensor(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
+            with within_memory("what may change at any moment"):
+                staged = tuple(SlotTensor(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
         with torch.no_grad():
             torch._foreach_copy_([piece.tensor for piece in staged], [piece.tensor for piece in pieces])
         return staged

@@ -21,13 +21,14 @@ from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
-from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
+from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import decode_record, decode_values
 from holdfast.snapshot.step.capture import Capture, Staging
 from holdfast.snapshot.step.copier import Copier, CopyJob
@@ -422,6 +423,37 @@ def test_a_state_of_other_leaves_needs_a_new_layout(rig: Rig, change: Callable[[
         with pytest.raises(LayoutChanged):
             rig.begin()
     rig.plan()
+    rig.take()
+
+
+def test_state_that_comes_to_another_device_needs_a_new_layout_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are registered with that device where they are reserved."""
+    rig.take()
+    devices = {torch.device("cpu")}
+    there = property(lambda manifest: devices, lambda manifest, found: None)
+    monkeypatch.setattr(Manifest, "devices", there, raising=False)
+    monkeypatch.setattr(rig.engine, "cover", lambda devices: None)
+    for name in ("cuda:0", "cpu"):
+        devices = {torch.device(name)}
+        rig.exchange("model.mean", torch.ones(3))
+        if name != "cpu":
+            with pytest.raises(LayoutChanged, match="device"):
+                rig.begin()
+            rig.plan()
+        rig.take()
+
+
+def test_a_device_without_memory_for_a_copy_costs_a_snapshot_and_not_the_job(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*ignored: Any, **more: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    for place, name in ((torch, "empty_like"), (torch.Tensor, "clone")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, full)
+            with pytest.raises(GivenUp, match=r"no memory .* 20\.00 MiB"):
+                rig.begin()
     rig.take()
 
 
