@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
-from holdfast.snapshot.collective.agreement import Result
 from holdfast.snapshot.collective.mesh import AgreementLost
+from holdfast.snapshot.collective.reports import ALL, ANY, LEAST, MOST, SAME, reduced
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
@@ -91,6 +91,44 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank tells the others in each step while anything is pending, and what they then know of all.
+
+    Attributes:
+        states: how far each pending snapshot has come, oldest first.
+        repair: how far the restored snapshot's parity is repaired.
+        fits: the layout still fits the state.
+        interval: the steps between snapshots that a rank wants: the longest wins.
+        persists: the rank's node is ready to persist a snapshot.
+        usable: how many slots a rank may use; `AWAY` or `REFUSED` if they could not be reserved.
+    """
+
+    states: tuple[SnapshotState, ...] = field(metadata=LEAST)
+    repair: RepairState = field(metadata=LEAST)
+    fits: bool = field(metadata=ALL)
+    interval: int = field(metadata=MOST)
+    persists: bool = field(metadata=ALL)
+    usable: int = field(metadata=LEAST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """What ranks tell each other as they leave the loop well.
+
+    Attributes:
+        keeps: the snapshots are kept, as they are if any rank keeps them.
+        takes: a last snapshot is to be taken.
+        stepped: an optimizer has stepped, and that step has not been ended yet.
+        step: the number of steps that were ended.
+    """
+
+    keeps: bool = field(metadata=ANY)
+    takes: bool = field(metadata=ALL)
+    stepped: bool | None = field(metadata=SAME)
+    step: int | None = field(metadata=SAME)
+
+
+@dataclass(frozen=True, slots=True)
 class _Standing:
     """What a rank tells the others about itself when all have met again."""
 
@@ -157,14 +195,14 @@ class Protecting:
         self.last = False
         self.pace = Pace(system=rank.system)
         self.episodes = Episodes(log)
-        self._reported: Result | None = None  # result of the minimum that was started last
+        self._reported: Callable[[], Report] | None = None  # waits for what all ranks report
         self._planned = False  # the layout fits the state
         self._attempted = False  # in this epoch: the next attempt begins another
         self._layout_changed = False
         self._reserving: Reserving | None = None  # set until every rank may use all slots
         self._usable = 0  # number of slots that every rank may use
         self._ever = False  # slots were usable at some time: since then no failure here ends the job
-        self._persist_due = 0
+        self._persist_due = False
         self._enabled = True
         self._parted = False  # this rank has left the others, until all meet again
         self._behind = False  # a snapshot was due to be protected while another was being encoded
@@ -180,10 +218,10 @@ class Protecting:
     # ------------------------------------------------------------------ in every step
 
     def report(self) -> None:
-        """Start the minimum of `_facts` over all ranks, if anything is pending. A collective call; does not wait."""
+        """Tell the other ranks how things stand here, if anything is pending. A collective call; does not wait."""
         open_ones = self.ledger.pending or self.ledger.restored or self.is_reserving
         if self._enabled and not self._parted and open_ones and self._reported is None:
-            self._reported = self._rank.agreement.minimum(self._facts())
+            self._reported = reduced(self._rank.agreement, self._report_of_this_rank())
 
     def step_ended(self) -> None:
         """Apply the ranks' reports, and decide whether a snapshot is due. A collective call; blocks.
@@ -266,19 +304,19 @@ class Protecting:
         """Apply the ranks' reports, if any were requested. Blocks until all of them are there."""
         if self._reported is None:
             return
-        *reported, repaired, fits_everywhere, interval, self._persist_due, usable = self._reported()
-        self._reported = None
-        if saying := self._intervals.agree(-interval):
+        everywhere = self._reported()
+        self._reported, self._persist_due = None, everywhere.persists
+        if saying := self._intervals.agree(everywhere.interval):
             self.copier.say(saying)
         statistics, rule = self._statistics, self._intervals.rule
         statistics.interval, statistics.overhead, statistics.why = rule.interval, rule.overhead, rule.why()
-        states = [SnapshotState(value) for value in reported]
+        states = everywhere.states
         missed = {s for s, state in zip(self.ledger.pending, states, strict=True) if state is SnapshotState.SEALED}
         statistics.protected += states.count(SnapshotState.PROTECTED)
         statistics.failed += states.count(SnapshotState.FAILED) + len(missed.intersection(self.ledger.encoded))
         if SnapshotState.PROTECTED in states:
             self.episodes.end("starved", "snapshots are protected again: step %d", self._progress.step)
-        self.ledger = self.ledger.settle(states).repaired(RepairState(repaired))
+        self.ledger = self.ledger.settle(states).repaired(everywhere.repair)
         if self.ledger.restored is None:
             self.episodes.end("repaired", "snapshots are taken again: step %d", self._progress.step)
             self.episodes.end("repair", "the parity of the restored snapshot is repaired, or not needed any more")
@@ -292,11 +330,11 @@ class Protecting:
                 self.episodes.begin("replicas", text, error)
             elif error is not None and self._options.strict and not isinstance(error, LayoutChanged):
                 raise error
-        if not fits_everywhere:
+        if not everywhere.fits:
             self._planned = False
             self._layout_changed = False
         if (reserving := self._reserving) is not None:
-            failure = failure_of(lambda: self._note_usable(reserving, usable), SmpUnavailable)
+            failure = failure_of(lambda: self._note_usable(reserving, everywhere.usable), SmpUnavailable)
             if failure is not None:
                 self._without_smp(failure)
 
@@ -308,17 +346,17 @@ class Protecting:
         self.report()
         self.settle()
 
-    def _facts(self) -> list[int]:
-        """The values whose minimum the ranks take: the state of each pending snapshot; the repair of the restored
-        snapshot's parity; whether the layout still fits; the interval this rank wants, negated so that the longest
-        wins; whether its node is ready to persist a snapshot; and how many slots it may use."""
-        states = [self._state(snapshot) for snapshot in self.ledger.pending]
+    def _report_of_this_rank(self) -> Report:
         # Only copies of this epoch count: what did not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self.copies.items() if snapshot.epoch == self._progress.epoch]
-        changed = self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)
-        wanted, due = self._intervals.wanted(), self._rank.client.persist_due
-        usable = self.ledger.slots if self._reserving is None else self._reserving.standing
-        return [*states, self._repair(), int(not changed), -wanted, int(due), usable]
+        return Report(
+            states=tuple(self._state(snapshot) for snapshot in self.ledger.pending),
+            repair=self._repair(),
+            fits=not (self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)),
+            interval=self._intervals.wanted(),
+            persists=self._rank.client.persist_due,
+            usable=self.ledger.slots if self._reserving is None else self._reserving.standing,
+        )
 
     def _repair(self) -> RepairState:
         """The repair of this rank's part of the restored snapshot's parity. Asks the SMP again every
@@ -568,7 +606,7 @@ class Protecting:
         if len(set(steps)) > 1:
             raise ConfigError(f"ranks are at different steps, {steps}: each must call optim.step() equally often")
         progress.epoch = max(each.epoch for each in said)
-        self._attempted, self._planned, self._layout_changed, self._persist_due = True, False, False, 0
+        self._attempted, self._planned, self._layout_changed, self._persist_due = True, False, False, False
         self.stop_reserving()
         self._statistics.failed += len(self.ledger.pending)
         self.ledger = Ledger.together([each.ledger for each in said])
@@ -610,14 +648,13 @@ class Protecting:
         """
         if not self._enabled or self._parted:
             return keeps, False
-        step = self._progress.step
-        mine = [int(not keeps), int(takes), int(stepped), -int(stepped), step, -step]
         try:
-            lets_go, all_take, any_not, none, earliest, latest = self._rank.agreement.minimum(mine)()
+            everywhere = reduced(self._rank.agreement, _Leaving(keeps, takes, stepped, self._progress.step))()
         except AgreementLost:
             self._part()
             return keeps, False
-        return not lets_go, bool(all_take) and any_not == -none and earliest == -latest
+        left_together = everywhere.stepped is not None and everywhere.step is not None
+        return everywhere.keeps, everywhere.takes and left_together
 
     def finish_together(self, keeps: bool) -> bool:
         """End the job here once all ranks have ended well, even if they lost each other, unless one of them keeps its

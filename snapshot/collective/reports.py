@@ -1,0 +1,80 @@
+"""What ranks report to each other: a dataclass whose fields say what the values of all ranks come to.
+
+::
+
+    @dataclass(frozen=True)
+    class Report:
+        states: tuple[SnapshotState, ...] = field(metadata=LEAST)
+        interval: int = field(metadata=MOST)
+        fits: bool = field(metadata=ALL)
+
+    everywhere = reduced(agreement, Report((), 8, True))()
+
+However many fields there are, they travel as one minimum over a list of integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast.snapshot.collective.agreement import Agreement
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Integers that stand for a value, and what the minimum of these integers over all ranks stands for."""
+
+    integers: Callable[[int], tuple[int, ...]]
+    value: Callable[..., int | None]
+
+
+_KEY = "reduction"
+
+LEAST = ALL = {_KEY: _Reduction(lambda mine: (mine,), lambda least: least)}
+"""The least value of any rank; of booleans, whether it is so on every rank."""
+
+MOST = ANY = {_KEY: _Reduction(lambda mine: (-mine,), lambda least: -least)}
+"""The greatest value of any rank; of booleans, whether it is so on any rank."""
+
+SAME = {_KEY: _Reduction(lambda mine: (mine, -mine), lambda least, less: least if least == -less else None)}
+"""The value that all ranks have; None if they differ."""
+
+
+def reduced(agreement: Agreement, mine: T) -> Callable[[], T]:
+    """Start to reduce what all ranks report. A collective call that returns at once.
+
+    Args:
+        mine: what this rank reports. A field is an integer, a boolean, an `IntEnum`, or a tuple of one of these, whose
+            length is the same on every rank; its metadata is one of the reductions above.
+
+    Returns:
+        A function that waits for the reduced report. It may be called in any thread, and raises `AgreementLost`.
+    """
+    result = agreement.minimum([number for one, reduction in _values(mine) for number in reduction.integers(int(one))])
+    return lambda: _read(mine, iter(result()))
+
+
+def _values(report: Any) -> Iterator[tuple[Any, _Reduction]]:
+    for each in fields(report):
+        value = getattr(report, each.name)
+        for one in value if isinstance(value, tuple) else (value,):
+            yield one, each.metadata[_KEY]
+
+
+def _read(mine: T, minimum: Iterator[int]) -> T:
+    found: list[Any] = []
+    for own, reduction in _values(mine):
+        number = reduction.value(*(next(minimum) for _ in reduction.integers(0)))
+        found.append(None if number is None else type(own)(number))
+    rest, everywhere = iter(found), dict[str, Any]()
+    for each in fields(mine):
+        value = getattr(mine, each.name)
+        everywhere[each.name] = tuple(next(rest) for _ in value) if isinstance(value, tuple) else next(rest)
+    return replace(mine, **everywhere)
