@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome, TrainerPhase
@@ -30,8 +31,9 @@ from holdfast.snapshot.resume.reserve import AWAY, REFUSED, Reserving, lay_out, 
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.replicas import ReplicasDiffer
 from holdfast.snapshot.step.capture import Capture
-from holdfast.snapshot.step.copier import Copier, CopyJob
+from holdfast.snapshot.step.copier import Copier
 from holdfast.snapshot.step.ledger import Ledger, SnapshotState
+from holdfast.snapshot.step.orders import Copy, CopyState, Due
 
 REPAIR_EVERY_S = 1.0
 """How often to ask the SMP how far it has recomputed parity, in seconds."""
@@ -77,17 +79,6 @@ class Progress:
     epoch: int
     step: int
     phase: TrainerPhase = TrainerPhase.START
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A snapshot to take when the next step begins. For its fields see `Ledger` and `CopyJob`."""
-
-    snapshot: SnapshotId
-    keep: tuple[SnapshotId, ...]
-    protected: SnapshotId | None
-    with_parity: tuple[SnapshotId, ...]
-    encode: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +178,8 @@ class Protecting:
             earlier=restored.earlier,
             abandoned=restored.abandoned,
         )
-        self.copies: dict[SnapshotId, CopyJob] = {}
-        self.newest: CopyJob | None = None
+        self.copies: dict[SnapshotId, Copy] = {}
+        self.newest: Copy | None = None
         self.due: Due | None = None
         self.layout: Layout | None = None
         self.index = 0
@@ -258,8 +249,8 @@ class Protecting:
             self._part()
             raise
 
-    def take(self, due: Due, *, declared: bool) -> CopyJob | None:
-        """Capture the state as it is now and start its copy; None if the state cannot be captured.
+    def take(self, due: Due, *, declared: bool) -> Copy | None:
+        """Capture the state as it is now and start its copy; None if the state cannot be captured. A collective call.
 
         Args:
             declared: see `Capture.begin`.
@@ -268,9 +259,8 @@ class Protecting:
             HoldfastError: why the state cannot be captured, if the hook is strict and no new layout helps.
         """
         snapshot, step = due.snapshot, self._progress.step
-        alike = self._capture.compare_replicas(snapshot)
         try:
-            copy = self._capture.begin(snapshot, due.keep, due.protected, declared=declared)
+            copy = self._capture.begin(due, declared=declared)
         except LayoutChanged as error:
             self.episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", step, error)
             self._layout_changed = True
@@ -281,11 +271,6 @@ class Protecting:
             text, extra = "no snapshot of step %d: %s", about(snapshot, error=type(error).__name__)
             self.episodes.begin("capture", text, step, error, level=logging.ERROR, extra=extra)
             return None
-        copy.alike = alike
-        copy.with_parity, copy.encode = due.with_parity, due.encode
-        copy.next_s = self._intervals.protected_every_s
-        if self._persist_due and due.protected is not None and due.protected.epoch == self._progress.epoch:
-            copy.persist = due.protected
         self.episodes.end("capture", "state is captured again: step %d", step, extra=about(snapshot))
         self.newest = self.copies[snapshot] = copy
         self.pace.boundary(self._rank.system.monotonic())
@@ -382,11 +367,11 @@ class Protecting:
     def _state(self, snapshot: SnapshotId) -> SnapshotState:
         """How far the snapshot is on this rank, which knows itself whether it is sealed; the SMP knows the rest."""
         copy = self.copies.get(snapshot)
-        # Read `done` first: an error or outcome that is read after it belongs to a finished copy.
-        done = copy is not None and copy.done.is_set()
+        # Ask this first: an error or outcome that is read after it belongs to a finished copy.
+        is_over = copy is not None and copy.is_over
         if copy is None or copy.error is not None:
             return SnapshotState.FAILED
-        if not done:
+        if not is_over:
             return SnapshotState.PENDING  # even if it is protected by now: it may still be read back, in vain
         outcome = self._rank.client.outcome(snapshot) if snapshot in self.ledger.encoded else SnapshotOutcome.FAILED
         if outcome is SnapshotOutcome.PROTECTED:
@@ -412,7 +397,16 @@ class Protecting:
             self._statistics.skipped += 1
             return
         snapshot, ledger = SnapshotId(self._progress.epoch, self._progress.step), self.ledger
-        self.due = Due(snapshot, ledger.keep, ledger.protected, ledger.with_parity, ledger.protects_next)
+        persist = ledger.protected if self._persist_due else None
+        self.due = Due(
+            snapshot,
+            ledger.keep,
+            ledger.protected,
+            ledger.with_parity,
+            ledger.protects_next,
+            self._intervals.protected_every_s,
+            persist if persist is not None and persist.epoch == snapshot.epoch else None,
+        )
         self._say_whether_it_keeps_up()
         self._intervals.begun(snapshot.step, ledger.protects_next)
         self.ledger = ledger.begin(snapshot)
@@ -488,7 +482,7 @@ class Protecting:
     def _wait_for_copies(self) -> None:
         limit = self._rank.system.monotonic() + self._options.deadline_s
         for copy in self.copies.values():
-            copy.done.wait(max(0.0, limit - self._rank.system.monotonic()))
+            copy.reached(CopyState.SEALED, max(0.0, limit - self._rank.system.monotonic()))
 
     def _reserve(self, slot_bytes: int) -> None:
         """Lay out slots and reserve them, beside the training if that takes long. A collective call."""
@@ -581,12 +575,11 @@ class Protecting:
         """Called by the copy thread before the first copy after the SMP went away."""
         self._rank.smp.attach_again(self._progress.epoch, self.layout)
 
-    def _over(self, job: CopyJob) -> None:
+    def _over(self, copy: Copy) -> None:
         """A copy is sealed, or was given up. Called by one of the copier's threads."""
-        if job is self.newest:
+        if copy is self.newest:
             self._rank.client.copying(None)
-        self._capture.over(job)
-        self._intervals.sealed(job)
+        self._intervals.sealed(copy)
 
     # ------------------------------------------------------------------ ranks that lose each other
 
@@ -623,12 +616,13 @@ class Protecting:
         self.pace.fence()
         outcomes = []
         for snapshot, copy in list(self.copies.items()):
-            if not (copy.declared or copy.confirmed.is_set()):
+            if not (copy.order.declared or copy.is_confirmed):
                 return False
-            copy.confirmed.set()
-            if not copy.done.wait(limit_s - self._rank.system.monotonic()) or copy.error is not None:
+            copy.confirm()
+            left_s = limit_s - self._rank.system.monotonic()
+            if not copy.reached(CopyState.SEALED, left_s) or copy.error is not None:
                 return False
-            if not copy.encode:
+            if not copy.order.due.encode:
                 continue
             try:
                 outcomes.append(
@@ -679,7 +673,7 @@ class Protecting:
     def _finish(self, keeps: bool) -> bool:
         rank, deadline_s = self._rank, self._options.deadline_s
         if self.newest is not None:
-            self.newest.done.wait(deadline_s)
+            self.newest.reached(CopyState.SEALED, deadline_s)
         if self._options.keep or (keeps and self.ledger.keep):
             if self.ledger.encoded:
                 rank.client.await_outcome(self.ledger.encoded[-1], deadline_s)
@@ -696,7 +690,7 @@ class Protecting:
         if self._rank.agreement.rank:
             return
         copy, ledger = self.newest, self.ledger
-        is_sealed = copy is not None and copy.done.is_set() and copy.error is None
+        is_sealed = copy is not None and copy.state is CopyState.SEALED
         newest = copy.snapshot if copy is not None and is_sealed else ledger.sealed or ledger.protected
         log.warning(
             "the loop was left before its end, so the job's snapshots stay in memory for the next start (the newest: "

@@ -45,9 +45,9 @@ from holdfast.snapshot.state.inputs import sample_inputs
 from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
-from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.data import Data
 from holdfast.snapshot.step.gradients import Gradients
+from holdfast.snapshot.step.orders import Copy
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import BEGIN, FIRST_TURNS, Action, Event, NotPlain, TurnState, after
 
@@ -173,13 +173,19 @@ class Session:
             notes=restored.notes,
         )
         statistics.interval = self.intervals.rule.interval
+        self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
         self.capture = Capture(
-            adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system, restored.run.id
+            adapter,
+            rank.agreement,
+            rank.engine,
+            options.job,
+            rank.coord,
+            self.position.tree,
+            self.intervals.rule.notes,
+            restored.run.id,
+            rank.system,
         )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
-        self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
-        self.capture.notes = self.intervals.rule.notes
-        self.capture.loop = self.position.tree
         self._auditor = self._auditor_if_ordered(adapter)
         self.boundary = Boundary(adapter.optimizers(), adapter.modules(), self, adapter.scalers())
         self._gradients = Gradients(adapter.modules(), log.warning, lambda: self._hear(Event.ZEROED))
@@ -193,7 +199,7 @@ class Session:
         self._rehearsal: Rehearsal | None = None
         self._refused_at: int | None = None  # the newest step that has no snapshot because the loop was not plain in it
         self._marked = False  # data was read, or a step declared, at least once
-        self._awaiting_inputs: CopyJob | None = None  # a copy whose first forward's inputs are not known yet
+        self._awaiting_inputs: Copy | None = None  # a copy whose first forward's inputs are not known yet
         self._smp_is_slow = False
         self._is_over = False  # the loop says that training is over, wherever it is left
 
@@ -463,7 +469,7 @@ class Session:
         """The step has begun where its snapshot was taken."""
         self._awaiting_inputs = None
         if self.protecting.newest is not None:
-            self.protecting.newest.confirmed.set()
+            self.protecting.newest.confirm()
 
     def _note_inputs(self, given: Any) -> None:
         """The step's forward runs on what is `given`. Raises `StateMismatch` if a restored step gets another batch."""
@@ -475,14 +481,12 @@ class Session:
         if expected is not None and all(data.exact for data in self.position.sources.values()):
             check_inputs(expected, inputs, self.progress.step, self._checks.another_batch)
         if copy is not None:
-            copy.inputs = inputs
-            if copy.declared:
-                copy.confirmed.set()
+            copy.note_inputs(inputs)
+            if copy.order.declared:
+                copy.confirm()
 
-    def _fence(self, copy: CopyJob) -> None:
+    def _fence(self, copy: Copy) -> None:
         """Wait until the tensors that are being copied may change, but at most `PATIENCE_S` for a slot from the SMP."""
-        if copy.declared and self._awaiting_inputs is None:
-            copy.confirmed.set()
         in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._options.deadline_s)
         self._smp_is_slow = not in_time
         self.capture.let_go()
@@ -535,9 +539,9 @@ class Session:
             kept, takes = protecting.agree_on_end(keeps=kept, takes=not early, stepped=stepped)
             if kept and takes:
                 self._end_last_step()
-        if (copy := protecting.newest) is not None and not copy.confirmed.is_set():
-            if copy.declared:
-                copy.confirmed.set()
+        if (copy := protecting.newest) is not None and not copy.is_confirmed:
+            if copy.order.declared:
+                copy.confirm()
             else:
                 copy.abort(GivenUp("the loop was left before gradients of the step's forward were computed"))
         try:

@@ -20,15 +20,15 @@ from holdfast import InMemorySnapshot, __version__
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.interval.rule import IntervalRule
-from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.orders import Copy, CopyState
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A snapshot, and the copy job that makes it."""
+    """A snapshot, and the copy that makes it."""
 
     snapshot: SnapshotId | None
-    copy: CopyJob | None
+    copy: Copy | None
 
 
 class OnDemand(IntervalRule):
@@ -105,7 +105,7 @@ class Alone:
 
     def survives_kill(self) -> bool:
         copy = self._newest.copy
-        return copy is not None and copy.done.is_set() and copy.error is None
+        return copy is not None and copy.state is CopyState.SEALED
 
     def done(self) -> bool:
         newest = self._newest.snapshot

@@ -14,7 +14,7 @@ from holdfast.snapshot.interval.rule import NODE_LOST, NODE_MTBF_S, SHORTEST, In
 from holdfast.snapshot.step.ledger import ProtectEvery
 
 if TYPE_CHECKING:
-    from holdfast.snapshot.step.copier import CopyJob
+    from holdfast.snapshot.step.orders import Copy
 
 DEFAULT_BUDGET = 0.01
 Every = int | Literal["auto"]
@@ -132,10 +132,10 @@ class IntervalController:
             log.warning("%s", text)
         return text
 
-    def sealed(self, job: CopyJob) -> None:
+    def sealed(self, copy: Copy) -> None:
         """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
         if self._recording is not None:
-            self._recording.sealed(job)
+            self._recording.sealed(copy)
 
     def _is_news(self) -> bool:
         """Whether the interval has become half or twice what was told, or the beginning is over."""

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.settings import PROFILE
 
 if TYPE_CHECKING:
     from holdfast.snapshot.collective.agreement import Agreement
-    from holdfast.snapshot.step.copier import CopyJob
+    from holdfast.snapshot.step.orders import Copy
 
 
 WARM_STEPS = 4
@@ -143,7 +143,7 @@ class Recording:
         self.overlapped: list[float] = []
         self.stalls: dict[int, float] = {}
         self.timings: list[Timing] = []  # written by the thread until it has ended, read after that
-        self._sealed: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._sealed: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._time, name="holdfast-profile", daemon=True)
         self._thread.start()
 
@@ -169,10 +169,10 @@ class Recording:
         elif self.overlapped:
             self.baseline.append(step_s)
 
-    def sealed(self, job: CopyJob) -> None:
+    def sealed(self, copy: Copy) -> None:
         """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
-        if job.error is None and job.encode:
-            self._sealed.put(job)
+        if copy.error is None and copy.order.due.encode:
+            self._sealed.put(copy)
 
     def close(self, deadline_s: float) -> None:
         """End the thread, after it has timed what is sealed. Blocks. Raises `DeadlineExceeded`."""
@@ -199,14 +199,14 @@ class Recording:
                 raise ConfigError(f"the profile {self._orders.file} cannot be written: {error}") from error
 
     def _time(self) -> None:
-        while (job := self._sealed.get()) is not None:
+        while (copy := self._sealed.get()) is not None:
             limit_s = time.monotonic() + PROTECTED_S
-            while (outcome := self._outcome(job.snapshot)) is SnapshotOutcome.PENDING and time.monotonic() < limit_s:
+            while (outcome := self._outcome(copy.snapshot)) is SnapshotOutcome.PENDING and time.monotonic() < limit_s:
                 time.sleep(LOOK_S)
             if outcome is SnapshotOutcome.PROTECTED:
-                copy_s, seal_s = job.filled_s - job.begun_s, job.sealed_s - job.filled_s
-                encode_s = max(0.0, time.monotonic() - job.sealed_s)
-                self.timings.append(Timing(job.snapshot.step, copy_s, seal_s, encode_s))
+                copy_s, seal_s = copy.filled_s - copy.begun_s, copy.sealed_s - copy.filled_s
+                encode_s = max(0.0, time.monotonic() - copy.sealed_s)
+                self.timings.append(Timing(copy.snapshot.step, copy_s, seal_s, encode_s))
 
 
 def leave() -> None:

@@ -1,6 +1,6 @@
-"""Turns the live state, as a step begins, into a `CopyJob`: what to copy beside the step, and what to copy at once.
+"""Turns the live state, as a step begins, into a `Copy`: what to copy beside the step, and what to copy at once.
 
-Everything here runs in the training thread, except `Capture.over` and the function that `compare_replicas` returns.
+Everything here runs in the training thread, except what a `CopyOrder` calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from holdfast.snapshot.state.record import (
     with_loop,
 )
 from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
-from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.orders import Copy, CopyOrder, Due, Live
 from holdfast.snapshot.step.reading import read_back
 
 
@@ -53,10 +53,6 @@ class Capture:
     A record lists what the slot holds. That both fit together is checked three times, in the trainer: for a new layout
     the record is read as a restart would read it; `Manifest.late` compares the two for each snapshot; and the first
     snapshot of a layout is read back from its slot once it is sealed.
-
-    Attributes:
-        loop: returns the place of the loop; called whenever the generators are captured. See `SnapshotHook`.
-        notes: returns plain values to put in the record beside the state, or None.
     """
 
     def __init__(
@@ -66,16 +62,25 @@ class Capture:
         engine: CopyEngine,
         job: str,
         coord: str,
-        system: System = MACHINE,
+        loop: Callable[[], Tree] = dict,
+        notes: Callable[[], dict[str, Any] | None] = lambda: None,
         run: str = UNNAMED.id,
+        system: System = MACHINE,
     ) -> None:
-        """`run`: id of the run that the snapshots belong to."""
+        """
+        Args:
+            loop: returns the place of the loop; called whenever the generators are captured. See `SnapshotHook`.
+            notes: returns plain values to put in the record beside the state, or None.
+            run: id of the run that the snapshots belong to.
+        """
         self._adapter = adapter
         self._system = system
         self._agreement = agreement
         self._engine = engine
         self._job = job
         self._coord = coord
+        self._loop = loop
+        self._notes = notes
         self._run = run
         self._sharing = ALONE
         self._form: SlotFormat | None = None
@@ -88,8 +93,6 @@ class Capture:
         self._restless: set[str] = set()
         self._roams = False
         self._staging = Staging()
-        self.loop: Callable[[], Tree] = dict
-        self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
     def plan(self, snapshot: SnapshotId) -> SlotFormat:
         """Make the slot format for the state as it is now, and use it from now on. Walks the state. A collective call.
@@ -99,11 +102,11 @@ class Capture:
         """
         self._sharing = agree_on_shares(self._agreement, self._adapter.replica_set(), self._adapter.tensors())
         manifest = Manifest(self._adapter, self._sharing)
-        early = capture_early(self._adapter, self.loop())
+        early = capture_early(self._adapter, self._loop())
         try:
             late = with_beginning(capture_late(manifest), read_state(self._adapter.early()))
             self._adapter.verify()
-            record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
+            record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self._notes())
             self._rehearse(parse_record(record, snapshot), early.tensors | late.tensors, manifest)
         except (LayoutChanged, IncompleteSnapshot, ProtocolError) as error:
             raise StateMismatch(f"this state cannot be restored: {error}") from error
@@ -129,19 +132,13 @@ class Capture:
     def mark(self) -> None:
         """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`."""
         try:
-            self._early = capture_early(self._adapter, self.loop())
+            self._early = capture_early(self._adapter, self._loop())
         except HoldfastError as error:
             self._early = error
 
-    def begin(
-        self,
-        snapshot: SnapshotId,
-        keep: tuple[SnapshotId, ...],
-        protected: SnapshotId | None,
-        *,
-        declared: bool,
-    ) -> CopyJob:
-        """Capture the state as it is now, to be copied from now on.
+    def begin(self, due: Due, *, declared: bool) -> Copy:
+        """Capture the state as it is now, to be copied from now on. A collective call, in which replicas begin to
+        compare what they share.
 
         Args:
             declared: whether the loop has said that the step begins. If not, the record also holds what `read_state`
@@ -152,13 +149,14 @@ class Capture:
             GivenUp: a CUDA graph is being captured, or a device has no memory left for copies.
             StateMismatch: a value cannot be represented just now; the message names its path.
         """
+        alike = self._compare_replicas(due.snapshot)  # before anything can fail here: the other ranks take part
         if isinstance(self._early, HoldfastError):
             raise self._early
         if self._engine.capturing():
             raise GivenUp("the step begins within the capture of a CUDA graph: begin the step before the capture")
         began = None if declared else read_state(self._adapter.early())
         # A batch was read since `mark`; the loop describes it now.
-        early = with_loop(self._early, self.loop())
+        early = with_loop(self._early, self._loop())
         placed = self._current()
         late = with_beginning(capture_late(placed.manifest), began)
         self._adapter.watch()
@@ -168,24 +166,21 @@ class Capture:
         transfer = self._engine.mark()
         values = [*early.tensors.items(), *late.tensors.items()]
         fixed = placed.manifest.fixed
-        return CopyJob(
-            snapshot,
+        order = CopyOrder(
+            due,
             self._coord,
-            keep,
-            protected,
             placed.form,
-            placed.moving,
-            placed.moving_bytes,
             (*staged, *place_tensors(placed.form, values)),
-            partial(encode_record, snapshot, self._coord, early, late, fixed, self.notes()),
+            partial(encode_record, due.snapshot, self._coord, early, late, fixed, self._notes()),
             transfer,
-            witness=Witness(self._engine, placed.subjects, snapshot.step),
-            declared=declared,
-            reshaped=placed.manifest.reshaped,
-            release=[partial(self._staging.give_back, staged)],
-            read_back=None if self._read_form is placed.form else self._reading(placed, snapshot),
-            system=self._system,
+            declared,
+            alike,
+            partial(self._staging.give_back, staged),
+            None if self._read_form is placed.form else self._reading(placed, due.snapshot),
         )
+        witness = Witness(self._engine, placed.subjects, due.snapshot.step)
+        live = Live(placed.moving, placed.moving_bytes, witness, placed.manifest.reshaped)
+        return Copy(order, live, self._system)
 
     def _reading(self, placed: Placed, snapshot: SnapshotId) -> Callable[[RecoveredShard], None]:
         form, leaves = placed.form, placed.manifest.whole  # not the manifest, which keeps tensors alive
@@ -197,7 +192,7 @@ class Capture:
 
         return read
 
-    def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
+    def _compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
         """Begin to compare a sample of the state that replicas share, as it is now. A collective call that returns at
         once.
 
@@ -232,11 +227,6 @@ class Capture:
         if self._roams:
             self._placed = None
             self._engine.forget()
-
-    def over(self, job: CopyJob) -> None:
-        """Release what the job holds, once it is sealed or given up. Any thread may call it."""
-        for release in job.release:
-            release()
 
     def _current(self) -> Placed:
         if self._form is None:

@@ -52,8 +52,9 @@ from holdfast.snapshot.state.record import LOOP, Values
 from holdfast.snapshot.state.values import encode
 from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
-from holdfast.snapshot.step.copier import Copier, CopyJob
+from holdfast.snapshot.step.copier import Copier
 from holdfast.snapshot.step.ledger import Ledger
+from holdfast.snapshot.step.orders import Copy
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import TurnState
 from tests.proof.mutants import forgetting_what_was_promised, one_node_behind
@@ -328,9 +329,9 @@ def _settle_and_spoil(self: Store, snapshot: SnapshotId) -> None:
                     view[at : at + 1] = bytes([view[at] ^ 1])
 
 
-def _fill_badly(self: Copier, job: CopyJob, slot: memoryview) -> None:
-    offsets = [piece.offset for piece in job.moving]
-    _fill(self, job, slot)
+def _fill_badly(self: Copier, copy: Copy, slot: memoryview) -> None:
+    offsets = [piece.offset for piece in copy.live.pieces] if copy.live is not None else []
+    _fill(self, copy, slot)
     for offset in offsets:
         slot[offset : offset + 1] = bytes([slot[offset] ^ 1])
 
@@ -415,10 +416,10 @@ def _forward_of_any_mode(self: Boundary, module: Any, given: Any) -> None:
         self._listener.on_forward(self._forwards, given)
 
 
-def _begin_and_draw(self: Capture, *arguments: Any, **options: Any) -> CopyJob:
-    job = _begin(self, *arguments, **options)
+def _begin_and_draw(self: Capture, *arguments: Any, **options: Any) -> Copy:
+    copy = _begin(self, *arguments, **options)
     random.uniform(0, 1)
-    return job
+    return copy
 
 
 def _all_alike(ranks: Any) -> set[str]:
@@ -511,7 +512,7 @@ MUTANTS: dict[str, SimMutant] = {
     "no-fence": SimMutant(
         "the next step does not wait for the copy",
         "sealed",
-        ((CopyJob, "fence", lambda job, patience_s, deadline_s: True),),
+        ((Copy, "fence", lambda copy, patience_s, deadline_s: True),),
         _restless,
     ),
     "no-reserver": SimMutant(

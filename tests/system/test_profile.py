@@ -30,6 +30,7 @@ from holdfast.snapshot.interval.recording import (
     RecordingOrders,
     Timing,
 )
+from holdfast.snapshot.step.orders import Due
 from tests.deadlines import DEADLINE_S
 
 SCRIPT = """
@@ -158,11 +159,11 @@ def test_where_snapshots_keep_many_steps_busy_enough_of_them_are_waited_for() ->
 def test_only_what_becomes_protected_is_timed() -> None:
     outcomes = {SnapshotId(1, 4): SnapshotOutcome.PROTECTED, SnapshotId(1, 6): SnapshotOutcome.FAILED}
     recording = Recording(RecordingOrders("", 1), 3, outcomes.__getitem__)
-    for snapshot in outcomes:
-        job: Any = SimpleNamespace(snapshot=snapshot, encode=True, error=None, begun_s=1.0, filled_s=1.5, sealed_s=1.75)
-        recording.sealed(job)
-    only_sealed: Any = SimpleNamespace(snapshot=SnapshotId(1, 8), encode=False, error=None)
-    recording.sealed(only_sealed)
+    for due in (Due(SnapshotId(1, 4)), Due(SnapshotId(1, 6)), Due(SnapshotId(1, 8), encode=False)):
+        copy: Any = SimpleNamespace(
+            snapshot=due.snapshot, order=SimpleNamespace(due=due), error=None, begun_s=1.0, filled_s=1.5, sealed_s=1.75
+        )
+        recording.sealed(copy)
     recording.close(DEADLINE_S)
     [timing] = recording.timings
     assert (timing.step, timing.copy_s, timing.seal_s) == (4, 0.5, 0.25) and timing.encode_s > 0

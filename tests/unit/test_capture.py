@@ -31,7 +31,8 @@ from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import decode_record, decode_values
 from holdfast.snapshot.step.capture import Capture, Staging
-from holdfast.snapshot.step.copier import Copier, CopyJob
+from holdfast.snapshot.step.copier import Copier
+from holdfast.snapshot.step.orders import Copy, CopyState, Due
 from tests.deadlines import DEADLINE_S
 from tests.system.test_hook import train, values
 from tests.unit.test_engines import Counting
@@ -75,7 +76,7 @@ class Noting(CpuEngine):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[tuple[list[int], bool]] = []
-        self.job: CopyJob | None = None
+        self.job: Copy | None = None
         self.on_mark: Callable[[], None] = lambda: None
         self.before_copy: Callable[[], None] = lambda: None
         self.after_copy: Callable[[], None] = lambda: None
@@ -94,7 +95,9 @@ class Noting(CpuEngine):
         self.before_copy()
         super().copy(pieces, slot, pause, digests)
         self.after_copy()
-        self.notes.append(([piece.offset for piece in pieces], self.job is not None and self.job.copied.is_set()))
+        self.notes.append(
+            ([piece.offset for piece in pieces], self.job is not None and self.job.state >= CopyState.COPIED)
+        )
 
 
 class Rig:
@@ -103,10 +106,12 @@ class Rig:
     def __init__(self, adapter: Toy, slots: Slots | None = None) -> None:
         self.adapter = adapter
         self.engine = Noting()
-        self.capture = Capture(adapter, Alone(), self.engine, "run", "dp0")
+        self.loop: dict[str, Any] = {}
+        self.notes: dict[str, Any] | None = None
+        self.capture = Capture(adapter, Alone(), self.engine, "run", "dp0", lambda: self.loop, lambda: self.notes)
         self.slots = slots or Slots()
         client = cast(SmpClient, self.slots)
-        self.copier = Copier(client, client, self.engine, Pace(), lambda: None, self.capture.over)
+        self.copier = Copier(client, client, self.engine, Pace(), lambda: None)
         self._epoch = 0
         self._step = 0
 
@@ -115,36 +120,36 @@ class Rig:
         self.form = self.capture.plan(SnapshotId(self._epoch, self._step))
         self.slots.reserve(self.form.total_bytes)
 
-    def begin(self, *, declared: bool = True) -> CopyJob:
+    def begin(self, *, declared: bool = True) -> Copy:
         """Begin the next step."""
         self._step += 1
         self.capture.mark()
         return self.begin_marked(declared=declared)
 
-    def begin_marked(self, *, declared: bool = True) -> CopyJob:
+    def begin_marked(self, *, declared: bool = True) -> Copy:
         """The same, after `mark` has been called."""
         snapshot = SnapshotId(self._epoch, self._step)
-        self.engine.job = job = self.capture.begin(snapshot, (), None, declared=declared)
+        self.engine.job = job = self.capture.begin(Due(snapshot), declared=declared)
         return job
 
-    def end(self, job: CopyJob) -> Held:
+    def end(self, job: Copy) -> Held:
         """Copy and seal the snapshot; return the contents of its slot."""
         self.run(job)
         job.check()
         assert self.slots.sealed[-1] == job.snapshot
         return Held(self.slots.given[job.snapshot], job.snapshot)
 
-    def fail(self, job: CopyJob) -> HoldfastError:
+    def fail(self, job: Copy) -> HoldfastError:
         """Like `end` for a snapshot that is given up; return the error."""
         self.run(job)
         assert job.error is not None
         assert job.snapshot not in self.slots.sealed
         return job.error
 
-    def run(self, job: CopyJob) -> None:
+    def run(self, job: Copy) -> None:
         self.copier.submit(job)
-        job.confirmed.set()
-        assert job.done.wait(DEADLINE_S)
+        job.confirm()
+        assert job.reached(CopyState.SEALED, DEADLINE_S)
 
     def take(self) -> Held:
         return self.end(self.begin())
@@ -177,6 +182,12 @@ class Held:
         form, _ = read_format(self.slot)
         record = decode_record(self.slot, form, self.snapshot)
         return decode_values(record, lambda name: read_leaf(self.slot, *form.offsets[name]))
+
+
+def moving(job: Copy) -> tuple[SlotTensor, ...]:
+    """The live tensors that are copied while the step runs."""
+    assert job.live is not None
+    return job.live.pieces
 
 
 @pytest.fixture
@@ -227,12 +238,12 @@ def test_a_layout_of_two_tensors_with_one_name_is_refused(rig: Rig) -> None:
 
 def test_tensors_are_taken_as_their_class_says(rig: Rig) -> None:
     job = rig.begin()
-    assert named(job.moving) == ["model.weight", "model.base"]
-    for piece in job.moving:
+    assert named(moving(job)) == ["model.weight", "model.base"]
+    for piece in moving(job):
         assert piece.tensor.data_ptr() == rig.live(piece.name).data_ptr()
-    assert named(job.ready) == ["model.mean", "early.rng", "late.warm"]
+    assert named(job.order.ready) == ["model.mean", "early.rng", "late.warm"]
     at_once = (rig.live("model.mean"), rig.adapter.early_tree["rng"], rig.adapter.late_tree["warm"])
-    for piece, tensor in zip(job.ready, at_once, strict=True):
+    for piece, tensor in zip(job.order.ready, at_once, strict=True):
         assert torch.equal(piece.tensor, tensor)
         assert piece.tensor.data_ptr() != tensor.data_ptr()
 
@@ -289,9 +300,9 @@ def test_a_boundary_may_be_marked_again(rig: Rig) -> None:
 
 
 def test_the_record_says_where_the_loop_is_as_the_step_begins(rig: Rig) -> None:
-    rig.capture.loop = lambda: {"data": {"taken": 3}}
+    rig.loop = {"data": {"taken": 3}}
     rig.capture.mark()
-    rig.capture.loop = lambda: {"data": {"taken": 4}}
+    rig.loop = {"data": {"taken": 4}}
     assert rig.end(rig.begin_marked()).plain[0]["loop"] == {"data": {"taken": 4}}
 
 
@@ -307,7 +318,7 @@ def test_how_generators_are_is_noted_where_the_loop_does_not_say_that_a_step_beg
     rig = drawing
 
     def began(*, declared: bool) -> Any:
-        return json.loads(rig.begin(declared=declared).record(None))["late"]["began"]
+        return json.loads(rig.begin(declared=declared).record())["late"]["began"]
 
     assert began(declared=True) is None
     first = began(declared=False)
@@ -319,7 +330,7 @@ def test_how_generators_are_is_noted_where_the_loop_does_not_say_that_a_step_beg
 
 
 def test_notes_stand_beside_the_state(rig: Rig) -> None:
-    rig.capture.notes = lambda: {"interval": 3}
+    rig.notes = {"interval": 3}
     held = rig.take()
     form, _ = read_format(held.slot)
     assert decode_record(held.slot, form, held.snapshot)["notes"] == {"interval": 3}
@@ -336,9 +347,9 @@ def test_what_was_given_up_is_not_copied(rig: Rig) -> None:
 def test_what_is_given_up_after_it_was_copied_is_not_sealed(rig: Rig) -> None:
     job = rig.begin()
     rig.copier.submit(job)
-    assert job.copied.wait(DEADLINE_S)
+    assert job.reached(CopyState.COPIED, DEADLINE_S)
     job.abort(HoldfastError("over"))
-    assert job.done.wait(DEADLINE_S)
+    assert job.reached(CopyState.SEALED, DEADLINE_S)
     assert (rig.slots.sealed, rig.slots.abandoned) == ([], [job.snapshot])
 
 
@@ -346,11 +357,11 @@ def test_nothing_is_sealed_before_it_is_sure_that_the_step_has_begun(rig: Rig) -
     first, second = rig.begin(declared=False), rig.begin(declared=False)
     for job in (first, second):
         rig.copier.submit(job)
-        assert job.copied.wait(DEADLINE_S)
-    second.confirmed.set()
+        assert job.reached(CopyState.COPIED, DEADLINE_S)
+    second.confirm()
     assert rig.slots.sealed == []
-    first.confirmed.set()
-    assert second.done.wait(DEADLINE_S)
+    first.confirm()
+    assert second.reached(CopyState.SEALED, DEADLINE_S)
     assert rig.slots.sealed == [first.snapshot, second.snapshot]
 
 
@@ -358,7 +369,7 @@ def test_copies_carry_no_gradient(rig: Rig) -> None:
     rig.exchange("model.mean", torch.ones(3, requires_grad=True))
     rig.exchange("model.weight", torch.ones(2, 3, requires_grad=True))
     job = rig.begin()
-    assert not any(piece.tensor.requires_grad for piece in (*job.moving, *job.ready))
+    assert not any(piece.tensor.requires_grad for piece in (*moving(job), *job.order.ready))
     assert rig.end(job)["model.mean"] == [1, 1, 1]
 
 
@@ -585,7 +596,7 @@ def test_memory_that_moves_with_each_step_is_not_held_once_it_is_copied(rig: Rig
         rig.capture.let_go()
     gc.collect()
     assert sum(held() is not None for held in memory) == 2
-    assert all(job.moving == () for job in jobs)
+    assert all(job.live is None for job in jobs)
 
 
 def test_state_that_stays_where_it_is_is_not_walked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,14 +635,14 @@ def test_what_changes_while_it_is_copied_ends_the_snapshot_and_is_copied_at_once
     for _ in range(3):
         expected = rig.live(name).flatten().tolist()
         job = rig.begin()
-        assert name not in named(job.moving)
+        assert name not in named(moving(job))
         assert rig.end(job)[name] == expected
 
 
 def test_what_is_copied_at_once_stays_so_in_the_next_layout(rig: Rig) -> None:
     rig.capture.copy_at_once(["model.weight"])
     rig.plan()
-    assert named(rig.begin().moving) == ["model.base"]
+    assert named(moving(rig.begin())) == ["model.base"]
 
 
 def test_what_is_swapped_and_given_back_while_it_is_copied_ends_the_snapshot(rig: Rig) -> None:
@@ -650,8 +661,8 @@ def test_what_changes_once_it_is_copied_is_of_the_next_snapshot(rig: Rig) -> Non
     assert job.fence(DEADLINE_S, DEADLINE_S)
     for name in ("model.weight", "model.base"):
         rig.live(name).fill_(6)
-    job.confirmed.set()
-    assert job.done.wait(DEADLINE_S)
+    job.confirm()
+    assert job.reached(CopyState.SEALED, DEADLINE_S)
     job.check()
     held = Held(rig.slots.given[job.snapshot], job.snapshot)
     assert (held["model.base"], held["model.weight"]) == ([4, 4], [0, 1, 2, 3, 4, 5])
@@ -667,7 +678,7 @@ def test_no_more_than_two_copies_are_ever_made(rig: Rig) -> None:
     for value in range(10):
         rig.live("model.mean").fill_(value)
         job = rig.begin()
-        places |= {piece.tensor.data_ptr() for piece in (before.ready[0], job.ready[0])}
+        places |= {piece.tensor.data_ptr() for piece in (before.order.ready[0], job.order.ready[0])}
         assert rig.end(before)["model.mean"] == ([value - 1] * 3 if value else [1, 1, 1])
         before = job
     assert len(places) == 2
@@ -678,7 +689,7 @@ def test_a_copy_that_is_in_use_is_not_written_again(rig: Rig) -> None:
     for value in range(4):
         rig.live("model.mean").fill_(value)
         jobs.append(rig.begin())
-    assert [job.ready[0].tensor.tolist() for job in jobs] == [[value] * 3 for value in range(4)]
+    assert [job.order.ready[0].tensor.tolist() for job in jobs] == [[value] * 3 for value in range(4)]
 
 
 def test_nothing_to_copy_takes_no_memory() -> None:
@@ -693,7 +704,7 @@ def test_copies_of_an_older_layout_are_not_used_for_a_newer_one(rig: Rig) -> Non
     old = rig.begin()
     rig.adapter.live.append(LiveTensor("model.a", torch.full((3,), 3.0), Change.ANY))
     rig.plan()
-    rig.capture.over(old)
+    old.order.release()
     held = rig.take()
     assert (held["model.mean"], held["model.a"]) == ([1, 1, 1], [3, 3, 3])
 
@@ -704,9 +715,9 @@ def test_copies_whose_order_has_changed_are_put_in_their_places(rig: Rig) -> Non
     old = rig.begin()
     rig.adapter.live.reverse()
     new = rig.begin()
-    rig.capture.over(old)
+    old.order.release()
     held = rig.take()
-    rig.capture.over(new)
+    new.order.release()
     assert (held["model.mean"], held["model.var"]) == ([1, 1, 1], [3, 3, 3])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,9 @@ from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from holdfast.snapshot.state.record import place_tensors
-from holdfast.snapshot.step.copier import Copier, CopyJob
+from holdfast.snapshot.step import orders
+from holdfast.snapshot.step.copier import Copier
+from holdfast.snapshot.step.orders import MOVES, Copy, CopyOrder, CopyState, Due, Live
 from tests.deadlines import DEADLINE_S
 
 SOON_S = 0.05
@@ -35,12 +38,22 @@ def record(inputs: str | None) -> bytes:
     return b"{}"
 
 
-def job(tensor: torch.Tensor | None = None, step: int = 1, engine: CpuEngine | None = None) -> CopyJob:
+def no_difference() -> None:
+    """Replicas hold the same."""
+
+
+def ordered(
+    tensor: torch.Tensor | None = None,
+    step: int = 1,
+    engine: CpuEngine | None = None,
+    alike: Callable[[], None] = no_difference,
+    reshaped: Callable[[], list[str]] = list,
+) -> Copy:
     moving = place_tensors(FORM, [("w", torch.zeros(4096) if tensor is None else tensor)])
-    witness = Witness(engine or CpuEngine(), WatchedPieces(moving), step)
-    return CopyJob(
-        SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), record, engine or CpuEngine(), witness=witness
-    )
+    engine = engine or CpuEngine()
+    witness = Witness(engine, WatchedPieces(moving), step)
+    order = CopyOrder(Due(SnapshotId(1, step)), "dp0", FORM, (), record, engine.mark(), alike=alike)
+    return Copy(order, Live(moving, 4 * 4096, witness, reshaped))
 
 
 class Together:
@@ -75,59 +88,59 @@ class Together:
 
 
 def test_a_copy_that_has_no_slot_is_given_up_and_not_waited_for() -> None:
-    made = job()
+    made = ordered()
     assert made.fence(0.0, DEADLINE_S) is False
     assert isinstance(made.error, NoFreeSlot)
     with pytest.raises(NoFreeSlot, match=r"no slot .*step 1"):
         made.read()
-    assert not made.reading.is_set()
+    assert made.state is CopyState.WAITING
 
 
 def test_a_copy_that_has_no_slot_yet_is_waited_for_as_long_as_patience_lasts() -> None:
-    made = job()
+    made = ordered()
     began = time.monotonic()
     assert made.fence(SOON_S, DEADLINE_S) is False
     assert time.monotonic() - began >= SOON_S
 
 
 def test_a_copy_that_begins_within_patience_is_waited_for() -> None:
-    made = job()
+    made = ordered()
     training = Together(lambda: made.fence(DEADLINE_S, DEADLINE_S))
     made.read()
-    made.copied.set()
+    made.leave_live()
     assert training.join() == [True]
     assert made.error is None
 
 
 def test_a_copy_that_has_begun_is_waited_for_without_patience() -> None:
-    made = job()
+    made = ordered()
     made.read()
     training = Together(lambda: made.fence(0.0, DEADLINE_S))
-    assert not made.copied.wait(SOON_S)
+    assert not made.reached(CopyState.COPIED, SOON_S)
     assert training.running
-    made.copied.set()
+    made.leave_live()
     assert training.join() == [True]
 
 
 def test_a_copy_that_takes_too_long_is_given_up() -> None:
-    made = job()
+    made = ordered()
     made.read()
     assert made.fence(0.0, SOON_S) is True
     with pytest.raises(DeadlineExceeded, match=r"step 1 .* took over"):
         made.check()
-    assert made.confirmed.is_set()  # a thread that waits to seal it is released
+    assert made.is_confirmed  # a thread that waits to seal it is released
 
 
 def test_a_copy_that_failed_before_it_began_is_not_waited_for() -> None:
-    made = job()
+    made = ordered()
     made.abort(SmpUnavailable("gone"))
-    made.free()
+    made.leave_live()
     assert made.fence(DEADLINE_S, DEADLINE_S) is True
     assert isinstance(made.error, SmpUnavailable)
 
 
 def test_what_a_snapshot_was_given_up_for_first_is_what_is_told() -> None:
-    made = job()
+    made = ordered()
     made.abort(GivenUp("an evaluation"))
     assert made.fence(0.0, DEADLINE_S) is False
     made.abort(HoldfastError("another"))
@@ -137,9 +150,9 @@ def test_what_a_snapshot_was_given_up_for_first_is_what_is_told() -> None:
 def test_the_fence_may_be_passed_again() -> None:
     """By each of several optimizers."""
     tensor = torch.zeros(4096)
-    made = job(tensor)
+    made = ordered(tensor)
     made.read()
-    made.copied.set()
+    made.leave_live()
     assert made.fence(0.0, DEADLINE_S) is True
     tensor.add_(1)
     assert made.fence(0.0, DEADLINE_S) is True
@@ -151,18 +164,17 @@ def test_what_the_state_was_is_looked_at_before_it_may_change() -> None:
     tensor = torch.zeros(4096)
     engine = CpuEngine()
     engine.queues = True
-    made = job(tensor, engine=engine)
-    witness = made.witness
+    made = ordered(tensor, engine=engine)
+    witness = made.read().witness
     assert witness is not None
-    made.read()
     witness.look(engine)
-    made.copied.set()
+    made.leave_live()
     slot = memoryview(bytearray(FORM.total_bytes))
     assert made.fence(0.0, DEADLINE_S)
     tensor.add_(1)
     witness.check(slot)
     with pytest.raises(StateChanged):
-        again = job(tensor).witness
+        again = ordered(tensor).read().witness
         assert again is not None
         again.look(engine)
         again.check(slot)  # the slot holds only zeros
@@ -170,33 +182,33 @@ def test_what_the_state_was_is_looked_at_before_it_may_change() -> None:
 
 def test_nothing_of_the_live_state_is_held_behind_the_fence() -> None:
     for begins in (True, False):
-        made = job()
+        made = ordered()
         if begins:
             made.read()
-            made.copied.set()
+            made.leave_live()
         made.fence(0.0, DEADLINE_S)
-        assert (made.moving, made.witness) == ((), None)
+        assert made.live is None
 
 
-def begins(made: CopyJob) -> bool:
+def begins(made: Copy) -> bool:
     """Act as a copy thread that has its slot; return whether it came in time."""
     try:
         made.read()
     except NoFreeSlot:
         return False
-    made.copied.set()
+    made.leave_live()
     return True
 
 
 def test_a_copy_either_begins_or_is_given_up_however_both_threads_meet() -> None:
     outcomes = set()
     for turn in range(300):
-        made = job()
+        made = ordered()
 
         patience = 0.0 if turn % 2 else 1e-5
         copied, waited = Together(partial(begins, made), partial(made.fence, patience, DEADLINE_S)).join()
         assert isinstance(copied, bool)
-        assert copied == waited == made.reading.is_set()
+        assert copied == waited == (made.state is not CopyState.WAITING)
         assert isinstance(made.error, NoFreeSlot) != copied
         outcomes.add(copied)
     assert True in outcomes
@@ -263,9 +275,9 @@ class Rig:
         client = cast(SmpClient, self.slots)
         self.copier = Copier(client, client, self.engine, Pace(), lambda: None)
 
-    def submit(self, made: CopyJob) -> CopyJob:
-        made.confirmed.set()
-        made.transfer = self.engine.mark()
+    def submit(self, tensor: torch.Tensor | None = None, step: int = 1, **options: Any) -> Copy:
+        made = ordered(tensor, step, self.engine, **options)
+        made.confirm()
         self.copier.submit(made)
         return made
 
@@ -282,12 +294,12 @@ def rig() -> Iterator[Rig]:
 def test_a_loop_does_not_wait_for_an_smp_that_gives_no_slot(rig: Rig) -> None:
     rig.slots.gives.clear()
     tensor = torch.zeros(4096)
-    made = rig.submit(job(tensor))
+    made = rig.submit(tensor)
     assert rig.slots.asked.wait(DEADLINE_S)
     assert made.fence(0.0, DEADLINE_S) is False
     tensor.fill_(1)  # stands for optim.step()
     rig.slots.gives.set()
-    assert made.done.wait(DEADLINE_S)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert isinstance(made.error, NoFreeSlot)
     assert rig.engine.read == []
     assert (rig.slots.sealed, rig.slots.abandoned) == ([], [made.snapshot])
@@ -296,11 +308,11 @@ def test_a_loop_does_not_wait_for_an_smp_that_gives_no_slot(rig: Rig) -> None:
 def test_when_slots_are_given_again_copies_are_made_again(rig: Rig) -> None:
     rig.slots.gives.clear()
     for step in (1, 2, 3):
-        assert rig.submit(job(step=step)).fence(0.0, DEADLINE_S) is False
+        assert rig.submit(step=step).fence(0.0, DEADLINE_S) is False
     rig.slots.gives.set()
-    made = rig.submit(job(step=4))
+    made = rig.submit(step=4)
     assert made.fence(DEADLINE_S, DEADLINE_S) is True
-    assert made.done.wait(DEADLINE_S)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert made.error is None
     assert rig.slots.sealed == [made.snapshot]
 
@@ -309,13 +321,13 @@ def test_when_slots_are_given_again_copies_are_made_again(rig: Rig) -> None:
 def test_a_slot_that_was_had_ahead_of_time_is_had_for_its_connection(rig: Rig, connections: tuple[int, int]) -> None:
     for step in (1, 2):
         rig.slots.connection = connections[0]
-        made = rig.submit(job(step=step))
+        made = rig.submit(step=step)
         assert made.fence(DEADLINE_S, DEADLINE_S)
-        assert made.done.wait(DEADLINE_S)
+        assert made.reached(CopyState.SEALED, DEADLINE_S)
     rig.slots.connection = connections[1]
-    made = rig.submit(job(step=3))
+    made = rig.submit(step=3)
     assert made.fence(DEADLINE_S, DEADLINE_S)
-    assert made.done.wait(DEADLINE_S)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert made.error is None
     assert [each.step for each in rig.slots.begun].count(3) == len(set(connections))
 
@@ -323,7 +335,7 @@ def test_a_slot_that_was_had_ahead_of_time_is_had_for_its_connection(rig: Rig, c
 def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
     rig.engine.go.clear()
     tensor = torch.full((4096,), 3.0)
-    made = rig.submit(job(tensor))
+    made = rig.submit(tensor)
     assert rig.engine.copying.wait(DEADLINE_S)
 
     def training() -> bool:
@@ -332,11 +344,11 @@ def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
         return begun
 
     loop = Together(training)
-    assert not made.copied.wait(SOON_S)
+    assert not made.reached(CopyState.COPIED, SOON_S)
     assert loop.running
     rig.engine.go.set()
     assert loop.join() == [True]
-    assert made.done.wait(DEADLINE_S)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     made.check()
     offset, _ = FORM.offsets["w"]
     assert set(torch.frombuffer(rig.slots.slot, dtype=torch.float32, count=4096, offset=offset).tolist()) == {3.0}
@@ -351,17 +363,16 @@ def test_a_slot_is_not_given_back_and_no_other_is_asked_for_while_a_device_may_w
     monkeypatch.setattr(rig.engine, "finish", stuck)
     monkeypatch.setattr(rig.engine, "settle", stuck)
     for step in (1, 2):
-        made = rig.submit(job(step=step))
+        made = rig.submit(step=step)
         made.fence(DEADLINE_S, DEADLINE_S)
-        assert made.done.wait(DEADLINE_S)
+        assert made.reached(CopyState.SEALED, DEADLINE_S)
         assert "cuda:0 did not" in str(made.error)
     assert [each.step for each in rig.slots.begun] == [1]
     assert rig.slots.abandoned == rig.slots.unused == rig.slots.sealed == []
     monkeypatch.undo()  # the device gets on: the slot is given back, and snapshots are taken again
-    made = rig.submit(job(step=3))
+    made = rig.submit(step=3)
     made.fence(DEADLINE_S, DEADLINE_S)
-    made.confirmed.set()
-    assert made.done.wait(DEADLINE_S)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     made.check()
     assert [each.step for each in rig.slots.abandoned] == [1]
     assert [each.step for each in rig.slots.begun][:2] == [1, 3]
@@ -370,50 +381,58 @@ def test_a_slot_is_not_given_back_and_no_other_is_asked_for_while_a_device_may_w
 def test_a_copy_that_outlasts_its_deadline_is_not_sealed(rig: Rig) -> None:
     rig.engine.go.clear()
     tensor = torch.zeros(4096)
-    made = rig.submit(job(tensor))
+    made = rig.submit(tensor)
     assert rig.engine.copying.wait(DEADLINE_S)
     assert made.fence(0.0, SOON_S) is True
     tensor.fill_(4)
     rig.engine.go.set()
-    assert made.done.wait(DEADLINE_S)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert isinstance(made.error, DeadlineExceeded)
     assert rig.slots.sealed == []
 
 
 def test_a_tensor_of_another_shape_is_named_before_its_copy_is_trusted(rig: Rig) -> None:
-    made = job()
-    made.reshaped = lambda: ["w"]
-    rig.submit(made)
-    assert made.done.wait(DEADLINE_S)
+    made = rig.submit(reshaped=lambda: ["w"])
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert isinstance(made.error, LayoutChanged)
     assert "w: " in str(made.error)
     assert rig.slots.abandoned == [made.snapshot]
 
 
 def test_replicas_that_differ_are_not_sealed(rig: Rig) -> None:
-    made = job()
-
     def differ() -> None:
         raise LayoutChanged("replicas differ")
 
-    made.alike = differ
-    rig.submit(made)
-    assert made.done.wait(DEADLINE_S)
+    made = rig.submit(alike=differ)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert str(made.error) == "replicas differ"
     assert (rig.slots.sealed, rig.slots.abandoned) == ([], [made.snapshot])
 
 
 def test_a_bug_in_a_copy_ends_neither_the_loop_nor_the_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    made = job()
-
     def broken() -> list[str]:
         raise ZeroDivisionError
 
-    made.reshaped = broken
-    rig.submit(made)
+    made = rig.submit(reshaped=broken)
     assert made.fence(DEADLINE_S, DEADLINE_S) is True
-    assert made.done.wait(DEADLINE_S)
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert str(made.error) == "ZeroDivisionError: "
-    after = rig.submit(job(step=2))
-    assert after.done.wait(DEADLINE_S)
+    after = rig.submit(step=2)
+    assert after.reached(CopyState.SEALED, DEADLINE_S)
     assert rig.slots.sealed == [after.snapshot]
+
+
+# ------------------------------------------------------------------ the table
+
+
+def test_the_table_that_is_drawn_is_the_one_that_is_used() -> None:
+    assert orders.__doc__ is not None
+    text = orders.__doc__.partition("    state ")[2].partition("\n\n")[0]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()[1:]]
+    drawn = {(state, event): then for state, event, then, _ in rows}
+    assert drawn == {(state.name, event.name): then.name for (state, event), then in MOVES.items()}
+
+
+def test_a_copy_goes_one_way_and_ends() -> None:
+    assert all(then > state for (state, _), then in MOVES.items())
+    assert {then for _, then in MOVES.items()} | {CopyState.WAITING} == set(CopyState)

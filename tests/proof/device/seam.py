@@ -23,7 +23,8 @@ from holdfast.snapshot.copy.cuda import CudaTransfer
 from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.step.capture import Staging
-from holdfast.snapshot.step.copier import Copier, CopyJob
+from holdfast.snapshot.step.copier import Copier
+from holdfast.snapshot.step.orders import Copy
 from tests.proof.device.queues import EAGER
 from tests.proof.device.standin import EmulatedCuda
 
@@ -296,8 +297,8 @@ def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena:
     outcome = SeamOutcome(loop.steps)
     seal = Copier._seal
 
-    def sealing(copier: Copier, copy: CopyJob) -> None:
-        form, step = copy.form, copy.snapshot.step
+    def sealing(copier: Copier, copy: Copy) -> None:
+        form, step = copy.order.form, copy.snapshot.step
         held = {_bytes(read_leaf(copy.slot, offset, leaf)) for offset, leaf in form.offsets.values()}
         outcome.wrong += [f"{name} of step {step}" for name, content in wanted[step].items() if content not in held]
         seal(copier, copy)

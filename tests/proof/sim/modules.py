@@ -26,7 +26,7 @@ from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.step.capture import Capture
-from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.orders import Copy, Due
 from holdfast.snapshot.step.turns import FIRST_TURNS
 from tests.proof.sim.plan import LATE, DrawnState
 from tests.proof.sim.scheduler import active
@@ -501,10 +501,10 @@ class ObservedCapture(Capture):
 
     on_begin: Callable[[SnapshotId, str], None]
 
-    def begin(self, snapshot: SnapshotId, *arguments: Any, **options: Any) -> CopyJob:
-        job = super().begin(snapshot, *arguments, **options)
-        self.on_begin(snapshot, self._coord)
-        return job
+    def begin(self, due: Due, *, declared: bool) -> Copy:
+        copy = super().begin(due, declared=declared)
+        self.on_begin(due.snapshot, self._coord)
+        return copy
 
 
 class SteppingEngine(CpuEngine):

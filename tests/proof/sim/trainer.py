@@ -26,7 +26,7 @@ from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.resume.attempt import Verdict, agree_on
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
-from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.orders import Copy, CopyOrder, Due, Live
 from tests.proof.sim.scheduler import active
 from tests.proof.sim.system import SYSTEM
 from tests.proof.sim.threads import Signal
@@ -268,8 +268,10 @@ class SimCapture:
         engine: SimEngine,
         job: str,
         coord: str,
-        system: object,
+        loop: object,
+        notes: object,
         run: str,
+        system: object,
     ) -> None:
         self._adapter = adapter
         self._engine = engine
@@ -292,42 +294,25 @@ class SimCapture:
     def mark(self, *, buffers: bool = False) -> None:
         """Does nothing: there are no generators."""
 
-    def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
-        return lambda: None
-
-    def begin(
-        self,
-        snapshot: SnapshotId,
-        keep: tuple[SnapshotId, ...],
-        protected: SnapshotId | None,
-        *,
-        declared: bool,
-    ) -> CopyJob:
-        form, live = self._form, self._adapter.live
+    def begin(self, due: Due, *, declared: bool) -> Copy:
+        form, live, snapshot = self._form, self._adapter.live, due.snapshot
         if form is None or form.offsets[LEAF][1].bytes != len(live):
             raise LayoutChanged("the state has another length")
         self.on_begin(snapshot, self._coord, Bytes(live))
         piece = SlotTensor(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimEngine` alone
-        return CopyJob(
-            snapshot,
+        order = CopyOrder(
+            due,
             self._coord,
-            keep,
-            protected,
             form,
-            (piece,),
-            len(live),
             (),
             lambda inputs: json.dumps({"step": snapshot.step}).encode(),
             self._engine.mark(),
-            declared=declared,
-            system=SYSTEM,
+            declared,
         )
+        return Copy(order, Live((piece,), len(live)), SYSTEM)
 
     def let_go(self) -> None:
         """Does nothing: memory does not move."""
-
-    def over(self, job: CopyJob) -> None:
-        """Does nothing: nothing was staged."""
 
 
 def captured(snapshot: SnapshotId, coord: str, content: Bytes) -> None:
