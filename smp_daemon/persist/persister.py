@@ -21,6 +21,7 @@ from holdfast.smp_daemon.persist.reading import StoredShards, find_runs, look, r
 from holdfast.smp_daemon.persist.writing import note_run, publish, tidy, write_node
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, hold_shard
+from holdfast.smp_daemon.shared.deadlines import STUCK_S, Progress
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Persisted
@@ -31,9 +32,6 @@ from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.store import Store
-
-STUCK_S = 60.0
-"""How long a storage may make no progress, in seconds, before writing to it is given up."""
 
 LOOK_FIRST_S, LOOK_MOST_S = 0.05, 5.0
 """How long to wait before looking for the other nodes' parts again, in seconds: the first time, doubling up to the
@@ -252,8 +250,8 @@ class Persister:
         thread = self.system.Thread(target=work.run, name="persist-write", daemon=True)
         thread.start()
         while thread.is_alive() and not self._closed.is_set():
-            thread.join(max(0.0, work.moved_s + STUCK_S - self.system.monotonic()))
-            if thread.is_alive() and self.system.monotonic() >= work.moved_s + STUCK_S:
+            thread.join(work.progress.left_s)
+            if thread.is_alive() and work.progress.is_stuck:
                 work.cancelled.set()
                 self._store.let_go(work.snapshot)
                 self._fail(work.snapshot, f"the storage has not answered for {STUCK_S:.0f} s", state="stuck")
@@ -290,14 +288,14 @@ class _Work:
     """Writes one snapshot to the place, in a thread of its own.
 
     Attributes:
-        moved_s: the monotonic time of the last progress; written by the working thread, read by the persisting one.
+        progress: the working thread's; the persisting one watches it.
         cancelled: set by the persisting thread to give the work up.
     """
 
     def __init__(self, persister: Persister, options: PersistOptions, snapshot: SnapshotId, layout: Layout) -> None:
         self.snapshot = snapshot
         self._monotonic = persister.system.monotonic
-        self.moved_s = self._monotonic()
+        self.progress = Progress(self._monotonic, STUCK_S)
         self.cancelled = persister.system.Event()
         self._persister = persister
         self._options = options
@@ -340,7 +338,7 @@ class _Work:
         limit = self._monotonic() + max(self._options.every_s, STUCK_S)
         wait_s = LOOK_FIRST_S
         while missing := publish(self._persister._its_place, self._layout, self.snapshot):
-            self._moved()
+            self.progress.moved()
             if self._monotonic() > limit:
                 raise PlaceError(f"{', '.join(missing[:8])} have not written their part")
             self._wait(wait_s)
@@ -349,14 +347,11 @@ class _Work:
     def _pace(self, count: int) -> None:
         wait_s = self._persister._pacer.wait_s(count, self._monotonic())
         while wait_s > 0:  # waiting for the rate limit counts as progress: the storage is not slow
-            self._moved()
+            self.progress.moved()
             self._wait(min(wait_s, STUCK_S / 2))
             wait_s -= STUCK_S / 2
         self._wait(0)
-        self._moved()
-
-    def _moved(self) -> None:
-        self.moved_s = self._monotonic()
+        self.progress.moved()
 
     def _wait(self, seconds: float) -> None:
         if self._persister._closed.wait(seconds) or self.cancelled.is_set():

@@ -1,11 +1,45 @@
-"""How long a trainer may be quiet before it counts as hung. Pure."""
+"""How long a trainer may be quiet before it counts as hung, and work on bytes before it counts as stuck. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import parse_time
+
+STUCK_S = 60.0
+"""How long work on bytes may move nothing, in seconds, before whoever waits for it gives up."""
+
+
+class Progress:
+    """Tells work that is slow from work that is stuck: it may take as long as it needs, as long as something moves.
+
+    How long moving a node's bytes takes differs by a factor of a hundred between machines, so no deadline computed from
+    their number is both safe on the slowest and useful on the fastest. Each step of the work calls `moved`; whoever
+    waits for the work waits `left_s`, looks again, and gives up once it `is_stuck`. Thread-safe: the one field that
+    changes is a single reference.
+    """
+
+    def __init__(self, monotonic: Callable[[], float], patience_s: float = STUCK_S) -> None:
+        """`monotonic`: the clock, in seconds. `patience_s`: how long nothing may move; it begins to run now."""
+        self._monotonic = monotonic
+        self._patience_s = patience_s
+        self._moved_s = monotonic()
+
+    def moved(self) -> None:
+        """Something has moved."""
+        self._moved_s = self._monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """How long until the work counts as stuck if nothing moves, in seconds; 0: it is stuck."""
+        return max(0.0, self._moved_s + self._patience_s - self._monotonic())
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing has moved for too long."""
+        return not self.left_s
 
 
 @dataclass(frozen=True, slots=True)
