@@ -71,12 +71,12 @@ class Protector:
         """All shards of this node are sealed: send them to the group's parity."""
         self._queue.put(snapshot)
 
-    def announce(self, snapshot: SnapshotId, layout: Layout) -> None:
-        """This node's own parity in `layout` is committed: tell the group."""
+    def announce(self, epoch: int, snapshot: SnapshotId, layout: Layout) -> None:
+        """This node's own parity in `layout` was committed in that epoch: tell the group."""
         self._peers.tell_parity_done(
             layout,
             self._store.node,
-            self._store.epoch,
+            epoch,
             snapshot,
             lambda reason: self._store.fail(snapshot, reason),
         )

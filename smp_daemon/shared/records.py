@@ -10,7 +10,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import xxhash
@@ -97,16 +97,34 @@ def record_name(slot_file: str) -> str:
     return f"{slot_file}.json"
 
 
+@dataclass(frozen=True, slots=True)
+class JsonFile:
+    """The content of a file that is about to be written. `data`: the same as plain data."""
+
+    data: Any
+    content: bytes
+
+    @classmethod
+    def of(cls, data: Any) -> Self:
+        """Encode `data`, which takes a tenth of a second for the record of a large node."""
+        return cls(data, encode_digested(data))
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Replace `path` by `data` atomically: a reader sees either the whole old file or the whole new one.
+    """Encode `data` and `write` it. Raises as `write`."""
+    write(path, JsonFile.of(data))
+
+
+def write(path: Path, file: JsonFile) -> None:
+    """Replace `path` atomically: a reader sees either the whole old file or the whole new one.
 
     Raises:
         ArenaTooSmall: `path` cannot be written: the file system is full, or a limit of this process is reached.
     """
-    part = path.with_name(path.name + PART)
+    data, part = file.data, path.with_name(path.name + PART)
     _failpoint(path, data, "before")
     try:
-        part.write_bytes(encode_digested(data))
+        part.write_bytes(file.content)
         _failpoint(path, data, "part")
         part.replace(path)
     except OSError as error:

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.holdings import GatheringSlot, Holdings, ParityKey
+from holdfast.smp_daemon.storage.holdings import Commit, GatheringSlot, Holdings, ParityKey
 from holdfast.smp_daemon.storage.pool import Slot
 
 
@@ -40,15 +40,15 @@ class Codings:
         holdings: Holdings,
         *,
         epoch: Callable[[], int],
-        on_own: Callable[[SnapshotId, Layout], None],
+        on_own: Callable[[int, SnapshotId, Layout], None],
         on_done: Callable[[SnapshotId], None],
         system: System = MACHINE,
     ) -> None:
         """
         Args:
             epoch: returns the current epoch; calls that name another are refused.
-            on_own: called with the store's lock held once this node's own parity is committed, to tell the group in
-                that layout.
+            on_own: called once this node's own parity is committed in an epoch, to tell the group in that layout.
+                Without the store's lock: a message for each member takes a while.
             on_done: called whenever a member's parity of a snapshot is committed.
         """
         self._system = system
@@ -61,6 +61,7 @@ class Codings:
         self._on_done = on_done
         self._gatherings: dict[Coding, GatheringSlot] = {}
         self._done: dict[Coding, set[int]] = {}
+        self._untold: list[tuple[int, SnapshotId, Layout]] = []  # own parities that the group is yet to be told of
 
     def accumulate(
         self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int
@@ -75,6 +76,7 @@ class Codings:
         self._check_epoch(epoch)
         gathering = self._gather(coding)
         if gathering is None:
+            self._tell_group()
             return
         gathering.parity.accumulate(stripe, position, unit, unit_digest)
         self._holdings.counters.add(units_accumulated=1)
@@ -101,9 +103,7 @@ class Codings:
                 if layout is not None:
                     try:
                         gathering = self._gather(coding)
-                        if gathering is not None and gathering.parity.complete:
-                            self._commit_parity(coding, gathering)
-                        return
+                        break
                     except NoFreeSlot:
                         pass  # the next `begin` releases a slot
                 if layout is None or layout.revision == 0:
@@ -114,6 +114,9 @@ class Codings:
                 _, position, length = self._own_parity(coding, layout)
                 pool = self._arena.parity_pool(coding.tag, position)
             made = self._holdings.make(pool, length)  # nobody has reserved slots for groups that were formed anew
+        if gathering is not None and gathering.parity.complete:
+            self._commit_parity(coding, gathering)
+        self._tell_group()
 
     def repair_over(self, coding: Coding) -> None:
         """Note that an attempt to recompute this group's parity is over. It took the slot of the gathering, if any.
@@ -129,6 +132,7 @@ class Codings:
             if not self._holdings.holds(ParityKey(*coding, gathering.parity.position)):
                 return
             self._own_parity_done(coding, gathering.parity.position, layout)
+        self._tell_group()
         self._on_done(coding.snapshot)
 
     def parity_done(self, epoch: int, coding: Coding, position: int) -> None:
@@ -239,7 +243,7 @@ class Codings:
         return group, position, layout.stripes(group).parity_bytes(position)
 
     def _commit_parity(self, coding: Coding, gathering: GatheringSlot) -> None:
-        record = gathering.parity.record()
+        commit = Commit.of(gathering.parity.record())
         failpoint("parity.complete", coding.snapshot.step)
         with self.changed:
             layout = self.find_layout(coding)
@@ -247,10 +251,11 @@ class Codings:
                 return  # another thread saw it complete and committed it, or the snapshot was given up
             if not gathering.pool.is_at(gathering.slot, gathering.view):
                 return  # a repair took the slot and computes the parity from shards: see `repair_over`
-            self._holdings.commit_parity(gathering.pool, gathering.slot, record)
+            self._holdings.commit(gathering.pool, gathering.slot, commit)
             failpoint("parity.committed", coding.snapshot.step)
             del self._gatherings[coding]
-            self._own_parity_done(coding, record.position, layout)
+            self._own_parity_done(coding, gathering.parity.position, layout)
+        self._tell_group()
         self._on_done(coding.snapshot)
 
     def _own_parity_done(self, coding: Coding, position: int, layout: Layout) -> None:
@@ -258,7 +263,14 @@ class Codings:
         if position not in done:
             done.add(position)
             self.changed.notify_all()
-            self._on_own(coding.snapshot, layout)
+            self._untold.append((self._epoch(), coding.snapshot, layout))
+
+    def _tell_group(self) -> None:
+        """Tell the group of what `_own_parity_done` has noted. The caller does not hold the store's lock."""
+        with self.changed:
+            untold, self._untold = self._untold, []
+        for told in untold:
+            self._on_own(*told)
 
     def _stop(self, coding: Coding) -> None:
         self._holdings.stop(self._gatherings.pop(coding))

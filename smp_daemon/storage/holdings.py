@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
+    JsonFile,
     ParityRecord,
     ShardRecord,
     digest,
@@ -68,6 +69,20 @@ class ParityKey(NamedTuple):
 
 Key = ShardKey | ParityKey
 Record = ShardRecord | ParityRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What commits a slot, made before the store's lock is taken: encoding takes longer for a larger node."""
+
+    key: Key
+    record: Record
+    file: JsonFile
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """Encode the commit record of a shard or of a complete parity."""
+        return cls(_key_of(record), record, JsonFile.of(to_plain(record)))
 
 
 @dataclass(slots=True)
@@ -279,20 +294,13 @@ class Holdings:
 
     # ------------------------------------------------------------------ committing and receiving
 
-    def commit_shard(self, pool: SlotFilePool, slot: Slot, record: ShardRecord) -> None:
-        """Commit a shard: from now on it is held, sealed."""
-        self._commit(pool, slot, ShardKey(record.snapshot, record.coord), record)
-
-    def commit_parity(self, pool: SlotFilePool, slot: Slot, record: ParityRecord) -> None:
-        """Commit a complete parity slot: from now on it is held."""
-        self._commit(pool, slot, ParityKey(record.snapshot, record.group, record.position), record)
-
-    def _commit(self, pool: SlotFilePool, slot: Slot, key: Key, record: Record) -> None:
-        """Nothing is held that is not believed, so nothing else is read, sent or counted. Raises `NotOurs`."""
+    def commit(self, pool: SlotFilePool, slot: Slot, commit: Commit) -> None:
+        """Commit a shard or a complete parity: from now on it is held, sealed. Nothing is held that is not believed, so
+        nothing else is read, sent or counted. Raises `NotOurs`."""
         with self._lock:
-            self._believe(key, record)
-            pool.commit(slot, to_plain(record))
-            self._add(key, record)
+            self._believe(commit.key, commit.record)
+            pool.commit(slot, commit.file)
+            self._add(commit.key, commit.record)
 
     @contextmanager
     def receiving_shard(
@@ -316,11 +324,11 @@ class Holdings:
             yield view
             check(view)
             digests = digest_units(view, unit_bytes)
-            record = ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id)
+            commit = Commit.of(ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id))
             failpoint("receive.checked", key.snapshot.step)
             with self._lock:
                 _check_mine(pool, slot, view, key.snapshot)
-                self.commit_shard(pool, slot, record)
+                self.commit(pool, slot, commit)
             failpoint("receive.done", key.snapshot.step)
         except BaseException:
             self.give_back(pool, slot, view)
@@ -341,13 +349,13 @@ class Holdings:
         try:
             failpoint("repair_parity.taken", key.snapshot.step)
             yield mine.parity
-            record = mine.parity.record()
+            commit = Commit.of(mine.parity.record())
             failpoint("repair_parity.accumulated", key.snapshot.step)
             with self._lock:
                 if self._repairs.get(key) is not mine:
                     raise _taken_away(key.snapshot)
                 _check_mine(pool, slot, view, key.snapshot)
-                self.commit_parity(pool, slot, record)
+                self.commit(pool, slot, commit)
                 del self._repairs[key]
         except BaseException:
             with self._lock:
@@ -462,14 +470,12 @@ class Holdings:
     # ------------------------------------------------------------------ inside
 
     def _adopt_slot(self, pool: SlotFilePool, slot: Slot, data: Any) -> None:
-        key: Key
         record: Record
         if pool in self.arena.parities.values():
             record = from_plain(ParityRecord, data, "a parity's commit record")
-            key = ParityKey(record.snapshot, record.group, record.position)
         else:
             record = from_plain(ShardRecord, data, "a shard's commit record")
-            key = ShardKey(record.snapshot, record.coord)
+        key = _key_of(record)
         if self._pool(key) is not pool or not _fits(record, slot.bytes):
             raise ProtocolError(f"the commit record of {key} does not fit its slot")
         self._believe(key, record)
@@ -525,6 +531,12 @@ class Holdings:
         text, extra = "unit %d of %s is damaged", about(key.snapshot, unit=index)
         self._episodes.begin(key, text, index, key, extra=extra)
         return True
+
+
+def _key_of(record: Record) -> Key:
+    if isinstance(record, ShardRecord):
+        return ShardKey(record.snapshot, record.coord)
+    return ParityKey(record.snapshot, record.group, record.position)
 
 
 def _bytes_of(record: Record) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from holdfast.smp_daemon.shared.budget import Budget, wipe
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError
@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.populate import slices
-from holdfast.smp_daemon.shared.records import PART, record_name, write_json
+from holdfast.smp_daemon.shared.records import PART, JsonFile, record_name, write
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.numa import prefer
 
@@ -264,7 +264,7 @@ class SlotFilePool(SlotPool):
         slot.free()
         failpoint("slot.made")
 
-    def commit(self, slot: Slot, record: Any) -> None:
+    def commit(self, slot: Slot, record: JsonFile) -> None:
         """Write the commit record: from here on the slot counts.
 
         Raises:
@@ -273,7 +273,7 @@ class SlotFilePool(SlotPool):
         before = slot.state
         self.seal(slot)
         try:
-            write_json(self.record_path(slot), record)
+            write(self.record_path(slot), record)
         except ArenaTooSmall:
             slot.state = before
             raise

@@ -36,7 +36,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, FIRST_FORMAT, RELEASE
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
-from holdfast.smp_daemon.storage.holdings import Holdings, Key, ShardKey
+from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ShardKey
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 
@@ -72,8 +72,8 @@ class Store:
         backend: erasure code backend, see `ec.choose_codec`.
         on_sealed: called, in the thread that sealed the last one, once all shards of this node are sealed, with whether
             they must be encoded.
-        on_parity: called with the lock held once this node's own parity of a snapshot is committed, to tell the group
-            in that layout.
+        on_parity: called once this node's own parity of a snapshot is committed in an epoch, to tell the group in that
+            layout.
         on_protected: called with the lock held once a snapshot is protected, as far as this node's group is concerned.
         on_epoch: called with the new epoch once it has begun.
         spare: slots for each shard beyond those that the layout names, for snapshots that are held (see `hold`).
@@ -88,7 +88,7 @@ class Store:
         *,
         backend: str = "auto",
         on_sealed: Callable[[SnapshotId, bool], None],
-        on_parity: Callable[[SnapshotId, Layout], None],
+        on_parity: Callable[[int, SnapshotId, Layout], None],
         on_protected: Callable[[SnapshotId], None],
         on_epoch: Callable[[int], None],
         spare: int = 0,
@@ -407,12 +407,12 @@ class Store:
             self.abandon(snapshot, coord)
             raise
         digests = digest_units(view, layout.unit_bytes)
-        record = ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digests, run=layout.run.id)
+        commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digests, run=layout.run.id))
         failpoint("seal.digested", snapshot.step)
         with self.changed:
             if pool.find(snapshot, SlotState.WRITING) is not slot:
                 raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
-            self.holdings.commit_shard(pool, slot, record)
+            self.holdings.commit(pool, slot, commit)
             progress = self._progress.setdefault(snapshot, SnapshotProgress())
             progress.sealed.add(coord)
             whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}

@@ -16,6 +16,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.records import JsonFile
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
@@ -44,7 +45,7 @@ def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> S
     """Commit a slot of `pool` with the snapshot of `step`, each byte of it set to `step`."""
     slot = pool.begin(at(step, epoch), length)
     pool.view(slot)[:] = bytes([step]) * length
-    pool.commit(slot, {"step": step})
+    pool.commit(slot, JsonFile.of({"step": step}))
     return slot
 
 
@@ -334,7 +335,7 @@ def test_a_crash_between_the_data_and_the_commit_record_leaves_the_slot_free(
     def die(path: Path, data: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool_module, "write_json", die)
+    monkeypatch.setattr(pool_module, "write", die)
     with pytest.raises(KeyboardInterrupt):
         hold(pool, 1)
     monkeypatch.undo()
@@ -672,10 +673,10 @@ def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committ
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
         with pytest.raises(ArenaTooSmall, match="cannot be written"):
-            pool.commit(slot, {"step": 1})
+            pool.commit(slot, JsonFile.of({"step": 1}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert slot.state is SlotState.WRITING
     assert not list((shm / "job").glob("*.part"))
-    pool.commit(slot, {"step": 1})
+    pool.commit(slot, JsonFile.of({"step": 1}))
     assert pool.find(at(1), SlotState.SEALED) is slot and pool.record_path(slot).exists()

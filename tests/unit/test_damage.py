@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.records import ParityRecord, digest, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.holdings import Commit, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
 JOB, NODE, UNIT = "run", "a", 1 << 10
@@ -89,7 +89,7 @@ def arena(shm: Path) -> Path:
     count = len(view) // UNIT
     digests = tuple(digest(view[i * UNIT : (i + 1) * UNIT]) for i in range(count))
     record = ParityRecord(SNAPSHOTS[1], TAG, 0, UNIT, (UNIT,) * count, digests, ({1: 7},) * count)
-    life.store.holdings.commit_parity(pool, slot, record)
+    life.store.holdings.commit(pool, slot, Commit.of(record))
     life.die()
     (life.arena.path / "smp.json").write_bytes(encode_digested({"pid": 1}))
     (life.arena.path / "smp.sock").write_bytes(b"x" * 64)

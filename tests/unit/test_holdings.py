@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.records import (
     digest_units,
 )
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.holdings import Holdings, Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
@@ -82,7 +82,7 @@ class Place:
         pool.create(len(content))
         slot = pool.begin(key.snapshot, len(content))
         pool.view(slot)[:] = content
-        self.holdings.commit_shard(pool, slot, shard_record(key))
+        self.holdings.commit(pool, slot, Commit.of(shard_record(key)))
         return content
 
     def put_parity(self, key: ParityKey = PARITY) -> bytes:
@@ -92,7 +92,7 @@ class Place:
         pool.create(len(content))
         slot = pool.begin(key.snapshot, len(content))
         pool.view(slot)[:] = content
-        self.holdings.commit_parity(pool, slot, parity_record(key, content))
+        self.holdings.commit(pool, slot, Commit.of(parity_record(key, content)))
         return content
 
     def flip(self, key: Key, at: int) -> None:
