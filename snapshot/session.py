@@ -35,6 +35,7 @@ from holdfast.snapshot.resume.comparison import (
     BY_DATA,
     Resumed,
     check_inputs,
+    refuse,
     warn_of_unknown_inputs,
 )
 from holdfast.snapshot.resume.rehearsal import Rehearsal
@@ -286,13 +287,20 @@ class Session:
                 ahead=ahead,
                 exact=exact,
                 heartbeat=self.heartbeat,
-                over=self.position.pass_over,
+                over=self._pass_over,
             ),
         )
 
     def _begin_with_batch(self) -> None:
         self.position.in_data = True
+        knows = any(data.is_position_known for data in self.position.sources.values())
+        self.position.counting.batch(knows, speaks=self.rank.agreement.rank == 0)
         self.begin()
+
+    def _pass_over(self, resumed: bool) -> None:
+        unused = self._where is TurnState.BEGUN and self._gradients.unused()
+        if wrong := self.position.pass_over(resumed, unused):
+            refuse(wrong)
 
     def finish(self) -> None:
         """See `SnapshotHook.finish`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,11 +88,12 @@ class Data:
     """One source of batches, which remembers how far it was read; each loop over it is a pass.
 
     A pass that is left by ``break`` is finished, too, unless the whole loop was left there: see `resume_pass`. After a
-    restart the first loop gives the rest of the interrupted pass. A loop's own count of batches is not restored:
-    ``enumerate(data, data.position)``. Read only training data through it, not data for evaluation.
+    restart the first loop gives the rest of the interrupted pass, and only `enumerate` goes on counting there. Read
+    only training data through it, not data for evaluation.
 
     Attributes:
         name: tells the sources of a job apart; the same in every run.
+        is_position_known: whether the loop has asked for `position`.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Data:
         ahead: int | None = None,
         exact: bool = True,
         heartbeat: Callable[[], None] = lambda: None,
-        over: Callable[[], None] = lambda: None,
+        over: Callable[[bool], None] = lambda resumed: None,
     ) -> None:
         """
         Args:
@@ -124,13 +126,14 @@ class Data:
                 nor for one over a dataset with indices.
             exact: raise if the batch that follows a restart is not the one that followed before; if not, warn.
             heartbeat: called while batches are read again, which may take long, to show that this process is alive.
-            over: called when a pass has given all its batches.
+            over: called when a pass has given all its batches, with whether it went on in its middle after a restart.
 
         Raises:
             ConfigError: the source cannot be brought back to its place after a restart.
             StateMismatch: `held` is not what `state` gives.
         """
         self.name = name
+        self.is_position_known = False
         self._mark = mark
         self._begin = begin
         self._ahead = ahead
@@ -141,6 +144,7 @@ class Data:
         self._place = _Place(start=rng.capture()) if held is None else _read(held, name)
         self._turn: object | None = None
         self._left = False  # the pass was left by `break`; it is finished as soon as anything else happens
+        self._resumed = False  # the pass goes on in its middle
         self._given: Tree | None = None
         self._asked = False
         self._batch_digest = ""
@@ -183,8 +187,27 @@ class Data:
 
     @property
     def position(self) -> int:
-        """How many batches of the current pass were given: ``enumerate(data, data.position)`` goes on counting."""
+        """How many batches of the current pass were given."""
+        self.is_position_known = True
+        return self._number
+
+    @property
+    def _number(self) -> int:
         return 0 if self._left else self._place.taken
+
+    def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """A pass whose batches are numbered from `start`, and go on being numbered there after a restart; the built-in
+        ``enumerate(data)`` begins anew.
+
+        ::
+
+            for i, (x, y) in snap.data(loader).enumerate():
+                ...
+        """
+        return map(partial(self._numbered, start), self)  # a loop here would keep a batch in memory
+
+    def _numbered(self, start: int, batch: Any) -> tuple[int, Any]:
+        return start + self._number - 1, batch
 
     def epoch(self) -> int:
         """How many passes are finished."""
@@ -244,8 +267,10 @@ class Data:
                 try:
                     batch = self._first(iterator, expected) if expected else self._fetch(iterator)
                 except StopIteration:
+                    batch = _NONE
+                if batch is _NONE:
                     self._finish()
-                    self._over()
+                    self._over(self._resumed)
                     return
                 expected = ""
                 self._batch_digest = digest_of_batch(batch)
@@ -270,7 +295,7 @@ class Data:
     def _start(self) -> Iterator[Any]:
         """The iterator of a new pass."""
         place = self._place
-        place.under_way = True
+        place.under_way, self._resumed = True, False
         place.start = rng.capture()
         place.own_start = rng.states(self._own)
         return self._open(self._source)
@@ -333,6 +358,7 @@ class Data:
         if self._place.epoch:
             _forget_first_iterator(self._source)
         told = self._is_told(expected)
+        self._resumed = self._place.under_way and self._place.taken > 0
         if self._place.under_way:
             return self._rebuild(self._source, told=told, checked=bool(expected))
         self._between(self._source, told=told)
@@ -419,12 +445,10 @@ class Data:
             self._complain(f"batch {place.taken} of pass {place.epoch} differs from that of the earlier run")
 
     def _first(self, iterator: Iterator[Any], expected: str) -> Any:
-        """The first batch after a restore. Raises `StopIteration` if there is none and `exact` is off."""
+        """The first batch after a restore; `_NONE` if there is none and `exact` is off."""
         batch, problem = self._compare(iterator, expected)
         if problem:
             self._complain(problem)
-        if batch is _NONE:
-            raise StopIteration
         return batch
 
     def _compare(self, iterator: Iterator[Any], expected: str) -> tuple[Any, str]:

@@ -49,15 +49,21 @@ class Gradients:
         self._steps = 0
         self._seen: set[str] = set()
         self._count = 0
+        self._watched = dict(_first_trained(modules))
         self._undo = [
             parameter.register_hook(self._watch(name, parameter)).remove  # type: ignore[no-untyped-call]
-            for name, parameter in _first_trained(modules)
+            for name, parameter in self._watched.items()
         ]
 
     def stepped(self) -> None:
         """A step has ended."""
         self._steps += 1
         self._seen.clear()
+
+    def unused(self) -> bool:
+        """Whether gradients were computed since the last step, and not zeroed. On a GPU this waits for the device."""
+        found = (self._watched[name].grad for name in self._seen)
+        return any(gradient is not None and bool(gradient.any()) for gradient in found)
 
     def check(self) -> None:
         """The loop has ended: warn if gradients were computed and no step has followed."""
@@ -66,6 +72,7 @@ class Gradients:
 
     def remove(self) -> None:
         """Stop watching."""
+        self._watched.clear()
         while self._undo:
             self._undo.pop()()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.step.counting import Counting
 from holdfast.snapshot.step.data import ELSEWHERE, Data
 
 DATA = "data"
@@ -20,6 +21,7 @@ class Position:
         declared: whether the loop says where its steps begin.
         sources: sources of batches, by name.
         in_steps, in_data: whether a loop over step numbers, or over a source, has begun and not reached its end.
+        counting: how the loop counts its batches.
     """
 
     def __init__(self, step: int, held: Tree, block: Tree) -> None:
@@ -31,6 +33,7 @@ class Position:
         """
         self.declared = self.in_steps = self.in_data = False
         self.sources: dict[str, Data] = {}
+        self.counting = Counting(held.get("leaves"))
         self._block = block
         self._turn: int | None = held.get("turn")
         self._next_turn = self.number(step)
@@ -63,9 +66,12 @@ class Position:
         self._turn = self._next_turn
         self._next_turn += 1
 
-    def pass_over(self) -> None:
-        """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end."""
+    def pass_over(self, resumed: bool, unused: bool) -> str:
+        """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end. For
+        the arguments and the result see `Counting.pass_over`."""
         self.in_data = False
+        is_only = len(self.sources) == 1 and self._turn is None
+        return self.counting.pass_over(resumed, unused) if is_only else ""
 
     def steps_over(self) -> None:
         """The loop over step numbers has reached its end. It need not have read to the end of a pass."""
@@ -105,4 +111,4 @@ class Position:
     def tree(self) -> Tree:
         """The position as plain values, for the next run."""
         places = self._held | {name: data.state() for name, data in self.sources.items()}
-        return {"turn": self._turn, "data": places, "block": self._block}
+        return {"turn": self._turn, "data": places, "block": self._block, "leaves": self.counting.leaves}
