@@ -219,7 +219,9 @@ class TrainerConversation:
         return SlotFiles(slots=tuple(_slot_file(pool, slot) for pool, slot in found))
 
     def _seal(self, request: Seal) -> None:
-        self._store.seal(request.snapshot, request.coord, request.protected, encode=request.encode)
+        self._store.seal(
+            request.snapshot, request.coord, request.protected, encode=request.encode, digests=request.digests
+        )
         self._smp.next_s = request.next_s
         self._writing.discard((request.snapshot, request.coord))
 

@@ -396,6 +396,7 @@ class Protecting:
         if not self.ledger.may_begin or not (self._planned or self._configure()) or not self._has_room():
             self._statistics.skipped += 1
             return
+        assert self.layout is not None  # `_planned`, or just configured
         snapshot, ledger = SnapshotId(self._progress.epoch, self._progress.step), self.ledger
         persist = ledger.protected if self._persist_due else None
         self.due = Due(
@@ -406,6 +407,7 @@ class Protecting:
             ledger.protects_next,
             self._intervals.protected_every_s,
             persist if persist is not None and persist.epoch == snapshot.epoch else None,
+            self.layout.unit_bytes,
         )
         self._say_whether_it_keeps_up()
         self._intervals.begun(snapshot.step, ledger.protects_next)

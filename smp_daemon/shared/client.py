@@ -286,6 +286,7 @@ class SmpClient:
         *,
         encode: bool = True,
         next_s: float = 0.0,
+        digests: tuple[int, ...] = (),
     ) -> None:
         """Have the SMP check and commit a shard whose bytes are all written.
 
@@ -293,8 +294,11 @@ class SmpClient:
             protected: as for `begin`.
             encode: whether the snapshot is to be protected; the same on every rank.
             next_s: how long after it the next one is to be protected, in seconds, for operators; 0: unknown.
+            digests: digests of all units, taken as they were written; empty: the SMP reads the slot for them.
         """
-        request = Seal(snapshot=snapshot, coord=coord, protected=protected, encode=encode, next_s=next_s)
+        request = Seal(
+            snapshot=snapshot, coord=coord, protected=protected, encode=encode, next_s=next_s, digests=digests
+        )
         self._call(request, self._read_deadline(f"{coord}.*.safetensors"))
 
     def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:

@@ -182,6 +182,7 @@ class Seal(Request, tag="seal", kw_only=True):
         protected: as in `Begin`.
         encode: whether the snapshot is to be protected.
         next_s: how long after it the next one is to be protected; 0: unknown.
+        digests: digests of the shard's units, taken as they were written; empty: the SMP reads the slot for them.
     """
 
     snapshot: SnapshotId
@@ -189,6 +190,7 @@ class Seal(Request, tag="seal", kw_only=True):
     protected: SnapshotId | None = None
     encode: bool = True
     next_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    digests: tuple[Unsigned, ...] = ()
 
 
 class Abandon(Request, tag="abandon", kw_only=True):

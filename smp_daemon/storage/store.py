@@ -379,17 +379,25 @@ class Store:
                     self.fail(snapshot, f"the writer of {coord} went away")
 
     def seal(
-        self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None, *, encode: bool = True
+        self,
+        snapshot: SnapshotId,
+        coord: str,
+        protected: SnapshotId | None = None,
+        *,
+        encode: bool = True,
+        digests: tuple[int, ...] = (),
     ) -> None:
-        """Check the bytes written for `coord`, compute digests, commit. Blocks for about one read of the bytes.
+        """Check what was written for `coord`, and commit it. Without `digests` blocks for about one read of the bytes.
 
         Args:
             protected: as for `begin`, which may have been called before this was known.
             encode: whether the snapshot is to be protected; the same for every shard of the job.
+            digests: digests of all units, taken by the writer while it wrote them: they are compared with the bytes
+                when these are first sent, restored or scrubbed. Empty: the bytes are read for them now.
 
         Raises:
             StaleEpoch: the slot was taken away, by a newer epoch for example.
-            ProtocolError: header or stamp do not fit; the slot is free again.
+            ProtocolError: header, stamp or the number of digests do not fit; the slot is free again.
         """
         with self.changed:
             layout = self._configured(snapshot.epoch)
@@ -403,11 +411,13 @@ class Store:
         failpoint("seal.before", snapshot.step)
         try:
             self._check_slot(view, snapshot, coord, layout)
+            if digests and len(digests) != (count := -(-slot.bytes // layout.unit_bytes)):
+                raise ProtocolError(f"{len(digests)} digests for {coord}, which has {count} units")
         except ProtocolError:
             self.abandon(snapshot, coord)
             raise
-        digests = digest_units(view, layout.unit_bytes)
-        commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digests, run=layout.run.id))
+        found = digests or digest_units(view, layout.unit_bytes)
+        commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
         failpoint("seal.digested", snapshot.step)
         with self.changed:
             if pool.find(snapshot, SlotState.WRITING) is not slot:

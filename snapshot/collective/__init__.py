@@ -1,3 +1,3 @@
 """Collective calls for agreement between ranks."""
 
-__all__ = ["agreement", "mesh"]
+__all__ = ["agreement", "mesh", "reports"]

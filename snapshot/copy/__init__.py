@@ -1,3 +1,14 @@
 """Moves the bytes of tensors beside training, on CPUs and CUDA, at a pace, and detects what changed meanwhile."""
 
-__all__ = ["cuda_driver", "cuda_runtime", "devices", "engines", "errors", "pace", "runs", "tensors", "witness"]
+__all__ = [
+    "cuda_driver",
+    "cuda_runtime",
+    "devices",
+    "engines",
+    "errors",
+    "pace",
+    "runs",
+    "tensors",
+    "unit_digests",
+    "witness",
+]

@@ -75,6 +75,7 @@ class CudaEngine:
     """
 
     queues = True
+    digests = False
 
     def __init__(self, runtime: Runtime, pages: Pages) -> None:
         """`pages`: shared by all devices of this process."""

@@ -72,6 +72,10 @@ class DeviceEngines:
     def queues(self) -> bool:
         return any(engine.queues for engine in self._engines.values())
 
+    @property
+    def digests(self) -> bool:
+        return all(engine.digests for engine in self._engines.values())
+
     def cover(self, devices: Collection[torch.device]) -> None:
         for device in sorted(devices, key=str):
             if device not in self._engines:

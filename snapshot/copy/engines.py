@@ -80,7 +80,7 @@ class Transfer(Protocol):
             pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
                 Called with 0 where nothing is paced: then it may only raise.
             digests: notes the digests of units that are copied whole, where that saves reading them again. Nothing
-                else may be copied into these units. Only for engines that do not `queue`.
+                else may be copied into these units. Only for engines that have `digests`.
         """
         ...
 
@@ -128,10 +128,14 @@ class CopyEngine(Protocol):
 
     Attributes:
         queues: whether bytes may still be in progress when ``Transfer.copy`` returns.
+        digests: whether ``Transfer.copy`` digests units on their way.
     """
 
     @property
     def queues(self) -> bool: ...
+
+    @property
+    def digests(self) -> bool: ...
 
     def cover(self, devices: Collection[torch.device]) -> None:
         """Prepare for state on these devices. Raises `ConfigError` if it cannot be copied."""
@@ -200,6 +204,10 @@ class CpuEngine:
 
     queues = False
 
+    @property
+    def digests(self) -> bool:
+        return runs.digests()
+
     def __init__(self) -> None:
         self._tables: dict[tuple[int, int], Table] = {}
         self._places: dict[tuple[int, int], Places] = {}
@@ -245,7 +253,7 @@ class CpuEngine:
         pause: Callable[[int], None],
         digests: UnitDigests | None = None,
     ) -> None:
-        unit_bytes = digests.unit_bytes if digests is not None and runs.digests() else None
+        unit_bytes = None if digests is None else digests.unit_bytes
         table = remembered(self._tables, pieces, partial(Table, unit_bytes=unit_bytes), unit_bytes or 0)
         base = np.array([0, address_of(slot), 0], dtype=np.uint64)
         for batch, ends, units in table.whole_units:

@@ -28,6 +28,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.step.orders import Copy, CopyOrder
 
 FINAL_DEADLINE_S = 3600.0
@@ -180,11 +181,11 @@ class Copier:
             self._client.persist(due.persist)  # before asking for a slot, which may be the one that holds it
         slot = self._take_slot(order)
         try:
-            self._fill(copy, slot)
+            digests = self._fill(copy, slot)
         except Exception:
             self._await_device(order)
             raise
-        copy.fill(slot)
+        copy.fill(slot, digests)
 
     def _await_device(self, order: CopyOrder) -> None:
         """Make sure that nothing writes to the slot of a copy that has failed, and give it back. Until that succeeds,
@@ -205,11 +206,14 @@ class Copier:
                 raise DeadlineExceeded(f"no step followed {due.snapshot} within {FINAL_DEADLINE_S:.0f} s")
             copy.check()
             self._write_record(copy, slot)
+            digests = () if copy.digests is None else copy.digests.complete(slot)
             order.alike()
         except HoldfastError:
             self._sealing.abandon(due.snapshot, order.coord)
             raise
-        self._sealing.seal(due.snapshot, order.coord, due.protected, encode=due.encode, next_s=due.next_s)
+        self._sealing.seal(
+            due.snapshot, order.coord, due.protected, encode=due.encode, next_s=due.next_s, digests=digests
+        )
         copy.note_sealed()
         if order.read_back is not None:
             self._read_back(order, order.read_back, slot)
@@ -271,8 +275,12 @@ class Copier:
                 self._client.abandon(guess, order.coord, unused=True)  # the SMP takes back slots of older connections
         return self._client.begin(due.snapshot, order.coord, due.keep, due.protected, due.with_parity)
 
-    def _fill(self, copy: Copy, slot: memoryview) -> None:
+    def _fill(self, copy: Copy, slot: memoryview) -> UnitDigests | None:
+        """Write everything but the record. Returns the digests that were taken on the way; None: none were, and the
+        SMP is to read the slot for them."""
         form, transfer, step = copy.order.form, copy.order.transfer, copy.snapshot.step
+        unit_bytes = copy.order.due.unit_bytes
+        digests = UnitDigests(form.total_bytes, unit_bytes) if self._engine.digests and unit_bytes else None
         failpoint("copy.before", step)
         slot[: len(form.header)] = form.header
         write_stamp(slot, copy.snapshot)
@@ -284,7 +292,7 @@ class Copier:
 
         live = copy.read()
         self._pace.begin(live.bytes)
-        transfer.copy(live.pieces, slot, pause)
+        transfer.copy(live.pieces, slot, pause, digests)
         failpoint("copy.middle", step)
         if names := live.reshaped():
             raise LayoutChanged(f"{', '.join(names)}: of another shape than when the layout was made")
@@ -298,3 +306,4 @@ class Copier:
         transfer.finish()
         if live.witness is not None:
             live.witness.check(slot)
+        return digests

@@ -25,6 +25,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.copy.engines import SlotTensor, Transfer
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.state.inputs import Inputs
 
@@ -38,6 +39,7 @@ class Due:
         encode: whether it is to be protected, and not only sealed.
         next_s: how long after it the next one is to be protected, in seconds; 0: unknown.
         persist: a snapshot that the SMP is to persist; None: none.
+        unit_bytes: length of the units that the layout cuts a slot into; 0: unknown.
     """
 
     snapshot: SnapshotId
@@ -47,6 +49,7 @@ class Due:
     encode: bool = True
     next_s: float = 0.0
     persist: SnapshotId | None = None
+    unit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class Copy:
         error: why it was given up, or has failed; None if it was not.
         inputs: a sample of the inputs of the step's first forward; None: unknown.
         slot: the slot's memory, between the two threads that fill and seal it.
+        digests: those of the slot's units that were taken while it was filled; None: none.
         begun_s, filled_s, sealed_s: `time.monotonic` when the copy was ordered, the slot was filled, and it was sealed.
     """
 
@@ -143,6 +147,7 @@ class Copy:
         self._confirmed = False
         self.inputs: Inputs | None = None
         self.slot = memoryview(b"")
+        self.digests: UnitDigests | None = None
         self.begun_s, self.filled_s, self.sealed_s = system.monotonic(), 0.0, 0.0
 
     @property
@@ -165,9 +170,9 @@ class Copy:
         with self._changed:
             self._move(CopyEvent.LEAVE)
 
-    def fill(self, slot: memoryview) -> None:
-        """The slot is filled, and may be sealed."""
-        self.slot, self.filled_s = slot, self._system.monotonic()
+    def fill(self, slot: memoryview, digests: UnitDigests | None = None) -> None:
+        """The slot is filled, and may be sealed. `digests`: those of its units that were taken meanwhile."""
+        self.slot, self.digests, self.filled_s = slot, digests, self._system.monotonic()
 
     def note_sealed(self) -> None:
         """The SMP has sealed the slot."""

@@ -25,6 +25,10 @@ from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, record_name
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.resume.restore import Restored
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import kill_smps, suspend
@@ -187,6 +191,44 @@ def test_the_step_is_counted_and_the_snapshot_is_protected(arena: Path) -> None:
         assert snap.protected_step == 4
         assert snap.statistics.failed == 0
         assert snap.statistics.skipped == 0
+
+
+def test_the_trainers_digests_are_those_of_the_bytes_in_the_slots(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sealed: dict[SnapshotId, tuple[int, ...]] = {}
+    seal = SmpClient.seal
+
+    def noting(self: SmpClient, snapshot: SnapshotId, *rest: Any, digests: tuple[int, ...], **options: Any) -> None:
+        sealed[snapshot] = digests
+        seal(self, snapshot, *rest, digests=digests, **options)
+
+    monkeypatch.setattr(SmpClient, "seal", noting)
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.BatchNorm1d(600), torch.nn.Linear(600, 3))
+    optim = torch.optim.Adam(model.parameters())
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 4)
+    found = set()
+    for path in (arena / "test").glob("*.safetensors"):
+        content = read_json(path.with_name(record_name(path.name)))
+        if content is not None:
+            record = from_plain(ShardRecord, content, "a commit record")
+            assert record.digests == digest_units(memoryview(path.read_bytes()), record.unit_bytes)
+            assert record.digests == sealed[record.snapshot]
+            found.add(record.snapshot)
+    assert len(found) >= 2
+
+
+@pytest.mark.skipif(not runs.digests(), reason="the SMP takes the digests")
+def test_a_digest_of_other_bytes_than_were_copied_is_noticed_at_once(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    complete = UnitDigests.complete
+    monkeypatch.setattr(UnitDigests, "complete", lambda self, slot: tuple(d ^ 1 for d in complete(self, slot)))
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 3)
+        assert snap.statistics.failed > 0
+        assert snap.protected_step is None
+    assert "not those that were sealed" in caplog.text
 
 
 def test_only_every_nth_step_is_taken(arena: Path) -> None:

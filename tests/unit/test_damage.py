@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from holdfast.smp_daemon.coding.scrub import verify_adopted
-from holdfast.smp_daemon.shared.errors import ConfigError, VersionMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, VersionMismatch
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, encode_json, to_plain
-from holdfast.smp_daemon.shared.records import ParityRecord, digest, write_json
+from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage.arena import Arena
@@ -65,10 +65,10 @@ class Life:
             self.arena, JOB, NODE, on_sealed=ignore, on_parity=ignore, on_protected=ignore, on_epoch=ignore
         )
 
-    def seal(self, snapshot: SnapshotId, keep: tuple[SnapshotId, ...] = ()) -> None:
+    def seal(self, snapshot: SnapshotId, keep: tuple[SnapshotId, ...] = (), digests: tuple[int, ...] = ()) -> None:
         pool, slot = self.store.begin(snapshot, "dp0", keep, max(keep, default=None))
         pool.view(slot)[:] = content_of(snapshot)
-        self.store.seal(snapshot, "dp0")
+        self.store.seal(snapshot, "dp0", digests=digests)
 
     def die(self) -> None:
         self.store.reserver.close()
@@ -323,6 +323,18 @@ def test_directories_with_names_that_are_not_ours_are_left_alone(arena: Path) ->
     (arena / "notes" / "file").write_text("kept")
     Life(arena).die()
     assert (arena / "notes" / "file").read_text() == "kept"
+
+
+def test_a_unit_that_is_not_what_its_writer_digested_is_damaged(shm: Path) -> None:
+    life = Life(shm / "base" / JOB)
+    life.store.join(1)
+    life.store.configure(LAYOUT)
+    taken = digest_units(memoryview(content_of(SNAPSHOTS[0])), UNIT)
+    with pytest.raises(ProtocolError, match=f"{len(taken) - 1} digests"):
+        life.seal(SNAPSHOTS[0], digests=taken[1:])
+    life.seal(SNAPSHOTS[0], digests=(*taken[:-1], taken[-1] ^ 1))
+    assert life.store.holdings.damaged_units(ShardKey(SNAPSHOTS[0], "dp0")) == [len(taken) - 1]
+    life.die()
 
 
 def test_a_posted_outcome_with_a_flipped_bit_is_none(arena: Path) -> None:

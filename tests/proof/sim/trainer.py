@@ -331,6 +331,10 @@ class SimEngine:
 
     queues = False
 
+    def __init__(self) -> None:
+        # As on a CPU, though it notes none, so the sealing thread takes them all; or as on a device.
+        self.digests = active().random.random() < 0.5
+
     def enter_thread(self) -> None:
         """Does nothing: all threads are alike."""
 
