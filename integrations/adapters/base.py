@@ -12,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 
-from holdfast.integrations.adapters.transformer_engine import put_back_scaling, scaling
+from holdfast.integrations.adapters.transformer_engine import ExtraStates, put_back_scaling, scaling
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
@@ -59,6 +59,7 @@ class BaseAdapter:
         self._tracked: dict[str, Tracked] = {}
         _with_extra_state(self._roots())  # raises now rather than with the first snapshot
         _warn_of_own_tensors(self._roots())
+        self._extra_states = ExtraStates()
         self._episodes = Episodes(log)
         self._generators: dict[str, Any] | None = None
         self._watches: list[ChangingAttributes] = []
@@ -135,7 +136,7 @@ class BaseAdapter:
             "optim": [state.late() for state in states],
             "scheduler": [each.state_dict() for each in self._schedulers],
             "extra": self._extras(late=True),
-            "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in extra},
+            "get_extra_state": {name: self._extra_states.of(module) for name, module in extra},
             **_scalings(extra),
             "flags": flags.state(),
             GRADIENTS: flags.gradients(),
@@ -222,7 +223,7 @@ class BaseAdapter:
             state.load(plain, kept)
         held = {**early["extra"], **late["extra"]}
         for name, part in self._extra.items():
-            part.load_state_dict(held[name])
+            part.load_state_dict(_state_for(part, held[name]))
         Flags(self._modules).load(fixed["flags"], late["flags"], late[GRADIENTS])
         for name, module in _with_extra_state(self._roots()):
             _hooked(module).set_extra_state(late["get_extra_state"][name])
@@ -240,7 +241,7 @@ class BaseAdapter:
 
     def _extras(self, *, late: bool) -> Tree:
         """The states of the extras that settle late (see `settles_late`), or of the others."""
-        return {n: part.state_dict() for n, part in self._extra.items() if settles_late(part) is late}
+        return {n: _state_of(part) for n, part in self._extra.items() if settles_late(part) is late}
 
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules, by name."""
@@ -306,6 +307,33 @@ def settles_late(part: Stateful) -> bool:
     if isinstance(part, torch.nn.Module):
         return True  # an average of weights; a module may be iterable, too
     return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
+
+
+def _state_of(part: Any) -> Tree:
+    """The state of an extra. That of a gradient scaler has tensors where ``state_dict`` has numbers: to read these
+    would wait for the device at every boundary."""
+    known = isinstance(part, GradScaler) and type(part).state_dict is GradScaler.state_dict
+    if not known or not part.is_enabled():
+        found: Tree = part.state_dict()
+        return found
+    scale, tracker = part._scale, part._growth_tracker
+    if scale is None or tracker is None:  # they are made as the first loss is scaled
+        scale = torch.tensor(part._init_scale, dtype=torch.float32, device="cpu")
+        tracker = torch.tensor(part._init_growth_tracker, dtype=torch.int32, device="cpu")
+    return {
+        "scale": scale,
+        "growth_factor": part.get_growth_factor(),
+        "backoff_factor": part.get_backoff_factor(),
+        "growth_interval": part.get_growth_interval(),
+        "_growth_tracker": tracker,
+    }
+
+
+def _state_for(part: Stateful, held: Tree) -> Tree:
+    """What `_state_of` gave, for ``load_state_dict``."""
+    if not isinstance(part, GradScaler):
+        return held
+    return {key: each.item() if isinstance(each, torch.Tensor) else each for key, each in held.items()}
 
 
 def _with_extra_state(roots: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:

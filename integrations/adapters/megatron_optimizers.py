@@ -51,6 +51,11 @@ def check_captured(optim: Any, chunks: Sequence[Any]) -> None:
         if not _names(part) & set(CAPTURED):
             known = ", ".join(CAPTURED)
             raise ConfigError(f"{type(part).__name__} is not a supported optimizer of megatron-core: use {known}")
+        if getattr(getattr(part, "config", None), "offload_optimizer_states", False):
+            raise ConfigError(
+                "--offload-optimizer-states releases the memory of optimizer state while it is copied from the device: "
+                "train without it; --optimizer-cpu-offload is captured"
+            )
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
         raise ConfigError(
             "Megatron-FSDP is not captured: it keeps weights, gradients and main parameters in buffers of its own; "

@@ -214,6 +214,13 @@ KINDS: tuple[SupportedKind, ...] = (
         "its buffers are made on CUDA devices alone",
     ),
     SupportedKind(
+        "optimizer state that is moved to the host between steps",
+        "--offload-optimizer-states",
+        SupportStatus.REFUSED,
+        (),
+        (f"{DEVICE_STATE}::test_state_that_leaves_the_device_between_steps_is_refused_by_name",),
+    ),
+    SupportedKind(
         "any other optimizer, or chain of them",
         "",
         SupportStatus.REFUSED,

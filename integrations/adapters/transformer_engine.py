@@ -7,8 +7,10 @@ because newer releases do not unpickle the extra state that they return.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,6 +19,8 @@ from holdfast.snapshot.copy.tensors import local
 
 QUANTIZED = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
 """Classes of quantized weights."""
+
+PACKAGE = "transformer_engine"
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -80,6 +84,37 @@ def scaling(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         for key in ("scale", "amax_history")
     }
     return {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+
+
+class ExtraStates:
+    """What ``get_extra_state`` of modules returned.
+
+    Transformer Engine's waits for the device and pickles, for each layer. With delayed scaling all that changes from
+    step to step in it is what `scaling` gives, which is captured and put back by itself: then it is called again only
+    when something else has changed.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
+
+    def of(self, module: Any) -> Any:
+        if not (type(module).get_extra_state.__module__.startswith(PACKAGE) and scaling(module)):
+            return module.get_extra_state()
+        aside = _aside(module)
+        known = self._known.get(module)
+        if known is None or known[0] != aside:
+            known = self._known[module] = aside, module.get_extra_state()
+        return known[1]
+
+
+def _aside(module: Any) -> Any:
+    """What a layer's extra state holds beside its scaling: the recipe, and plain values."""
+    meta: dict[str, Any] = module.fp8_meta
+    modes = [getattr(module, name, None) for name in ("fp8", "fp8_calibration")]
+    plain = {key: value for key, value in meta.items() if isinstance(value, bool | int | float | str | tuple | list)}
+    shapes = {key: each.shape for key, each in scaling(module).items()}
+    recipe = meta.get("recipe")
+    return [*modes, copy.deepcopy(plain), shapes, type(recipe), dict(getattr(recipe, "__dict__", {}))]
 
 
 def put_back_scaling(name: str, module: torch.nn.Module, held: Mapping[str, torch.Tensor]) -> None:

@@ -281,6 +281,11 @@ def test_weights_in_eight_bits_without_main_parameters_are_refused() -> None:
 # ---------------------------------------------------------------------- extra state
 
 
+def of_transformer_engine(method: Any) -> Any:
+    method.__module__ = "transformer_engine.pytorch.module.base"
+    return method
+
+
 class Scaled(torch.nn.Module):
     """A layer with delayed scaling. Without `unpickles` it has no room for the scaling state, like a Transformer Engine
     that does not unpickle."""
@@ -292,9 +297,14 @@ class Scaled(torch.nn.Module):
         if unpickles:
             self.fp8_meta = {"scaling_fwd": quantized.Scaling(), "scaling_bwd": quantized.Scaling()}
             self.fp8_meta["scaling_fwd"].amax_history = torch.zeros(length, 3)
+            self.fp8_meta["recipe"] = SimpleNamespace(margin=0)
+        self.asked = 0
 
+    @of_transformer_engine
     def get_extra_state(self) -> torch.Tensor:
-        return torch.zeros(3, dtype=torch.uint8)
+        """In Transformer Engine this waits for the device."""
+        self.asked += 1
+        return torch.full((3,), self.fp8_meta.get("recipe", SimpleNamespace(margin=0)).margin, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Does nothing, like a Transformer Engine that only warns."""
@@ -315,6 +325,27 @@ def test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled() -> Non
 def test_delayed_scaling_without_room_for_it_is_an_error(other: torch.nn.Module) -> None:
     with pytest.raises(StateMismatch, match=r"model0\.0: .*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"):
         transformer_engine.put_back_scaling("model0.0", other, transformer_engine.scaling(Scaled()))
+
+
+def test_extra_state_that_waits_for_the_device_is_asked_for_when_it_may_have_changed() -> None:
+    layer = Scaled()
+    adapter = base.BaseAdapter(torch.nn.Sequential(layer, torch.nn.Linear(2, 2)), [], None, None)
+    found = [adapter.look().late()["get_extra_state"]["model0.0"] for _ in range(3)]
+    layer.fp8_meta["scaling_fwd"].scale.fill_(7.0)
+    adapter.look().late()
+    assert layer.asked == 1
+    layer.fp8_meta["recipe"].margin = 2
+    changed = adapter.look().late()["get_extra_state"]["model0.0"]
+    assert [each.tolist() for each in (*found, changed)] == [[0] * 3] * 3 + [[2] * 3]
+    layer.fp8_meta["num_gemms"] = 1
+    adapter.look().late()
+    layer.fp8_meta["scaling_fwd"].amax_history = torch.zeros(9, 3)
+    adapter.look().late()
+    assert layer.asked == 4
+    other = Scaled(unpickles=False)  # it has no scaling, so whatever it gives may change
+    for _ in range(3):
+        base.BaseAdapter(torch.nn.Sequential(other, torch.nn.Linear(2, 2)), [], None, None).look().late()
+    assert other.asked == 3
 
 
 def test_the_adapters_keep_delayed_scaling_with_the_extra_state() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +210,18 @@ def test_a_chain_that_nobody_has_tried_is_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match=r"Woven .*ChainedOptimizer, Layer"):
         check_captured(made(Woven, chained_optimizers=[]), [])
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_state_that_leaves_the_device_between_steps_is_refused_by_name(offloads: bool) -> None:
+    """The option is one of later releases."""
+    part = made(FP32Optimizer, config=SimpleNamespace(offload_optimizer_states=offloads))
+    chain = made(ChainedOptimizer, chained_optimizers=[part])
+    refused: AbstractContextManager[object] = (
+        pytest.raises(ConfigError, match="--offload-optimizer-states") if offloads else nullcontext()
+    )
+    with refused:
+        check_captured(chain, [])
 
 
 def test_megatrons_own_fsdp_is_refused() -> None:

@@ -13,6 +13,8 @@ from torch.optim import lr_scheduler
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.integrations.adapters.torch_native import TorchAdapter
+from holdfast.snapshot.state.record import capture_late
+from holdfast.snapshot.state.values import decode
 from tests.system.test_hook import small
 
 Loop = list[tuple[nn.Module, torch.optim.Optimizer]]
@@ -301,3 +303,34 @@ def test_an_average_with_parameters_that_no_optimizer_has_comes_back(arena: Path
     with InMemorySnapshot([again, its_average], other) as snap:
         assert (snap.step, int(its_average.n_averaged)) == (4, 4)
         assert all(map(torch.equal, its_average.parameters(), average.parameters()))
+
+
+# ---------------------------------------------------------------------- gradient scalers
+
+
+def test_a_scaler_is_captured_without_waiting_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optim = small()
+
+    def made(scale: float = 8.0) -> tuple[torch.amp.GradScaler, TorchAdapter]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        return scaler, TorchAdapter(model, optim, None, {"scaler": scaler})
+
+    scaler, adapter = made()
+    fresh = capture_late(adapter.look())
+    scaler.scale(torch.ones(1))
+    for found_inf in (0.0, 1.0, 0.0):
+        scaler._per_optimizer_states[0]["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(found_inf)}
+        scaler.update()
+    wanted = scaler.state_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("it waits for the device"))
+        late = capture_late(adapter.look())
+    assert [leaf.name for leaf in late.leaves] == [leaf.name for leaf in fresh.leaves], "another layout would be needed"
+    assert late.leaves == fresh.leaves
+    other, adapter = made(64.0)
+    for first in (True, False):  # before, and after, it has made its tensors
+        look = adapter.look()
+        adapter.load(adapter.early(), decode(late.encoded, late.tensors.__getitem__), look.fixed)
+        if first:
+            other.scale(torch.ones(1))
+        assert other.state_dict() == wanted
