@@ -192,8 +192,8 @@ class SnapshotHook:
 
     @contextmanager
     def phase(self, kind: Literal["comm"]) -> Iterator[None]:
-        """Say that the step communicates while the block runs: holdfast's traffic waits, for at most a second, and so do
-        copies of state on the host. Copies from a GPU are queued long before they are done, and do not wait.
+        """Say that the step communicates while the block runs: holdfast's traffic waits, for at most a second. So do
+        copies of state on the host; those from a GPU are queued long before they are done, and do not wait.
 
         Optional; costs a few microseconds and never blocks.
         """
