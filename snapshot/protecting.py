@@ -33,7 +33,7 @@ from holdfast.snapshot.state.replicas import ReplicasDiffer
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier
 from holdfast.snapshot.step.ledger import Ledger, SnapshotState
-from holdfast.snapshot.step.orders import Copy, CopyState, Due
+from holdfast.snapshot.step.orders import CopyState, Due, SnapshotCopy
 
 REPAIR_EVERY_S = 1.0
 """How often to ask the SMP how far it has recomputed parity, in seconds."""
@@ -82,7 +82,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StepReport:
     """What a rank tells the others in each step while anything is pending, and what they then know of all.
 
     Attributes:
@@ -178,15 +178,15 @@ class Protecting:
             earlier=restored.earlier,
             abandoned=restored.abandoned,
         )
-        self.copies: dict[SnapshotId, Copy] = {}
-        self.newest: Copy | None = None
+        self.copies: dict[SnapshotId, SnapshotCopy] = {}
+        self.newest: SnapshotCopy | None = None
         self.due: Due | None = None
         self.layout: Layout | None = None
         self.index = 0
         self.last = False
         self.pace = Pace(system=rank.system)
         self.episodes = Episodes(log)
-        self._reported: Callable[[], Report] | None = None  # waits for what all ranks report
+        self._reported: Callable[[], StepReport] | None = None  # waits for what all ranks report
         self._planned = False  # the layout fits the state
         self._attempted = False  # in this epoch: the next attempt begins another
         self._layout_changed = False
@@ -249,7 +249,7 @@ class Protecting:
             self._part()
             raise
 
-    def take(self, due: Due, *, declared: bool) -> Copy | None:
+    def take(self, due: Due, *, declared: bool) -> SnapshotCopy | None:
         """Capture the state as it is now and start its copy; None if the state cannot be captured. A collective call.
 
         Args:
@@ -331,10 +331,10 @@ class Protecting:
         self.report()
         self.settle()
 
-    def _report_of_this_rank(self) -> Report:
+    def _report_of_this_rank(self) -> StepReport:
         # Only copies of this epoch count: what did not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self.copies.items() if snapshot.epoch == self._progress.epoch]
-        return Report(
+        return StepReport(
             states=tuple(self._state(snapshot) for snapshot in self.ledger.pending),
             repair=self._repair(),
             fits=not (self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)),
@@ -577,7 +577,7 @@ class Protecting:
         """Called by the copy thread before the first copy after the SMP went away."""
         self._rank.smp.attach_again(self._progress.epoch, self.layout)
 
-    def _over(self, copy: Copy) -> None:
+    def _over(self, copy: SnapshotCopy) -> None:
         """A copy is sealed, or was given up. Called by one of the copier's threads."""
         if copy is self.newest:
             self._rank.client.copying(None)

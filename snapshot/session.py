@@ -48,7 +48,7 @@ from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.data import Data
 from holdfast.snapshot.step.gradients import Gradients
-from holdfast.snapshot.step.orders import Copy
+from holdfast.snapshot.step.orders import SnapshotCopy
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import BEGIN, FIRST_TURNS, Action, Event, NotPlain, TurnState, after
 
@@ -200,7 +200,7 @@ class Session:
         self._rehearsal: Rehearsal | None = None
         self._refused_at: int | None = None  # the newest step that has no snapshot because the loop was not plain in it
         self._marked = False  # data was read, or a step declared, at least once
-        self._awaiting_inputs: Copy | None = None  # a copy whose first forward's inputs are not known yet
+        self._awaiting_inputs: SnapshotCopy | None = None  # a copy whose first forward's inputs are not known yet
         self._smp_is_slow = False
         self._is_over = False  # the loop says that training is over, wherever it is left
 
@@ -493,7 +493,7 @@ class Session:
             if copy.order.declared:
                 copy.confirm()
 
-    def _fence(self, copy: Copy) -> None:
+    def _fence(self, copy: SnapshotCopy) -> None:
         """Wait until the tensors that are being copied may change, but at most `PATIENCE_S` for a slot from the SMP."""
         in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._options.deadline_s)
         self._smp_is_slow = not in_time

@@ -20,7 +20,7 @@ from holdfast import InMemorySnapshot, __version__
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.interval.rule import IntervalRule
-from holdfast.snapshot.step.orders import Copy, CopyState
+from holdfast.snapshot.step.orders import CopyState, SnapshotCopy
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Taken:
     """A snapshot, and the copy that makes it."""
 
     snapshot: SnapshotId | None
-    copy: Copy | None
+    copy: SnapshotCopy | None
 
 
 class OnDemand(IntervalRule):

@@ -14,7 +14,7 @@ from holdfast.snapshot.interval.rule import NODE_LOST, NODE_MTBF_S, SHORTEST, In
 from holdfast.snapshot.step.ledger import ProtectEvery
 
 if TYPE_CHECKING:
-    from holdfast.snapshot.step.orders import Copy
+    from holdfast.snapshot.step.orders import SnapshotCopy
 
 DEFAULT_BUDGET = 0.01
 Every = int | Literal["auto"]
@@ -132,7 +132,7 @@ class IntervalController:
             log.warning("%s", text)
         return text
 
-    def sealed(self, copy: Copy) -> None:
+    def sealed(self, copy: SnapshotCopy) -> None:
         """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
         if self._recording is not None:
             self._recording.sealed(copy)

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.settings import PROFILE
 
 if TYPE_CHECKING:
     from holdfast.snapshot.collective.agreement import Agreement
-    from holdfast.snapshot.step.orders import Copy
+    from holdfast.snapshot.step.orders import SnapshotCopy
 
 
 WARM_STEPS = 4
@@ -143,7 +143,7 @@ class Recording:
         self.overlapped: list[float] = []
         self.stalls: dict[int, float] = {}
         self.timings: list[Timing] = []  # written by the thread until it has ended, read after that
-        self._sealed: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._sealed: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._time, name="holdfast-profile", daemon=True)
         self._thread.start()
 
@@ -169,7 +169,7 @@ class Recording:
         elif self.overlapped:
             self.baseline.append(step_s)
 
-    def sealed(self, copy: Copy) -> None:
+    def sealed(self, copy: SnapshotCopy) -> None:
         """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
         if copy.error is None and copy.order.due.encode:
             self._sealed.put(copy)

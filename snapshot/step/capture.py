@@ -1,4 +1,4 @@
-"""Turns the live state, as a step begins, into a `Copy`: what to copy beside the step, and what to copy at once.
+"""Turns the live state, as a step begins, into a `SnapshotCopy`: what to copy beside the step, and what at once.
 
 Everything here runs in the training thread, except what a `CopyOrder` calls.
 """
@@ -43,7 +43,7 @@ from holdfast.snapshot.state.record import (
     with_loop,
 )
 from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
-from holdfast.snapshot.step.orders import Copy, CopyOrder, Due, Live
+from holdfast.snapshot.step.orders import CopyOrder, Due, Live, SnapshotCopy
 from holdfast.snapshot.step.reading import read_back
 
 
@@ -136,7 +136,7 @@ class Capture:
         except HoldfastError as error:
             self._early = error
 
-    def begin(self, due: Due, *, declared: bool) -> Copy:
+    def begin(self, due: Due, *, declared: bool) -> SnapshotCopy:
         """Capture the state as it is now, to be copied from now on. A collective call, in which replicas begin to
         compare what they share.
 
@@ -180,7 +180,7 @@ class Capture:
         )
         witness = Witness(self._engine, placed.subjects, due.snapshot.step)
         live = Live(placed.moving, placed.moving_bytes, witness, placed.manifest.reshaped)
-        return Copy(order, live, self._system)
+        return SnapshotCopy(order, live, self._system)
 
     def _reading(self, placed: Placed, snapshot: SnapshotId) -> Callable[[RecoveredShard], None]:
         form, leaves = placed.form, placed.manifest.whole  # not the manifest, which keeps tensors alive

@@ -1,7 +1,7 @@
 """Two threads: one copies snapshots into slots while the step runs, the other has them sealed.
 
-The training thread hands over a `Copy` as a step begins, and calls `Copy.fence` before ``optim.step()`` changes what is
-being copied. It does not talk to the SMP for that, and waits for it at most `patience_s`: a copy that has no slot by
+The training thread hands over a `SnapshotCopy` as a step begins, and calls its `fence` before ``optim.step()`` changes
+what is being copied. It does not talk to the SMP for that, and waits for it at most `patience_s`: a copy that has no slot by
 then is given up. A copy never waits until the one before it is sealed.
 """
 
@@ -29,7 +29,7 @@ from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.unit_digests import UnitDigests
-from holdfast.snapshot.step.orders import Copy, CopyOrder
+from holdfast.snapshot.step.orders import CopyOrder, SnapshotCopy
 
 FINAL_DEADLINE_S = 3600.0
 """How long gradients of the forward that began a step may take to be computed, in seconds."""
@@ -51,7 +51,7 @@ class Copier:
         engine: CopyEngine,
         pace: Pace,
         reattach: Callable[[], None],
-        on_done: Callable[[Copy], None] = lambda copy: None,
+        on_done: Callable[[SnapshotCopy], None] = lambda copy: None,
         system: System = MACHINE,
     ) -> None:
         """
@@ -76,8 +76,8 @@ class Copier:
         self._newest: SnapshotId | None = None
         self._coord = ""
         self._stride = 0
-        self._jobs: queue.SimpleQueue[Copy | str | None] = system.SimpleQueue()
-        self._copies: queue.SimpleQueue[Copy | None] = system.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SnapshotCopy | str | None] = system.SimpleQueue()
+        self._copies: queue.SimpleQueue[SnapshotCopy | None] = system.SimpleQueue()
         self._threads = [
             system.Thread(target=self._run_copies, name="holdfast-copy", daemon=True),
             system.Thread(target=self._run_seals, name="holdfast-seal", daemon=True),
@@ -94,7 +94,7 @@ class Copier:
         call it."""
         self._jobs.put(text)
 
-    def submit(self, copy: Copy) -> None:
+    def submit(self, copy: SnapshotCopy) -> None:
         """Begin `copy` as soon as the one before it is done. Returns at once."""
         self._jobs.put(copy)
 
@@ -136,12 +136,12 @@ class Copier:
                 self._episodes.end("version", "the SMP of this node is of a version that can be talked to again")
             self._end(copy)
 
-    def _end(self, copy: Copy) -> None:
+    def _end(self, copy: SnapshotCopy) -> None:
         copy.order.release()
         self._on_done(copy)
         copy.end()
 
-    def _attempt(self, copy: Copy, work: Callable[[Copy], None]) -> bool:
+    def _attempt(self, copy: SnapshotCopy, work: Callable[[SnapshotCopy], None]) -> bool:
         """Do `work`, and return whether it succeeded; if not, the copy is given up with its error."""
         snapshot = copy.snapshot
         try:
@@ -168,7 +168,7 @@ class Copier:
             copy.leave_live()
         return False
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: SnapshotCopy) -> None:
         self._engine.enter_thread()
         if self._stuck is not None:
             self._await_device(self._stuck)
@@ -198,7 +198,7 @@ class Copier:
         self._stuck = None
         self._client.abandon(order.due.snapshot, order.coord)
 
-    def _seal(self, copy: Copy) -> None:
+    def _seal(self, copy: SnapshotCopy) -> None:
         self._engine.enter_thread()
         order, due, slot = copy.order, copy.order.due, copy.take_slot()
         try:
@@ -229,7 +229,7 @@ class Copier:
             self.say(f"{snapshot} was sealed, and a restart could not load it: {error}")
             raise
 
-    def _write_record(self, copy: Copy, slot: memoryview) -> None:
+    def _write_record(self, copy: SnapshotCopy, slot: memoryview) -> None:
         offset, capacity = copy.order.form.record
         record = copy.record()
         if len(record) > capacity:
@@ -275,7 +275,7 @@ class Copier:
                 self._client.abandon(guess, order.coord, unused=True)  # the SMP takes back slots of older connections
         return self._client.begin(due.snapshot, order.coord, due.keep, due.protected, due.with_parity)
 
-    def _fill(self, copy: Copy, slot: memoryview) -> UnitDigests | None:
+    def _fill(self, copy: SnapshotCopy, slot: memoryview) -> UnitDigests | None:
         """Write everything but the record. Returns the digests that were taken on the way; None: none were, and the
         SMP is to read the slot for them."""
         form, transfer, step = copy.order.form, copy.order.transfer, copy.snapshot.step

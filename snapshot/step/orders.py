@@ -7,10 +7,10 @@ A copy goes one way, whatever becomes of it::
     WAITING    LEAVE     COPIED     the copy thread has failed, and will never read them
     READING    LEAVE     COPIED     the copy thread does not read them any more
     COPIED     SEAL      SEALED     the sealing thread
-    COPIED     FAIL      FAILED     the thread that had it last; `Copy.error` says why
+    COPIED     FAIL      FAILED     the thread that had it last; `error` says why
 
-Beside that, any thread may give it up (`Copy.abort`): then it is not read or not sealed, and ends as FAILED. The
-training thread waits at `Copy.fence`, and says by `Copy.confirm` that it may be sealed.
+Beside that, any thread may give it up (`abort`): then it is not read, or not sealed, and ends as FAILED. The training
+thread waits at its `fence`, and says by `confirm` that it may be sealed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ MOVES = {
 """The table above. An event that it does not name changes nothing."""
 
 
-class Copy:
+class SnapshotCopy:
     """One snapshot on its way into a slot. Thread-safe.
 
     Attributes:

@@ -54,7 +54,7 @@ from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier
 from holdfast.snapshot.step.ledger import Ledger
-from holdfast.snapshot.step.orders import Copy
+from holdfast.snapshot.step.orders import SnapshotCopy
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import TurnState
 from tests.proof.mutants import forgetting_what_was_promised, one_node_behind
@@ -329,7 +329,7 @@ def _settle_and_spoil(self: Store, snapshot: SnapshotId) -> None:
                     view[at : at + 1] = bytes([view[at] ^ 1])
 
 
-def _fill_badly(self: Copier, copy: Copy, slot: memoryview) -> None:
+def _fill_badly(self: Copier, copy: SnapshotCopy, slot: memoryview) -> None:
     offsets = [piece.offset for piece in copy.live.pieces] if copy.live is not None else []
     _fill(self, copy, slot)
     for offset in offsets:
@@ -416,7 +416,7 @@ def _forward_of_any_mode(self: Boundary, module: Any, given: Any) -> None:
         self._listener.on_forward(self._forwards, given)
 
 
-def _begin_and_draw(self: Capture, *arguments: Any, **options: Any) -> Copy:
+def _begin_and_draw(self: Capture, *arguments: Any, **options: Any) -> SnapshotCopy:
     copy = _begin(self, *arguments, **options)
     random.uniform(0, 1)
     return copy
@@ -512,7 +512,7 @@ MUTANTS: dict[str, SimMutant] = {
     "no-fence": SimMutant(
         "the next step does not wait for the copy",
         "sealed",
-        ((Copy, "fence", lambda copy, patience_s, deadline_s: True),),
+        ((SnapshotCopy, "fence", lambda copy, patience_s, deadline_s: True),),
         _restless,
     ),
     "no-reserver": SimMutant(

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from holdfast.snapshot.copy.witness import Witness
-from holdfast.snapshot.step.orders import Copy
+from holdfast.snapshot.step.orders import SnapshotCopy
 from tests.deadlines import DEADLINE_S
 from tests.proof.device.queues import EAGER, LAZY
 from tests.proof.device.seam import FAULTS, SHOWN_BY, Cpu, Emulated, SeamLoop, SeamOutcome, observe, twin
@@ -68,19 +68,19 @@ def test_a_copy_that_is_checked_before_its_step_ends_finds_nothing_changed(
     arena: Path, order: str | int, own_stream: bool
 ) -> None:
     """The step may run on a stream that the copy thread does not know."""
-    fence, check = Copy.fence, Witness.check
+    fence, check = SnapshotCopy.fence, Witness.check
     checked: dict[Witness, threading.Event] = defaultdict(threading.Event)
 
     def checking(witness: Witness, slot: memoryview) -> None:
         check(witness, slot)
         checked[witness].set()
 
-    def fencing(copy: Copy, patience_s: float, deadline_s: float) -> bool:
+    def fencing(copy: SnapshotCopy, patience_s: float, deadline_s: float) -> bool:
         if copy.live is not None and copy.live.witness is not None:
             assert checked[copy.live.witness].wait(DEADLINE_S) or copy.error is not None
         return fence(copy, patience_s, deadline_s)
 
-    with patch.object(Witness, "check", checking), patch.object(Copy, "fence", fencing):
+    with patch.object(Witness, "check", checking), patch.object(SnapshotCopy, "fence", fencing):
         outcome = seen(SeamLoop(steps=6, own_stream=own_stream), arena, order)
     assert outcome.exact, outcome
 

@@ -32,7 +32,7 @@ from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import decode_record, decode_values
 from holdfast.snapshot.step.capture import Capture, Staging
 from holdfast.snapshot.step.copier import Copier
-from holdfast.snapshot.step.orders import Copy, CopyState, Due
+from holdfast.snapshot.step.orders import CopyState, Due, SnapshotCopy
 from tests.deadlines import DEADLINE_S
 from tests.system.test_hook import train, values
 from tests.unit.test_engines import Counting
@@ -76,7 +76,7 @@ class Noting(CpuEngine):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[tuple[list[int], bool]] = []
-        self.job: Copy | None = None
+        self.job: SnapshotCopy | None = None
         self.on_mark: Callable[[], None] = lambda: None
         self.before_copy: Callable[[], None] = lambda: None
         self.after_copy: Callable[[], None] = lambda: None
@@ -120,33 +120,33 @@ class Rig:
         self.form = self.capture.plan(SnapshotId(self._epoch, self._step))
         self.slots.reserve(self.form.total_bytes)
 
-    def begin(self, *, declared: bool = True) -> Copy:
+    def begin(self, *, declared: bool = True) -> SnapshotCopy:
         """Begin the next step."""
         self._step += 1
         self.capture.mark()
         return self.begin_marked(declared=declared)
 
-    def begin_marked(self, *, declared: bool = True) -> Copy:
+    def begin_marked(self, *, declared: bool = True) -> SnapshotCopy:
         """The same, after `mark` has been called."""
         snapshot = SnapshotId(self._epoch, self._step)
         self.engine.job = job = self.capture.begin(Due(snapshot), declared=declared)
         return job
 
-    def end(self, job: Copy) -> Held:
+    def end(self, job: SnapshotCopy) -> Held:
         """Copy and seal the snapshot; return the contents of its slot."""
         self.run(job)
         job.check()
         assert self.slots.sealed[-1] == job.snapshot
         return Held(self.slots.given[job.snapshot], job.snapshot)
 
-    def fail(self, job: Copy) -> HoldfastError:
+    def fail(self, job: SnapshotCopy) -> HoldfastError:
         """Like `end` for a snapshot that is given up; return the error."""
         self.run(job)
         assert job.error is not None
         assert job.snapshot not in self.slots.sealed
         return job.error
 
-    def run(self, job: Copy) -> None:
+    def run(self, job: SnapshotCopy) -> None:
         self.copier.submit(job)
         job.confirm()
         assert job.reached(CopyState.SEALED, DEADLINE_S)
@@ -184,7 +184,7 @@ class Held:
         return decode_values(record, lambda name: read_leaf(self.slot, *form.offsets[name]))
 
 
-def moving(job: Copy) -> tuple[SlotTensor, ...]:
+def moving(job: SnapshotCopy) -> tuple[SlotTensor, ...]:
     """The live tensors that are copied while the step runs."""
     assert job.live is not None
     return job.live.pieces

@@ -25,7 +25,7 @@ from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from holdfast.snapshot.state.record import place_tensors
 from holdfast.snapshot.step import orders
 from holdfast.snapshot.step.copier import Copier
-from holdfast.snapshot.step.orders import MOVES, Copy, CopyOrder, CopyState, Due, Live
+from holdfast.snapshot.step.orders import MOVES, CopyOrder, CopyState, Due, Live, SnapshotCopy
 from tests.deadlines import DEADLINE_S
 
 SOON_S = 0.05
@@ -48,12 +48,12 @@ def ordered(
     engine: CpuEngine | None = None,
     alike: Callable[[], None] = no_difference,
     reshaped: Callable[[], list[str]] = list,
-) -> Copy:
+) -> SnapshotCopy:
     moving = place_tensors(FORM, [("w", torch.zeros(4096) if tensor is None else tensor)])
     engine = engine or CpuEngine()
     witness = Witness(engine, WatchedPieces(moving), step)
     order = CopyOrder(Due(SnapshotId(1, step)), "dp0", FORM, (), record, engine.mark(), alike=alike)
-    return Copy(order, Live(moving, 4 * 4096, witness, reshaped))
+    return SnapshotCopy(order, Live(moving, 4 * 4096, witness, reshaped))
 
 
 class Together:
@@ -190,7 +190,7 @@ def test_nothing_of_the_live_state_is_held_behind_the_fence() -> None:
         assert made.live is None
 
 
-def begins(made: Copy) -> bool:
+def begins(made: SnapshotCopy) -> bool:
     """Act as a copy thread that has its slot; return whether it came in time."""
     try:
         made.read()
@@ -275,7 +275,7 @@ class Rig:
         client = cast(SmpClient, self.slots)
         self.copier = Copier(client, client, self.engine, Pace(), lambda: None)
 
-    def submit(self, tensor: torch.Tensor | None = None, step: int = 1, **options: Any) -> Copy:
+    def submit(self, tensor: torch.Tensor | None = None, step: int = 1, **options: Any) -> SnapshotCopy:
         made = ordered(tensor, step, self.engine, **options)
         made.confirm()
         self.copier.submit(made)

@@ -24,7 +24,7 @@ from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.step.capture import Staging
 from holdfast.snapshot.step.copier import Copier
-from holdfast.snapshot.step.orders import Copy
+from holdfast.snapshot.step.orders import SnapshotCopy
 from tests.proof.device.queues import EAGER
 from tests.proof.device.standin import EmulatedCuda
 
@@ -297,7 +297,7 @@ def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena:
     outcome = SeamOutcome(loop.steps)
     seal = Copier._seal
 
-    def sealing(copier: Copier, copy: Copy) -> None:
+    def sealing(copier: Copier, copy: SnapshotCopy) -> None:
         form, step = copy.order.form, copy.snapshot.step
         held = {_bytes(read_leaf(copy.slot, offset, leaf)) for offset, leaf in form.offsets.values()}
         outcome.wrong += [f"{name} of step {step}" for name, content in wanted[step].items() if content not in held]

@@ -92,9 +92,9 @@ def one_node_behind(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 def _no_fence() -> None:
     from holdfast.snapshot.copy.witness import Witness
-    from holdfast.snapshot.step.orders import Copy
+    from holdfast.snapshot.step.orders import SnapshotCopy
 
-    _replace(Copy, "fence", lambda self, patience_s, deadline_s: True)
+    _replace(SnapshotCopy, "fence", lambda self, patience_s, deadline_s: True)
     _replace(Witness, "check", lambda self, slot: None)  # it would notice that the copy mixes two steps
 
 

@@ -26,7 +26,7 @@ from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.step.capture import Capture
-from holdfast.snapshot.step.orders import Copy, Due
+from holdfast.snapshot.step.orders import Due, SnapshotCopy
 from holdfast.snapshot.step.turns import FIRST_TURNS
 from tests.proof.sim.plan import LATE, DrawnState
 from tests.proof.sim.scheduler import active
@@ -501,7 +501,7 @@ class ObservedCapture(Capture):
 
     on_begin: Callable[[SnapshotId, str], None]
 
-    def begin(self, due: Due, *, declared: bool) -> Copy:
+    def begin(self, due: Due, *, declared: bool) -> SnapshotCopy:
         copy = super().begin(due, declared=declared)
         self.on_begin(due.snapshot, self._coord)
         return copy

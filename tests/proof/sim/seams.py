@@ -28,7 +28,7 @@ from holdfast.smp_daemon.storage.pool import SlotMemory
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.step.boundary import Boundary
-from holdfast.snapshot.step.orders import Copy, Due
+from holdfast.snapshot.step.orders import Due, SnapshotCopy
 from tests.proof.sim import trainer
 from tests.proof.sim.memory import Disk, MemoryPath
 from tests.proof.sim.modules import Generators, ObservedCapture, SteppingEngine
@@ -74,7 +74,7 @@ class _ObservedProtecting(Protecting):
         super().settle()
         Hooks.promised(self.ledger)
 
-    def take(self, due: Due, **options: Any) -> Copy | None:
+    def take(self, due: Due, **options: Any) -> SnapshotCopy | None:
         Hooks.wanted(due.snapshot, due.encode)
         return super().take(due, **options)
 

@@ -26,7 +26,7 @@ from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.resume.attempt import Verdict, agree_on
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
-from holdfast.snapshot.step.orders import Copy, CopyOrder, Due, Live
+from holdfast.snapshot.step.orders import CopyOrder, Due, Live, SnapshotCopy
 from tests.proof.sim.scheduler import active
 from tests.proof.sim.system import SYSTEM
 from tests.proof.sim.threads import Signal
@@ -294,7 +294,7 @@ class SimCapture:
     def mark(self, *, buffers: bool = False) -> None:
         """Does nothing: there are no generators."""
 
-    def begin(self, due: Due, *, declared: bool) -> Copy:
+    def begin(self, due: Due, *, declared: bool) -> SnapshotCopy:
         form, live, snapshot = self._form, self._adapter.live, due.snapshot
         if form is None or form.offsets[LEAF][1].bytes != len(live):
             raise LayoutChanged("the state has another length")
@@ -309,7 +309,7 @@ class SimCapture:
             self._engine.mark(),
             declared,
         )
-        return Copy(order, Live((piece,), len(live)), SYSTEM)
+        return SnapshotCopy(order, Live((piece,), len(live)), SYSTEM)
 
     def let_go(self) -> None:
         """Does nothing: memory does not move."""
