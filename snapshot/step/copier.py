@@ -1,8 +1,8 @@
 """Two threads: one copies snapshots into slots while the step runs, the other has them sealed.
 
 The training thread hands over a `SnapshotCopy` as a step begins, and calls its `fence` before ``optim.step()`` changes
-what is being copied. It does not talk to the SMP for that, and waits for it at most `patience_s`: a copy that has no slot by
-then is given up. A copy never waits until the one before it is sealed.
+what is being copied. It does not talk to the SMP for that, and waits for it at most `patience_s`: a copy that has no
+slot by then is given up. A copy never waits until the one before it is sealed.
 """
 
 from __future__ import annotations
