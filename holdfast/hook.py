@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from holdfast.integrations.adapters import adapter_for
+from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options, OptionsGiven
-from holdfast.snapshot.session import Checks
 from holdfast.snapshot.state.live import Stateful
 
 
@@ -104,9 +104,9 @@ class SettledSnapshot(InMemorySnapshot):
 
     def settle(self) -> None:
         """Tell the hook that the last step is complete and the next one begins. May be called several times a step."""
-        self._session.mark()
-        self._session.begin()
+        self._session.loop.mark()
+        self._session.loop.begin()
 
     def heartbeat(self) -> None:
         """Tell the SMP that this process is alive, while something else than a step takes long. Returns at once."""
-        self._session.heartbeat()
+        self._session.loop.heartbeat()

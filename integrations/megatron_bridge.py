@@ -20,7 +20,7 @@ from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.megatron_rerun import Reruns
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.session import Checks
+from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.state import rng
 
 NAME = "megatron_bridge"

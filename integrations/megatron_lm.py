@@ -14,7 +14,7 @@ from holdfast.integrations.megatron_data import BUILD, Loaders
 from holdfast.integrations.megatron_rerun import GET, Reruns
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.session import Checks
+from holdfast.snapshot.first_turns import Checks
 
 MODULE = "megatron.training.training"
 """The module that has Megatron-LM's training loop."""

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.hook import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.session import Checks
 from holdfast.snapshot.state import rng
 
 NAME = "torchtitan"

@@ -15,11 +15,12 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.system import MACHINE
+from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.protecting import Statistics
+from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.resume.blocks import Blocks
 from holdfast.snapshot.resume.restore import Restored
-from holdfast.snapshot.session import Checks, Session, enter
+from holdfast.snapshot.session import Session, enter
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.hidden import registered, untracked
 from holdfast.snapshot.state.tracked import make
@@ -80,7 +81,7 @@ class SnapshotHook:
         Raises:
             StateMismatch: the first step does not begin with the state that was restored.
         """
-        self._session.begin_turn()
+        self._session.loop.begin_turn()
 
     def steps(self, count: int) -> Iterator[int]:
         """The loop's own step numbers, from where it goes on up to `count`; each turn begins a step, as `begin` does.
@@ -90,7 +91,7 @@ class SnapshotHook:
             for step in snap.steps(1000):
                 loss = train_step(...)
         """
-        return self._session.steps(count)
+        return self._session.loop.steps(count)
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
         """Wrap a `DataLoader`, or another source of batches, so that it goes on where it was; each batch begins a step,
@@ -109,7 +110,7 @@ class SnapshotHook:
         Raises:
             ConfigError: the source cannot be read again, or its saved place is that of another number of ranks.
         """
-        return self._session.data(source, name, ahead, exact)
+        return self._session.loop.data(source, name, ahead, exact)
 
     def finish(self) -> None:
         """Say that training is over although its loop, over `steps` or `data`, is left before its end. The job then
@@ -129,7 +130,7 @@ class SnapshotHook:
     @property
     def statistics(self) -> Statistics:
         """Counters since the hook was entered, and how often snapshots are taken and why: ``taken``, ``protected``,
-        ``interval``, ``stall_s`` and others. See `snapshot.protecting.Statistics`."""
+        ``interval``, ``stall_s`` and others. See `snapshot.progress.Statistics`."""
         return self._statistics
 
     @property
@@ -234,7 +235,7 @@ class SnapshotHook:
         self._block = options.block or self.blocks.number(arena)
         options = replace(options, block=self._block)
         self._entered = enter(self._adapter, options, self._statistics, self.checks, self.system)
-        self._entered.expect_resumption(self._adapter)
+        self._entered.look_at_first_turns()
         return self
 
     def close(self, *, early: bool = False) -> None:
@@ -269,9 +270,9 @@ class SnapshotHook:
     # ------------------------------------------------------------------ for trainers that report every step themselves
 
     def before_step(self) -> None:
-        """``optim.step()`` is about to be called; see `Session.before_step`."""
-        self._session.before_step()
+        """``optim.step()`` is about to be called; see `Loop.before_step`."""
+        self._session.loop.before_step()
 
     def after_step(self) -> None:
-        """``optim.step()`` has returned; see `Session.after_step`."""
-        self._session.after_step()
+        """``optim.step()`` has returned; see `Loop.after_step`."""
+        self._session.loop.after_step()

@@ -13,18 +13,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome, TrainerPhase
+from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.collective.reports import ALL, ANY, LEAST, MOST, SAME, reduced
-from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
+from holdfast.snapshot.progress import RankProgress, Statistics
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.resume.reserve import AWAY, REFUSED, Reserving, lay_out, raise_together
@@ -42,43 +43,6 @@ STARVED_S = 30.0
 """How long a snapshot may stay pending while no slot is free for another, in seconds, before that is logged."""
 
 log = get_log(__name__)
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Counters since the hook was entered.
-
-    Attributes:
-        taken, protected: snapshots begun, and protected on every node.
-        failed: snapshots that failed, or were not protected although they were to be.
-        skipped: snapshots that were due and not taken, as no slot was free or no memory was reserved for one.
-        stall_s: seconds that the training thread spent in the hook.
-        interval: steps from one snapshot to the next, as the ranks agreed.
-        overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
-        why: the reason for the interval, in words.
-    """
-
-    taken: int = 0
-    protected: int = 0
-    failed: int = 0
-    skipped: int = 0
-    stall_s: float = 0.0
-    interval: int = 1
-    overhead: float | None = None
-    why: str = ""
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far this rank is. Written by the training thread only; log lines of every thread read it.
-
-    Attributes:
-        epoch: epoch of the job's layout. step: how many steps are finished. phase: where the training thread is.
-    """
-
-    epoch: int
-    step: int
-    phase: TrainerPhase = TrainerPhase.START
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +103,7 @@ class Protecting:
         ledger: which snapshots hold slots; the same on every rank.
         copies: the jobs of those pending snapshots that are, or were, copied here.
         newest: the job of the snapshot that is copied beside the current step; None if there is none.
-        due: the snapshot to take when the next step begins, or taken when this one did; None if there is none.
         index: this rank's index among the ranks of its node.
-        last: whether the step that ends next is the last of a loop whose snapshots are kept: its snapshot is due at any
-            interval, and waits for a slot.
     """
 
     def __init__(
@@ -152,7 +113,7 @@ class Protecting:
         restored: Restored,
         capture: Capture,
         intervals: IntervalController,
-        progress: Progress,
+        progress: RankProgress,
         statistics: Statistics,
     ) -> None:
         self._options = options
@@ -180,10 +141,8 @@ class Protecting:
         )
         self.copies: dict[SnapshotId, SnapshotCopy] = {}
         self.newest: SnapshotCopy | None = None
-        self.due: Due | None = None
         self.layout: Layout | None = None
         self.index = 0
-        self.last = False
         self.pace = Pace(system=rank.system)
         self.episodes = Episodes(log)
         self._reported: Callable[[], StepReport] | None = None  # waits for what all ranks report
@@ -214,24 +173,31 @@ class Protecting:
         if self._enabled and not self._parted and open_ones and self._reported is None:
             self._reported = reduced(self._rank.agreement, self._report_of_this_rank())
 
-    def step_ended(self) -> None:
-        """Apply the ranks' reports, and decide whether a snapshot is due. A collective call; blocks.
+    def step_ended(self, began_s: float, *, is_last: bool) -> Due | None:
+        """Apply the ranks' reports, and decide whether a snapshot is due: returns the one to take when the next step
+        begins. A collective call; blocks.
+
+        Args:
+            began_s: the time of the boundary.
+            is_last: it was the last step of a loop whose snapshots are kept: its snapshot is due at any interval, and
+                waits for a slot.
 
         Raises:
             HoldfastError: what went wrong, if the hook is strict; also, except for `AgreementLost`, if no slot was ever
                 usable. Otherwise it is logged, and snapshots pause or stop.
         """
         step = self._progress.step
+        self._intervals.observe(step, began_s, self._statistics.stall_s, bool(self.ledger.pending))
         try:
             if self._enabled and self._parted and self._rank.agreement.meet(step):
                 self._go_on()
             if self._enabled and not self._parted:
-                self.settle()
-                if self.last:
+                self.apply_reports()
+                if is_last:
                     self._catch_up()
-                if self.last or self._intervals.rule.is_due(step, self.ledger.protects_next):
-                    self._prepare()
-                elif self.ledger.pending and self._intervals.rule.is_time(step):
+                if is_last or self._intervals.rule.is_due(step, self.ledger.protects_next):
+                    return self._prepare()
+                if self.ledger.pending and self._intervals.rule.is_time(step):
                     self._starve()
         except AgreementLost as error:
             self._part()
@@ -248,6 +214,7 @@ class Protecting:
         except BaseException:  # a signal handler may raise while ranks agree: the others must not wait for this one
             self._part()
             raise
+        return None
 
     def take(self, due: Due, *, declared: bool) -> SnapshotCopy | None:
         """Capture the state as it is now and start its copy; None if the state cannot be captured. A collective call.
@@ -278,14 +245,7 @@ class Protecting:
         self.copier.submit(copy)
         return copy
 
-    def give_up(self, error: GivenUp) -> None:
-        """The loop was not plain in this step: there is no snapshot of it, on any rank."""
-        if self.due is not None:
-            self.due = None
-            if self.newest is not None:
-                self.newest.abort(error)
-
-    def settle(self) -> None:
+    def apply_reports(self) -> None:
         """Apply the ranks' reports, if any were requested. Blocks until all of them are there."""
         if self._reported is None:
             return
@@ -324,12 +284,12 @@ class Protecting:
                 self._without_smp(failure)
 
     def _catch_up(self) -> None:
-        """Wait until pending snapshots are protected here, and settle them, so that one more finds a slot. A collective
-        call; blocks, for `deadline_s` at most."""
+        """Wait until pending snapshots are protected here, and tell the other ranks, so that one more finds a slot. A
+        collective call; blocks, for `deadline_s` at most."""
         limit_s = self._rank.system.monotonic() + self._options.deadline_s
         self.drain(limit_s)
         self.report()
-        self.settle()
+        self.apply_reports()
 
     def _report_of_this_rank(self) -> StepReport:
         # Only copies of this epoch count: what did not fit an earlier epoch's layout was the reason for this one.
@@ -388,18 +348,18 @@ class Protecting:
             length / 1e6,
         )
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Due | None:
         """Plan a snapshot for the beginning of the next step, if a slot is free. A collective call."""
         self.newest = None  # if `take` fails here, this rank reports the snapshot as failed; the others carry on
         if not self.ledger.may_begin:
             self._starve()
         if not self.ledger.may_begin or not (self._planned or self._configure()) or not self._has_room():
             self._statistics.skipped += 1
-            return
+            return None
         assert self.layout is not None  # `_planned`, or just configured
         snapshot, ledger = SnapshotId(self._progress.epoch, self._progress.step), self.ledger
         persist = ledger.protected if self._persist_due else None
-        self.due = Due(
+        due = Due(
             snapshot,
             ledger.keep,
             ledger.protected,
@@ -413,6 +373,7 @@ class Protecting:
         self._intervals.begun(snapshot.step, ledger.protects_next)
         self.ledger = ledger.begin(snapshot)
         self._statistics.taken += 1
+        return due
 
     def _say_whether_it_keeps_up(self) -> None:
         """If one of `protect_every` snapshots is to be protected, log when encoding one takes longer than that."""
@@ -465,7 +426,7 @@ class Protecting:
         if self._rank.agreement.minimum([int(failure is None)])() == [1]:
             form = self._capture.plan(SnapshotId(progress.epoch, progress.step))
             if self._attempted:
-                progress.epoch += 1
+                progress.enter(progress.epoch + 1)
             self._attempted = True
             failure = failure_of(lambda: self._reserve(form.total_bytes), SmpUnavailable)
             if failure is None:
@@ -600,7 +561,7 @@ class Protecting:
         steps = [each.step for each in said]
         if len(set(steps)) > 1:
             raise ConfigError(f"ranks are at different steps, {steps}: each must call optim.step() equally often")
-        progress.epoch = max(each.epoch for each in said)
+        progress.enter(max(each.epoch for each in said))
         self._attempted, self._planned, self._layout_changed, self._persist_due = True, False, False, False
         self.stop_reserving()
         self._statistics.failed += len(self.ledger.pending)

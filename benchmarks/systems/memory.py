@@ -78,7 +78,7 @@ class Alone:
         taken = self._snap.statistics.taken
         self._snap.after_step()
         self._snap.begin()
-        self._snap._session.on_forward(self._snap.step, ())
+        self._snap._session.loop.on_forward(self._snap.step, ())
         if self._snap.statistics.taken > taken:
             session = self._snap._session
             self._before = self._newest
@@ -144,7 +144,7 @@ class Alone:
         self._on_demand = OnDemand()
         self._snap.__enter__()
         self._snap._session.intervals.rule = self._on_demand
-        self._snap._session.boundary.remove()
+        self._snap._session.loop.boundary.remove()
 
 
 class Protected(Alone):

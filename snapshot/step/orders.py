@@ -223,6 +223,11 @@ class SnapshotCopy:
         """The step's first forward runs on these. Call it before `confirm`."""
         self.inputs = inputs
 
+    @property
+    def awaits_inputs(self) -> bool:
+        """Whether `note_inputs` is still of use."""
+        return self.inputs is None and not self.is_confirmed
+
     def confirm(self) -> None:
         """The step has begun where the snapshot was taken, and `inputs` is set: it may be sealed.
 

@@ -20,7 +20,6 @@ class Position:
     Attributes:
         declared: whether the loop says where its steps begin.
         sources: sources of batches, by name.
-        in_steps, in_data: whether a loop over step numbers, or over a source, has begun and not reached its end.
         counting: how the loop counts its batches.
     """
 
@@ -31,7 +30,7 @@ class Position:
             held: `tree` of the earlier run; empty if there was none.
             block: the block of the script that the loop is in, for `tree`.
         """
-        self.declared = self.in_steps = self.in_data = False
+        self.declared = self._in_steps = self._in_data = False
         self.sources: dict[str, Data] = {}
         self.counting = Counting(held.get("leaves"))
         self._block = block
@@ -66,16 +65,31 @@ class Position:
         self._turn = self._next_turn
         self._next_turn += 1
 
+    def steps_begin(self) -> None:
+        """A loop over step numbers has begun."""
+        self._in_steps = True
+
+    def batch_begins(self, *, speaks: bool) -> None:
+        """The next batch of a source is given. `speaks`: see `Counting.batch`."""
+        self._in_data = True
+        knows = any(data.is_position_known for data in self.sources.values())
+        self.counting.batch(knows, speaks=speaks)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a loop over step numbers, or over a source, has begun and not reached its end."""
+        return self._in_steps or self._in_data
+
     def pass_over(self, resumed: bool, unused: bool) -> str:
         """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end. For
         the arguments and the result see `Counting.pass_over`."""
-        self.in_data = False
+        self._in_data = False
         is_only = len(self.sources) == 1 and self._turn is None
         return self.counting.pass_over(resumed, unused) if is_only else ""
 
     def steps_over(self) -> None:
         """The loop over step numbers has reached its end. It need not have read to the end of a pass."""
-        self.in_steps = self.in_data = False
+        self._in_steps = self._in_data = False
 
     def last_turn_ended(self, *, goes_on: bool) -> None:
         """The last turn is over: the snapshot that is kept goes on with the next one.

@@ -11,10 +11,10 @@ import os
 import traceback
 from typing import Any
 
+from holdfast.snapshot import loop
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume.comparison import Resumed
 from holdfast.snapshot.resume.rehearsal import Rehearsal
-from holdfast.snapshot.session import Session
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.optimizers import OptimizerState
 from holdfast.snapshot.step.boundary import Boundary
@@ -40,7 +40,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         [
             (rng, "restore", _ignore),
             (Resumed, "check", _ignore),
-            ("holdfast.snapshot.session", "check_inputs", _ignore),
+            ("holdfast.snapshot.first_turns", "check_inputs", _ignore),
         ],
         Loop(1, model="dropout", form="begin", ends=WITHIN),
     ),
@@ -55,8 +55,8 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
     "an evaluation begins a step": (
         [
             (Boundary, "_forward", _blind),
-            (Session, "_refuse", _ignore),
-            ("holdfast.snapshot.session", "check_inputs", _ignore),
+            (loop.Loop, "_refuse", _ignore),
+            ("holdfast.snapshot.first_turns", "check_inputs", _ignore),
         ],
         Loop(
             4,
@@ -71,7 +71,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(5, form="steps", twists=(Twist("schedule: end"),), ends=WITHIN),
     ),
     "a batch that was read ahead is not noticed": (
-        [("holdfast.snapshot.session", "check_inputs", _ignore)],
+        [("holdfast.snapshot.first_turns", "check_inputs", _ignore)],
         Loop(7, data="prefetched, before entering", form="steps", ends=WITHIN),
     ),
     "buffers are not restored": (

@@ -38,11 +38,11 @@ from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.witness import Witness
+from holdfast.snapshot.loop import Loop
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.resume.attempt import SameWorld
 from holdfast.snapshot.resume.choice import RestoreAttempts
 from holdfast.snapshot.resume.own_run import Reach
-from holdfast.snapshot.session import Session
 from holdfast.snapshot.state import live, rng, streams, tracked
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.flags import Flags
@@ -375,7 +375,7 @@ def _wait_for_ever(*arguments: Any) -> None:
     SYSTEM.Event().wait()
 
 
-_after_step = Session.after_step
+_after_step = Loop.after_step
 _tensors = TorchAdapter.tensors
 _begin = Capture.begin
 _load_extra = BaseAdapter.load
@@ -388,13 +388,14 @@ def _tensors_of_one_change(self: TorchAdapter) -> Iterator[live.LiveTensor]:
     return (replace(item, change=live.Change.STEP) for item in _tensors(self))
 
 
-def _after_step_and_take(self: Session) -> None:
+def _after_step_and_take(self: Loop) -> None:
     """Take the snapshot that is due as the step ends, before what the loop does between two steps."""
     _after_step(self)
-    if self.protecting.due is not None and self._where is TurnState.BETWEEN:
-        self._take()
+    if self.is_due and self._where is TurnState.BETWEEN:
+        self._take(is_last=False)
         self._where = TurnState.CERTAIN
-        self._confirm()
+        if self._copy is not None:
+            self._copy.confirm()
 
 
 def _early_as_it_lives(adapter: Adapter, loop: live.Tree) -> Values:
@@ -675,13 +676,13 @@ MUTANTS: dict[str, SimMutant] = {
     "taken-as-the-step-ends": SimMutant(
         "the state is taken when the step ends, before the code between two steps",
         "sealed",
-        ((Session, "after_step", _after_step_and_take),),
+        ((Loop, "after_step", _after_step_and_take),),
         _with_state("clamped"),
     ),
     "evaluation-begins-a-step": SimMutant(
         "an evaluation with borrowed weights is taken for the next step",
         "sealed",
-        ((Boundary, "_forward", _forward_of_any_mode), (Session, "_refuse", _never)),
+        ((Boundary, "_forward", _forward_of_any_mode), (Loop, "_refuse", _never)),
         _with_state("evaluation", "average"),
     ),
     "generators-left-alone": SimMutant(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from holdfast.snapshot.step import turns
-from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, NotPlain, TurnState, after
+from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, NotPlain, Table, TurnState, after
 
 
 def drawn(heading: str) -> dict[tuple[str, str], tuple[str, str]]:
@@ -19,9 +19,7 @@ def drawn(heading: str) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("heading", "table"), [("a plain loop", PLAIN), ("a loop that declares", DECLARED)])
-def test_the_table_that_is_drawn_is_the_one_that_is_used(
-    heading: str, table: dict[tuple[TurnState, Event], tuple[TurnState, Action | NotPlain]]
-) -> None:
+def test_the_table_that_is_drawn_is_the_one_that_is_used(heading: str, table: Table) -> None:
     used = {(w.name, e.name): (then.name, what.name) for (w, e), (then, what) in table.items()}
     assert drawn(heading) == used
 
@@ -38,6 +36,25 @@ def test_every_place_and_every_reason_is_reached() -> None:
     found = {what for _, what in [*PLAIN.values(), *DECLARED.values()]}
     assert found == {*Action, *NotPlain}
     assert {then for then, _ in [*PLAIN.values(), *DECLARED.values()]} == set(TurnState)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_loop_may_be_left_from_anywhere_and_nothing_comes_after(declared: bool) -> None:
+    for where in TurnState:
+        assert after(where, Event.LEAVE, declared=declared)[0] is TurnState.LEFT or (where, declared) == (
+            TurnState.STEPPED,
+            False,  # no plain loop is there
+        )
+    for event in Event:
+        assert after(TurnState.LEFT, event, declared=declared) == (TurnState.LEFT, Action.NOTHING)
+
+
+def test_nothing_that_was_taken_is_left_open() -> None:
+    """As the loop is left, what nobody has confirmed is confirmed or given up."""
+    for table in (PLAIN, DECLARED):
+        for (where, event), (_, what) in table.items():
+            if event is Event.LEAVE and where in (TurnState.BEGUN, TurnState.STEPPING):
+                assert what is (Action.GIVE_UP if table is PLAIN else Action.CONFIRM)
 
 
 def test_a_loop_that_declares_is_refused_nothing() -> None:

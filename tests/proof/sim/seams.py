@@ -70,8 +70,8 @@ class _ObservedProtecting(Protecting):
     """Tells the oracle which snapshots are to be protected, and what the job is promised as soon as the job knows it:
     from then on, what is freed is judged by it."""
 
-    def settle(self) -> None:
-        super().settle()
+    def apply_reports(self) -> None:
+        super().apply_reports()
         Hooks.promised(self.ledger)
 
     def take(self, due: Due, **options: Any) -> SnapshotCopy | None:
@@ -269,7 +269,7 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.resume.restore.repair_parity": _repair_parity,
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,
         "holdfast.snapshot.session.Capture": _capture,
-        "holdfast.snapshot.session.Boundary": _boundary,
+        "holdfast.snapshot.loop.Boundary": _boundary,
         "holdfast.snapshot.rank.DeviceEngines": lambda devices: SteppingEngine() if devices else trainer.SimEngine(),
         "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
         "tests.proof.sim.trainer.captured": lambda *what: Hooks.captured(*what),

@@ -17,10 +17,10 @@ from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
+from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.resume.choice import PERSISTED
-from holdfast.snapshot.session import Checks
 from holdfast.snapshot.step.ledger import Ledger
 from tests.proof.sim.memory import Disk, MemoryPath
 from tests.proof.sim.modules import NEVER, SimScript

@@ -1,0 +1,154 @@
+"""What is checked in the first turns of a loop: that it is plain, and that it goes on from what was restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy.engines import CopyEngine
+from holdfast.snapshot.progress import RankProgress
+from holdfast.snapshot.resume.comparison import BY_DATA, Resumed, check_inputs, warn_of_unknown_inputs
+from holdfast.snapshot.resume.rehearsal import Rehearsal
+from holdfast.snapshot.resume.restore import Restored
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.inputs import Inputs
+from holdfast.snapshot.step.position import Position
+from holdfast.snapshot.step.turns import FIRST_TURNS, Event
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Which checks of a loop are made. Trainers that restore or read state in their own way turn some off.
+
+    Attributes:
+        resumption: whether the first step after a restore must begin with the state that was restored.
+        another_batch: why the first step after a restore may be given another batch, and what to do about it.
+        reading: whether to warn that something was read between entering and the first step.
+        restored_by_themselves: packages whose integration restores what their objects hold; see `state.reach.Theirs`.
+    """
+
+    resumption: bool = True
+    another_batch: str = BY_DATA
+    reading: bool = True
+    restored_by_themselves: frozenset[str] = frozenset()
+
+
+class FirstTurns:
+    """Each check of a restored state is made once, and then forgotten. Used by the training thread."""
+
+    def __init__(self, restored: Restored, checks: Checks, progress: RankProgress, position: Position) -> None:
+        self._restored = restored
+        self._checks = checks
+        self._progress = progress
+        self._position = position
+        self._rewind: Callable[[], None] | None = restored.rewind if restored.snapshot is not None else None
+        self._state: Resumed | None = None  # compares the state as the step begins to what was restored
+        self._inputs: str | None = None  # digest of what the step's first forward must be given; None: anything
+        self._inputs_are_unknown = False
+        self._rehearsal: Rehearsal | None = None
+        self._was_marked = False
+
+    def look(self, adapter: Adapter, engine: CopyEngine) -> None:
+        """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
+        the hook for its step: call it once the hook knows its session."""
+        restored = self._restored
+        if adapter.modules():  # without any there is no forward
+            self._rehearsal = Rehearsal(adapter)
+            if restored.snapshot is None:
+                self._rehearsal.note_values()
+        if restored.snapshot is None:
+            return
+        self._inputs = restored.inputs or None
+        if self._checks.resumption:
+            self._state = Resumed(adapter, engine, restored.began, restored.snapshot.step)
+            self._inputs_are_unknown = restored.inputs is None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the job is in its first turns, and nothing of it is protected."""
+        return self._restored.snapshot is None and self._progress.step < FIRST_TURNS
+
+    @property
+    def _is_among_first(self) -> bool:
+        """Whether this is one of the first turns since the loop was entered."""
+        restored = self._restored.snapshot
+        return self._progress.step - (0 if restored is None else restored.step) < FIRST_TURNS
+
+    # ------------------------------------------------------------------ a loop that is plain
+
+    def drawn(self) -> list[str]:
+        """The random generators that were drawn from since the last step."""
+        return self._rehearsal.drawn() if self._rehearsal is not None else []
+
+    def unlike_a_restart(self, *, is_due: bool) -> Iterator[tuple[Event, list[str]]]:
+        """The first forward of a step is about to run: what a restart would not do again, and to what."""
+        rehearsal = self._rehearsal
+        if rehearsal is None:
+            return
+        if self.is_new and (moved := rehearsal.moved()):
+            yield Event.MOVED, moved
+        if (self._is_among_first or is_due) and (uneven := rehearsal.uneven()):
+            yield Event.UNEVEN, uneven
+
+    def step_ended(self, *, is_due: bool) -> None:
+        """A step of a plain loop has ended: note how everything is for the next one."""
+        if self._rehearsal is None:
+            return
+        if self.is_new and self._progress.step == 1:
+            self._rehearsal.note_values()
+        if self._is_among_first or is_due:
+            self._rehearsal.note()
+
+    # ------------------------------------------------------------------ what was restored
+
+    def before_reading(self) -> None:
+        """Data is about to be read: put the generators back before that happens for the first time."""
+        if not self._was_marked:
+            self._was_marked = True
+            self._warn_of_what_was_read()
+        if self._rewind is not None:
+            self._rewind()
+            self._rewind = None
+
+    def check_state(self) -> None:
+        """Compare the state as the step begins. Raises `StateMismatch`, see `Resumed.check`."""
+        if self._state is not None:
+            state, self._state = self._state, None
+            state.check(declared=self._position.declared)
+
+    def before_forward(self) -> None:
+        """A forward is about to run: warn, once, if it is unknown what it must be given."""
+        if self._inputs_are_unknown:
+            self._inputs_are_unknown = False
+            if not self._position.sources:  # sources compare their next batch themselves
+                warn_of_unknown_inputs(self._progress.step)
+
+    @property
+    def expects_inputs(self) -> bool:
+        """Whether it is known what the step's first forward must be given."""
+        return self._inputs is not None
+
+    def check_inputs(self, inputs: Inputs) -> None:
+        """The first forward of a step runs on these. Raises `StateMismatch` if they are another batch than before."""
+        expected, self._inputs = self._inputs, None
+        if expected is not None and all(data.exact for data in self._position.sources.values()):
+            check_inputs(expected, inputs, self._progress.step, self._checks.another_batch)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: later forwards are not compared."""
+        self._inputs = None
+
+    def _warn_of_what_was_read(self) -> None:
+        """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
+        another."""
+        unchecked = self._position.sources or not self._checks.reading
+        if not unchecked and (drawn := self.drawn()):
+            log.warning(
+                "something drew from the random generators of %s between entering and the first step; if it read a "
+                "batch ahead, or shuffled data, that is not captured, and a restart will read other data: go through "
+                "data by `snap.data`, or `track` what was read",
+                ", ".join(drawn),
+            )

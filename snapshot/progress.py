@@ -1,0 +1,53 @@
+"""How far a rank is, and what was counted on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.board import TrainerPhase
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counters since the hook was entered.
+
+    Attributes:
+        taken, protected: snapshots begun, and protected on every node.
+        failed: snapshots that failed, or were not protected although they were to be.
+        skipped: snapshots that were due and not taken, as no slot was free or no memory was reserved for one.
+        stall_s: seconds that the training thread spent in the hook.
+        interval: steps from one snapshot to the next, as the ranks agreed.
+        overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
+        why: the reason for the interval, in words.
+    """
+
+    taken: int = 0
+    protected: int = 0
+    failed: int = 0
+    skipped: int = 0
+    stall_s: float = 0.0
+    interval: int = 1
+    overhead: float | None = None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class RankProgress:
+    """How far this rank is. Written by the training thread only; log lines of every thread read it.
+
+    Attributes:
+        epoch: epoch of the job's layout. step: how many steps are finished. phase: where the training thread is.
+    """
+
+    epoch: int
+    step: int
+    phase: TrainerPhase = TrainerPhase.START
+
+    def step_ended(self) -> None:
+        """One more step is finished."""
+        self.step += 1
+        self.phase = TrainerPhase.STEP
+
+    def enter(self, epoch: int) -> None:
+        """The job's layout is of this epoch from now on."""
+        self.epoch = epoch
