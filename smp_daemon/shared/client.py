@@ -83,6 +83,9 @@ log = get_log(__name__)
 ANSWER_S = 5.0
 """How much longer than the requested wait the SMP may take to answer."""
 
+AWAIT_S = 600.0
+"""Longest wait that one message asks for; a longer one takes several, as a large snapshot takes hours to protect."""
+
 END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
 """Timeout for queries of the storage of persisted snapshots."""
@@ -347,8 +350,13 @@ class SmpClient:
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
         """Block until `snapshot` is protected or has failed, at most `deadline_s`, or `ANSWER_S` more if the SMP does
         not respond."""
-        reply = self._call(Await(snapshot=snapshot, deadline_s=deadline_s), deadline_s + ANSWER_S)
-        return SnapshotOutcome(from_plain(Outcome, reply, "what became of a snapshot").outcome)
+        until_s = self.system.monotonic() + deadline_s
+        while True:
+            left_s = min(max(0.0, until_s - self.system.monotonic()), AWAIT_S)
+            reply = self._call(Await(snapshot=snapshot, deadline_s=left_s), left_s + ANSWER_S)
+            outcome = SnapshotOutcome(from_plain(Outcome, reply, "what became of a snapshot").outcome)
+            if outcome is not SnapshotOutcome.PENDING or self.system.monotonic() >= until_s:
+                return outcome
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
         """Have the SMP recover `coord` from wherever its bytes are. Returns the shard, mapped.

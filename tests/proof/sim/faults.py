@@ -42,7 +42,10 @@ class Faults:
                     if self._life == life:
                         self._strike(fault.kind)
 
-                world.scheduler.call_at(world.scheduler.awaits + fault.awaits, strike)
+                if fault.at_s:
+                    world.scheduler.at(world.scheduler.now + fault.at_s, strike)
+                else:
+                    world.scheduler.call_at(world.scheduler.awaits + fault.awaits, strike)
 
     def end_life(self) -> None:
         """Drop the faults that have not struck yet."""

@@ -60,6 +60,13 @@ class File:
         self.number = number
         self.content = Mapped()
 
+    def __ge__(self, number: int) -> bool:
+        """Descriptors of open files are 0 or more."""
+        return number <= 0
+
+    def __lt__(self, number: int) -> bool:
+        return number > 0
+
     def status(self) -> FileStatus:
         """The status of the file, as `os.fstat` would return it."""
         return FileStatus(self.number, len(self.content), stat.S_IFREG | 0o600, USER)

@@ -9,12 +9,16 @@ or overtake the first copy.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import struct
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from tests.proof.sim.costs import Costs
 from tests.proof.sim.memory import Disk
 from tests.proof.sim.scheduler import Scheduler, active
 from tests.proof.sim.tasks import SimProcess, Task
@@ -41,6 +45,8 @@ class Network:
         sides: hosts that are gone together, by the number of their side; all others are on side 0. Nothing passes from
             side to side.
         disk: holds the names of local sockets.
+        costs: how long raw bytes take; None: no time, whatever their number.
+        serving: the numbers of the tasks that answer other hosts; see `tests.proof.sim.costs`.
     """
 
     def __init__(self, scheduler: Scheduler, disk: Disk) -> None:
@@ -57,7 +63,21 @@ class Network:
         self.cut: set[str] = set()
         self.dark: set[str] = set()
         self.sides: dict[str, int] = {}
+        self.costs: Costs | None = None
+        self.serving: set[int] = set()
+        self._streams: Counter[tuple[str, str]] = Counter()
         self._port = FIRST_PORT
+
+    @contextmanager
+    def stream(self, sender: str, receiver: str) -> Iterator[int]:
+        """Bytes go from one host to another within the block. Gives how many streams share the busier of the two cards
+        as it begins: each gets that part of its rate."""
+        ways = [("out", sender), ("in", receiver)]
+        self._streams.update(ways)
+        try:
+            yield max(self._streams[way] for way in ways)
+        finally:
+            self._streams.subtract(ways)
 
     def free_port(self) -> int:
         """Return a port that was never used before."""
@@ -123,7 +143,7 @@ class SimSocket:
         self._wire: deque[tuple[float, bytes]] = deque()
         self._backlog: deque[SimSocket] = deque()
         self._waiting: list[Task] = []
-        self._ended = self._reset = self._closed = self._shut = self._listening = False
+        self._ended = self._reset = self._closed = self._shut = self._listening = self._answers = False
         self._adopt(self.process)
 
     def _adopt(self, process: SimProcess) -> None:
@@ -180,6 +200,7 @@ class SimSocket:
         if listener is None or not listener.process.alive or listener._closed:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
         far = SimSocket(socket.AF_UNIX if self._local else socket.AF_INET)
+        far._answers = not self._local
         far.process.on_death.pop(id(far), None)
         far._adopt(listener.process)
         self.peer, far.peer = far, self
@@ -219,6 +240,8 @@ class SimSocket:
             raise OSError(errno.ENOTCONN, "not connected")
         if not self._local:
             content = self._hazards(content, payload)
+            if payload and self._network.costs is not None:
+                self._take_time(peer, self._network.costs.first_s("network", len(content)))
         while len(peer._wire) + len(peer._inbox) >= self._network.capacity and not peer._closed:
             self._wait("send")
             self._check_open()
@@ -239,6 +262,8 @@ class SimSocket:
 
     def recv_into(self, buffer: Any) -> int:
         self._scheduler.point()
+        if self._answers:
+            self._network.serving.add(self._scheduler.current.number)
         while not self._inbox:
             if self._closed:
                 raise OSError(errno.EBADF, "the socket is closed")
@@ -295,6 +320,28 @@ class SimSocket:
             and not self._local
             and net.is_cut(self.process.host, peer.process.host)
         )
+
+    def send_series(self, count: int) -> None:
+        """Wait as long as it takes to send all but the last of the units that a unit of `count` bytes stands for."""
+        peer, costs = self.peer, self._network.costs
+        if costs is not None and peer is not None:
+            with self._network.stream(self.process.host, peer.process.host) as share:
+                self._spend(share * costs.rest_s("network", count))
+
+    def _take_time(self, peer: SimSocket, alone_s: float) -> None:
+        """Wait as long as a network card takes to send what it would send in `alone_s` if it sent nothing else."""
+        with self._network.stream(self.process.host, peer.process.host) as share:
+            self._spend(min(share * alone_s, self._timeout or math.inf))
+            if self._timeout is not None and share * alone_s > self._timeout:
+                raise TimeoutError("timed out")
+
+    def _spend(self, seconds: float) -> None:
+        """Be busy for so long, unless the connection ends."""
+        end = self._scheduler.now + seconds
+        while self._scheduler.now < end:
+            self._waiting.append(self._scheduler.current)
+            self._scheduler.block("send", end - self._scheduler.now)
+            self._check_open()
 
     def _hazards(self, content: bytes, payload: bool) -> bytes:
         """Return the bytes, perhaps with one flipped bit. Raises `ConnectionResetError` if the connection breaks."""

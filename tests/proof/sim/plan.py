@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
 from holdfast.snapshot.step.ledger import ProtectEvery
+from tests.proof.sim.costs import Costs
 
 OF_MODULES = 1 / 40
 """The share of seeds whose trainers have real modules."""
@@ -61,6 +62,7 @@ class DrawnFault:
     Attributes:
         kind: a kind of the catalogue; with `point`, ``kill-process`` or ``lose-node``.
         awaits: how many awaits after the beginning of the life it strikes; ignored if `point` is set.
+        at_s: if greater than 0, it strikes so many simulated seconds after the beginning of the life instead.
         point, nth: strikes when processes come to this failpoint for the n-th time in the life; hits the process that
             comes, or its node.
     """
@@ -69,6 +71,7 @@ class DrawnFault:
     awaits: int = 0
     point: str = ""
     nth: int = 1
+    at_s: float = 0.0
 
 
 KINDS_OF_STATE = (
@@ -230,6 +233,7 @@ class SeedPlan:
         protect_every: which of the snapshots are protected.
         order, span, turns: how tasks take turns, see `tests.proof.sim.turns`; `turns` is the seed of that order.
         beside: whether memory is reserved in the background, however little it is.
+        costs: what work on bytes costs; None: nothing, see `tests.proof.sim.sized`.
     """
 
     seed: int
@@ -262,6 +266,7 @@ class SeedPlan:
     turns: int
     links: int = 1
     beside: bool = False
+    costs: Costs | None = None
 
     @property
     def moves(self) -> bool:

@@ -178,7 +178,7 @@ class _Driver:
         if not world.up():
             return {"killed"}  # the last node was lost while its SMP was started
         world.start_trainers(steps, quiet=quiet, ends=ends)
-        limit = scheduler.now + LIFE_DEADLINE_S
+        limit = scheduler.now + LIFE_DEADLINE_S + 10 * world.slack_s
         self._until(lambda: any(trainer.outcome for trainer in world.trainers), limit)
         if any(trainer.outcome != "done" for trainer in world.trainers if trainer.outcome):
             self._stop_life()
@@ -208,7 +208,7 @@ class _Driver:
             self._check()
             if self._scheduler.now > limit:
                 waiting = "; ".join(self._scheduler.blocked_tasks())
-                message = f"a life of the job does not end within {LIFE_DEADLINE_S:.0f} s: {waiting}"
+                message = f"a life of the job does not end in time: {waiting}"
                 raise Violation("ends", message)
             world.changed.wait_for(happened, 30.0)
             if act is not None and not happened():
@@ -245,7 +245,7 @@ class _Driver:
             if not self._recover(0 if final == "lose twice" else 1, "after a loss"):
                 return
         if final == "lose twice":
-            self._pass(60.0)  # lost parity is rebuilt in the background
+            self._pass(60.0 + world.slack_s)  # lost parity is rebuilt in the background
             places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
             restored = world.trainers[0].restored
             if self._plan.protect_every == 1 or restored == world.oracle.promised:  # else it may only be sealed
@@ -346,7 +346,7 @@ class _Driver:
         for node in world.up():
             if node.smp is not None:
                 node.smp.stopped.set()
-        self._pass(REST_S)
+        self._pass(REST_S + 2 * world.slack_s)
         waiting = self._scheduler.blocked_tasks()
         stuck = [line for line in waiting if not line.startswith("driver/")]
         world.oracle.checks["rest"] += 1

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from greenlet import getcurrent, greenlet
 
+from tests.proof.sim.costs import Costs
 from tests.proof.sim.tasks import Killed, SimProcess, Task, Violated, Violation
 from tests.proof.sim.turns import Turns
 
@@ -64,6 +65,7 @@ class Scheduler:
     Attributes:
         fingerprint: hash of all turns so far: which task took each, at which await. It is equal for all runs of a seed.
         history: the events that matter, in words; recorded if `telling`.
+        costs: what work on bytes costs; None: nothing.
     """
 
     def __init__(self, seed: str, order: Turns, most_turns: int = DEFAULT_TURNS) -> None:
@@ -79,6 +81,7 @@ class Scheduler:
         self.telling = False
         self.history: list[Moment] = []
         self.unwinding = False
+        self.costs: Costs | None = None
         self._unbroken = False
         self._most_turns = most_turns
         self._order = order
@@ -133,6 +136,11 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         """Wait for so many simulated seconds."""
         self.block("sleep", seconds)
+
+    def work(self, what: str, count: int) -> None:
+        """Work on `count` bytes, at the rate of that name."""
+        if self.costs is not None:
+            self.sleep(self.costs.whole_s(what, count))
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         """Call `action`, which must not block, when the clock shows `time_s`."""

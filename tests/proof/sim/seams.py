@@ -10,19 +10,26 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import holdfast.smp_daemon.service  # noqa: F401  # so that every module to patch is there
+from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.persist.persister import Persister
+from holdfast.smp_daemon.persist.reading import StoredShards
+from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.budget import wipe
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.messages import PeerRequest
+from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.records import PART, digest, digest_units, kind_of
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.spawn import start_smp
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
 from holdfast.smp_daemon.storage.pool import SlotMemory
 from holdfast.snapshot.protecting import Protecting
@@ -32,7 +39,9 @@ from holdfast.snapshot.step.orders import Due, SnapshotCopy
 from tests.proof.sim import trainer
 from tests.proof.sim.memory import Disk, MemoryPath
 from tests.proof.sim.modules import Generators, ObservedCapture, SteppingEngine
+from tests.proof.sim.network import network
 from tests.proof.sim.scheduler import active
+from tests.proof.sim.system import SYSTEM, SimFcntl, SimTime
 
 PAGE_BYTES = 64
 """Headers of slot files are padded to this size, so that a shard takes a few hundred bytes."""
@@ -50,6 +59,7 @@ class Hooks:
 
     failpoint: Callable[[str, int], None]
     start_smp: Callable[[MemoryPath], None]
+    launch: Callable[[str, float], Owner]
     agreement: Callable[[], Any]
     captured: Callable[[Any, str, Any], None]
     begun: Callable[[Any, str], None]
@@ -60,7 +70,9 @@ class Hooks:
     wanted: Callable[[Any, bool], None]
     unit_bytes: Callable[[int, int], int]
     at_once: Callable[[int], bool]
-    works: Callable[[str, bool], None]
+    works: Callable[[str, int, bool], None]
+    fetched: Callable[[int], None]
+    slices: Callable[[int], Iterable[tuple[int, int]]]
     is_due: Callable[[str], bool]
     enters: Callable[[], None]
     stored: Callable[[Any], None]
@@ -123,37 +135,77 @@ release = Arena.release
 
 
 def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
-    Hooks.works("digested", False)
+    Hooks.works("digest", data.nbytes, False)
     failpoint("seal.digest")
     return digest_units(data, unit_bytes)
 
 
 def _received_digests(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
-    Hooks.works("digested", False)
+    Hooks.works("digest", data.nbytes, False)
     return digest_units(data, unit_bytes)
 
 
 def _checked_digest(unit: memoryview) -> int:
-    Hooks.works("digested", False)
+    Hooks.works("digest", unit.nbytes, False)
     return digest(unit)
 
 
 def _wipe(view: memoryview) -> None:
-    Hooks.works("overwritten", False)
+    Hooks.works("wipe", view.nbytes, False)
     wipe(view)
 
 
 def _reserve(self: SlotMemory, start: int, count: int) -> None:
     """`SlotMemory.reserve`. What is small is reserved while others wait."""
-    Hooks.works("reserved", Hooks.at_once(count))
+    Hooks.works("populate", count, Hooks.at_once(count))
     reserve(self, start, count)
 
 
 reserve = SlotMemory.reserve
 
 
-def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> None:
-    Hooks.start_smp(arena)
+def _send(self: Links, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:
+    """`Links.send`: of a series of units, the others take their time, too."""
+    if payload is not None and active().costs is not None:
+        self.connect(address, message.job)
+        sock: Any = self._streams[address]._sock
+        with suppress(OSError):  # the connection ends meanwhile, as the sender is about to notice
+            sock.send_series(payload.nbytes)
+    send(self, address, message, payload)
+
+
+send = Links.send
+
+
+def _get(self: UnitSource, unit: WantedUnit, *arguments: Any) -> int:
+    """`Fetcher.get` and `StoredShards.get`: of a series of units, the others take their time, too."""
+    found = GETS[type(self)](self, unit, *arguments)
+    if active().current.name == "fetch":
+        Hooks.fetched(unit.out.nbytes)
+    return found
+
+
+GETS: dict[type[UnitSource], Callable[..., int]] = {Fetcher: Fetcher.get, StoredShards: StoredShards.get}
+
+
+def _start_smp(job: str, node: str, arena: MemoryPath, **options: Any) -> None:
+    """`spawn.start_smp`, or a start that takes no time, for which no process waits for another."""
+    if active().costs is None:
+        Hooks.start_smp(arena)
+    else:
+        start_smp(job, node, arena, **options)  # type: ignore[arg-type]  # a `MemoryPath`
+
+
+def _launch(command: Sequence[str], deadline_s: float) -> Owner:
+    """`spawn.launch`: the process that it starts is a simulated one."""
+    return Hooks.launch(command[command.index("--arena") + 1], deadline_s)
+
+
+def _serves(arena: MemoryPath) -> bool:
+    """`spawn.serves`."""
+    active().point()
+    listening = network().listeners.get(str(socket_path(arena)))  # type: ignore[arg-type]
+    return listening is not None and listening.process.alive
 
 
 load = vars(restore)["load"]
@@ -262,7 +314,17 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
+        "holdfast.smp_daemon.storage.reserver.slices": lambda length: Hooks.slices(length),
+        "holdfast.smp_daemon.net.links.Links.send": _send,
+        "holdfast.smp_daemon.recovery.fetch.Fetcher.get": _get,
+        "holdfast.smp_daemon.persist.reading.StoredShards.get": _get,
         "holdfast.snapshot.connect.start_smp": _start_smp,
+        "holdfast.smp_daemon.shared.spawn.launch": _launch,
+        "holdfast.smp_daemon.shared.spawn.serves": _serves,
+        "holdfast.smp_daemon.shared.spawn.read_owner": lambda arena: read_owner(arena, SYSTEM),
+        "holdfast.smp_daemon.shared.spawn.os": SYSTEM.os,
+        "holdfast.smp_daemon.shared.spawn.fcntl": SimFcntl,
+        "holdfast.smp_daemon.shared.spawn.time": SimTime,
         "holdfast.snapshot.resume.restore.load": _load,
         "holdfast.snapshot.resume.restore.reach_of": _reach_of,
         "holdfast.smp_daemon.persist.persister.Persister._done": _persisted,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Sized
 from typing import Any
 
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.system import System
 from tests.proof.sim import threads
-from tests.proof.sim.memory import ROOM_BYTES, USER, MemoryMmap, MemoryOs, MemoryShutil, OpenDirectory
+from tests.proof.sim.memory import ROOM_BYTES, USER, File, MemoryMmap, MemoryOs, MemoryShutil, OpenDirectory
 from tests.proof.sim.network import SimSocket
 from tests.proof.sim.rpc import SimGrpc
 from tests.proof.sim.scheduler import active
@@ -70,16 +72,24 @@ class SimSystem(System):
         """Release the locks of all arenas."""
         self._locks.clear()
 
-    def populate(self, mapped: object, start: int = 0, count: int | None = None) -> None:
-        """Does nothing: all memory is there."""
+    def populate(self, mapped: Sized, start: int = 0, count: int | None = None) -> None:
+        """All memory is there. A trainer that maps a slot touches all of it, as whoever reserves one has (`seams`)."""
+        if count is None:
+            active().work("map", len(mapped))
 
-    def flock(self, directory: OpenDirectory, how: int) -> None:
-        """Lock an arena. A simulated process releases its lock when it dies."""
+    def flock(self, opened: OpenDirectory | File, how: int) -> None:
+        """Lock an arena, or a file. A simulated process releases its locks when it dies. A lock that is shared is only
+        asked for to see whether anybody has the other one."""
         process = active().current.process
-        owner = self._locks.get(directory.name)
+        name = opened.name if isinstance(opened, OpenDirectory) else f"file {opened.number}"
+        if how & fcntl.LOCK_UN:
+            self._locks.pop(name, None)
+            return
+        owner = self._locks.get(name)
         if owner is not None and owner.alive and owner is not process:
             raise BlockingIOError("the lock is held")
-        self._locks[directory.name] = process
+        if not how & fcntl.LOCK_SH:
+            self._locks[name] = process
 
     def await_end(self, process: SimProcess, deadline_s: float) -> bool:
         """Wait until a process, which is its own descriptor, has ended. Returns whether it has."""
@@ -97,6 +107,24 @@ class SimSystem(System):
 
     def grpc(self) -> Any:
         return SimGrpc
+
+
+class SimFcntl:
+    """The module `fcntl`, for `spawn.start_smp`."""
+
+    LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.LOCK_SH, fcntl.LOCK_UN
+
+    @staticmethod
+    def flock(opened: OpenDirectory | File, how: int) -> None:
+        active().point()
+        SYSTEM.flock(opened, how)
+
+
+class SimTime:
+    """The module `time`, for `spawn.start_smp`."""
+
+    monotonic = staticmethod(threads.monotonic)
+    sleep = staticmethod(threads.sleep)
 
 
 SYSTEM = SimSystem()

@@ -48,8 +48,10 @@ class TrainingLost(Exception):
 class Circle:
     """The collectives of one life of the job."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, deadline_s: float = COLLECTIVE_DEADLINE_S) -> None:
+        """`deadline_s`: how long a rank waits for the others."""
         self.size = size
+        self._deadline_s = deadline_s
         self.lost = False
         self.changed = Signal()
         self._rounds: dict[tuple[str, int], dict[int, Any]] = {}
@@ -69,7 +71,7 @@ class Circle:
     def collect(self, turn: tuple[str, int]) -> list[Any] | None:
         """Return what every rank posted in that turn, or None if a rank is gone. Blocks."""
         values = self._rounds[turn]
-        self.changed.wait_for(lambda: self.lost or len(values) == self.size, COLLECTIVE_DEADLINE_S)
+        self.changed.wait_for(lambda: self.lost or len(values) == self.size, self._deadline_s)
         if len(values) < self.size:
             return None
         return [values[rank] for rank in range(self.size)]
@@ -151,20 +153,29 @@ class QuietSteps(Steps):
     Args:
         every: steps from one snapshot to the next.
         has_no_room: whether a snapshot that is due would find no slot.
+        wait_s: how much longer each step takes while there is no room.
     """
 
-    def __init__(self, count: int, every: int, has_no_room: Callable[[], bool], drain: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        every: int,
+        has_no_room: Callable[[], bool],
+        drain: Callable[[], None],
+        wait_s: float = WAIT_S,
+    ) -> None:
         super().__init__(count + 1)
         self._every = every
         self._has_no_room = has_no_room
         self._drain = drain
+        self._wait_s = wait_s
         self._patience = PATIENCE_STEPS
 
     def begun(self) -> None:
         if self._patience and self._has_no_room():
             self._patience -= 1
             self.left = max(self.left, self._every + 1)
-            active().sleep(WAIT_S)
+            active().sleep(self._wait_s)
             return
         if self.left == 1:
             self._drain()
@@ -363,6 +374,7 @@ class SimEngine:
             half = piece.bytes // 2
             for begin, end in ((0, half), (half, piece.bytes)):
                 pause(end - begin)
+                active().work("copy", end - begin)
                 active().point()
                 slot[piece.offset + begin : piece.offset + end] = live[begin:end]
 
@@ -408,5 +420,6 @@ def load(
     )
     verdict = agree_on(agreement, failure)
     if verdict.whole:
+        active().work("copy", leaf.bytes)
         adapter.take_over(attempt.snapshot, live.numpy().tobytes())
     return failure, verdict

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,23 @@ from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.persist.manifest import run_of, snapshot_of
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.service import Smp
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    SmpUnavailable,
+    Unrecoverable,
+)
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.paths import Owner
+from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
 from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.resume.choice import PERSISTED
 from holdfast.snapshot.step.ledger import Ledger
+from tests.proof.sim.costs import SLICES
 from tests.proof.sim.memory import Disk, MemoryPath
 from tests.proof.sim.modules import NEVER, SimScript
 from tests.proof.sim.network import Network, use
@@ -30,10 +39,22 @@ from tests.proof.sim.plan import SeedPlan
 from tests.proof.sim.runs import Snapshot
 from tests.proof.sim.scheduler import Scheduler
 from tests.proof.sim.seams import Hooks
+from tests.proof.sim.sized import back_s
 from tests.proof.sim.system import SYSTEM
 from tests.proof.sim.tasks import SimProcess
 from tests.proof.sim.threads import Signal
-from tests.proof.sim.trainer import Bytes, Circle, QuietSteps, SimAdapter, SimMember, Steps, TrainingLost
+from tests.proof.sim.trainer import (
+    COLLECTIVE_DEADLINE_S,
+    PATIENCE_STEPS,
+    WAIT_S,
+    Bytes,
+    Circle,
+    QuietSteps,
+    SimAdapter,
+    SimMember,
+    Steps,
+    TrainingLost,
+)
 
 JOB = "job"
 PLACE = "memory://storage"
@@ -63,6 +84,7 @@ class SimNode:
         self.starting = False
         self.side = 0
         self.error = ""
+        self.refusal: HoldfastError | None = None
 
     @property
     def serves(self) -> bool:
@@ -97,6 +119,7 @@ class World:
 
     Attributes:
         wanted, over: what the next start gets as ``HOLDFAST_RUN`` and ``HOLDFAST_GIVE_UP``.
+        slack_s: how much longer than a few bytes the bytes of this plan may take, in seconds.
     """
 
     def __init__(self, plan: SeedPlan, scheduler: Scheduler) -> None:
@@ -109,6 +132,8 @@ class World:
         self.network.capacity = plan.capacity
         self.network.flip_chance = plan.flip_chance
         self.network.break_chance = plan.break_chance
+        self.network.costs = scheduler.costs = plan.costs
+        self.slack_s = back_s(plan)
         self.oracle = Oracle(scheduler.violate)
         self.disk = disk
         self.changed = Signal()
@@ -122,6 +147,7 @@ class World:
         self.at_point: Callable[[str, SimProcess], None] = lambda point, process: None
         self.wanted = ""
         self.over: set[str] = set()
+        self._beginning: dict[str, set[SimProcess]] = defaultdict(set)
         self._named = 0
         self._lives = 0
         self._sides = 0
@@ -138,6 +164,7 @@ class World:
     def _hook_up(self) -> None:
         Hooks.failpoint = self._failpoint
         Hooks.start_smp = self._start_by_trainer
+        Hooks.launch = self._launch
         Hooks.agreement = self._agreement
         Hooks.captured = self._note_captured
         Hooks.begun = self._note_begun
@@ -151,15 +178,29 @@ class World:
         Hooks.stored = self.oracle.stored
         Hooks.at_once = lambda length: not self.plan.beside
         Hooks.works = self._note_work
+        Hooks.fetched = self._note_fetched
+        Hooks.slices = slices if self.plan.costs is None else _slices
         SYSTEM.begin_run()
 
-    def _note_work(self, what: str, at_once: bool) -> None:
+    def _note_work(self, what: str, count: int, at_once: bool) -> None:
         """Bytes of a slot are reserved, digested or overwritten. A real node has so many that it takes minutes."""
         self.oracle.checks["lock"] += 1
         locks: list[tuple[str, Any]] = [(each.name, each.smp.store.changed) for each in self.nodes if each.smp]
         held = [name for name, lock in locks if lock.is_mine]
         if held and not at_once:
-            self.scheduler.violate("lock", f"{held[0]}: bytes are {what} with the store's lock held")
+            self.scheduler.violate("lock", f"{held[0]}: with the store's lock held, bytes are worked on: {what}")
+        costs = self.plan.costs
+        if costs is not None and self.scheduler.current.number in self.network.serving:
+            self.scheduler.sleep(costs.first_s(what, count))
+        else:
+            self.scheduler.work(what, count)
+
+    def _note_fetched(self, count: int) -> None:
+        """A unit has come, of all those that it stands for."""
+        costs, host = self.plan.costs, self.scheduler.current.process.host
+        if costs is not None:
+            with self.network.stream("", host) as share:
+                self.scheduler.sleep(share * costs.rest_s("network", count))
 
     # ------------------------------------------------------------------ nodes
 
@@ -205,9 +246,22 @@ class World:
             if not node.serves:
                 scheduler.sleep(AGAIN_S)
 
+    def _launch(self, arena: str, deadline_s: float) -> Owner:
+        """`smp_daemon.shared.spawn.launch`: starts an SMP, and waits until it serves or says why not."""
+        node = next(node for node in self.nodes if str(node.arena) == arena)
+        self._start(node)
+        process = node.smp_process
+        assert process is not None
+        self.changed.wait_for(lambda: node.serves or not process.alive, deadline_s)
+        if node.smp is not None and node.serves:
+            return node.smp.owner
+        if process.alive:
+            raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s")
+        raise node.refusal or SmpUnavailable("the SMP ended without a report")
+
     def _start(self, node: SimNode) -> None:
         process = SimProcess(f"{node.name}.smp", node.host)
-        node.smp_process, node.smp, node.starting = process, None, True
+        node.smp_process, node.smp, node.starting, node.refusal = process, None, True, None
         process.on_death[0] = lambda: self._smp_gone(node, process)
         self.scheduler.note(f"an SMP is started on {node.name}")
         self.scheduler.spawn(process, "main", lambda: self._run_smp(node, process))
@@ -220,10 +274,11 @@ class World:
             links=self.plan.links,
             persist=PersistOptions(PLACE, self.plan.persist_s) if self.plan.persist_s else None,
         )
+        self._import(node, process)
         try:
             smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SYSTEM)  # type: ignore[arg-type]
         except HoldfastError as error:
-            node.error = str(error)
+            node.error, node.refusal = str(error), error
             node.starting = False
             self.scheduler.note(f"the SMP of {node.name} does not come up: {error}")
             self.scheduler.kill(process, ends=True)
@@ -233,6 +288,14 @@ class World:
         smp.stopped.wait()
         smp.close()
         self.scheduler.kill(process, ends=True)
+
+    def _import(self, node: SimNode, process: SimProcess) -> None:
+        """A process of a node begins: it imports its modules, as others do that begin at the same time."""
+        if self.plan.costs is not None:
+            beginning = self._beginning[node.host]
+            beginning.add(process)
+            self.scheduler.sleep(self.plan.costs.starting_s(sum(each.alive for each in beginning)))
+            beginning.discard(process)
 
     def _smp_gone(self, node: SimNode, process: SimProcess) -> None:
         if node.smp_process is process:
@@ -272,7 +335,7 @@ class World:
         """
         up = self.up()
         ranks = self._ranks_of_a_life()
-        circle = Circle(len(ranks))
+        circle = Circle(len(ranks), COLLECTIVE_DEADLINE_S + self.slack_s)
         self.circle = circle
         self.trainers = []
         spare = [node for node in up if node not in self.seats.values()]
@@ -335,6 +398,7 @@ class World:
         self, trainer: SimTrainer, circle: Circle, steps: int, floor: dict[str, Snapshot], quiet: bool, ends: bool
     ) -> None:
         plan, rank = self.plan, trainer.rank
+        self._import(trainer.node, trainer.process)
         self._members[trainer.process] = SimMember(circle, rank)
         arena: Any = trainer.node.base  # a `MemoryPath` in place of a path
         state = plan.state
@@ -407,9 +471,11 @@ class World:
             script.train(hook, self._steps(hook, coord, steps, drains))
 
     def _steps(self, hook: SnapshotHook, coord: str, steps: int, drains: bool) -> Steps:
-        if not drains:
+        if not drains and self.plan.costs is None:
             return Steps(steps)
-        return QuietSteps(steps, self.plan.every, partial(_has_no_room, hook), partial(self._drain, hook, coord))
+        drain = partial(self._drain, hook, coord) if drains else lambda: None
+        wait_s = WAIT_S + self.slack_s / PATIENCE_STEPS
+        return QuietSteps(steps, self.plan.every, partial(_has_no_room, hook), drain, wait_s)
 
     def _meeting(self, circle: Circle, rank: int) -> Callable[[Any], list[Any]]:
         """Return a function that exchanges values between all ranks, for the steps of this life."""
@@ -446,7 +512,7 @@ class World:
             self.oracle.runs.begins(hook.restored.epoch, hook.restored.run.id, trainer.life)
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
-        drained, state = hook.drain(DRAIN_DEADLINE_S), self.plan.state
+        drained, state = hook.drain(DRAIN_DEADLINE_S + self.slack_s), self.plan.state
         if state is not None and (state.gives_up or (state.grows_late and self._has_grown(hook))):
             return
         self.oracle.checks["progress"] += 1
@@ -510,6 +576,12 @@ class World:
         if Hooks.is_due(point):
             self.at_point(point, self.scheduler.current.process)
             self.scheduler.yield_if_dead()
+
+
+def _slices(length: int) -> Iterable[tuple[int, int]]:
+    """`populate.slices` of a slot of real size."""
+    part = -(-length // SLICES)
+    return ((start, min(part, length - start)) for start in range(0, length, part))
 
 
 def found_at_place() -> dict[str, dict[str, list[str]]]:
