@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from holdfast.integrations.adapters import adapter_for
 from holdfast.snapshot.first_turns import Checks
@@ -101,6 +101,11 @@ class SettledSnapshot(InMemorySnapshot):
         reading=False,
         restored_by_themselves=frozenset({"transformers", "accelerate", "lightning", "lightning_fabric"}),
     )
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._session.position.declare(self._session.progress.step)  # they may evaluate before the first step
+        return self
 
     def settle(self) -> None:
         """Tell the hook that the last step is complete and the next one begins. May be called several times a step."""

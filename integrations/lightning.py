@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
@@ -61,7 +61,8 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         options: for `holdfast.InMemorySnapshot`.
 
     Raises:
-        ConfigError: from ``fit``: ``training_step`` takes ``dataloader_iter``, so its place in the data is not known.
+        ConfigError: from ``fit``: ``training_step`` takes ``dataloader_iter``, so its place in the data is not known;
+            or a callback is a `StochasticWeightAveraging`, whose state cannot be put back.
         HoldfastError: from ``fit``: whatever `InMemorySnapshot` raises on entering, and at the first step.
     """
 
@@ -77,6 +78,12 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         return self._snap
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging):
+                raise ConfigError(
+                    f"{type(callback).__qualname__} replaces schedules and changes the trainer as epochs begin, which "
+                    "cannot be put back in the middle of one: average by WeightAveraging or EMAWeightAveraging instead"
+                )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         extra = {**({"scaler": scaler} if scaler is not None else {}), **self._options.get("extra", {})}
         snap = SettledSnapshot(trainer.strategy.model, trainer.optimizers, **{**self._options, "extra": extra})
@@ -138,6 +145,7 @@ class _Fit:
             "metrics": _plain(dict(trainer._logger_connector._callback_metrics)),
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
             "stop": trainer.should_stop,
+            "accumulates": trainer.accumulate_grad_batches,
             "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
             "rng": {"iter": self._at_iter, "first": first, "last": self._at_last or first},
         }
@@ -233,6 +241,7 @@ class _Fit:
             next(fetcher)
         fetcher.fetched -= seen  # Lightning adds them itself
         self._trainer.fit_loop._last_train_dl_reload_epoch = held["reloaded"]
+        self._trainer.accumulate_grad_batches = held["accumulates"]  # callbacks set it as an epoch begins
         start(fetcher)
         self._clear_restart_marks()
 

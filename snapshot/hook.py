@@ -103,6 +103,8 @@ class SnapshotHook:
                 for x, y in snap.data(loader):
                     ...
 
+        ``for i, (x, y) in snap.data(loader).enumerate():`` numbers the batches of a pass.
+
         Args:
             source, ahead, exact: see `snapshot.step.data.Data`.
             name: tells sources apart, if there are several.

@@ -19,6 +19,7 @@ os.environ["HOLDFAST_EVERY"] = "1"
 warnings.filterwarnings("ignore")
 import numpy, torch
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from holdfast import StateMismatch
 from holdfast.integrations.huggingface import protect
 
 torch.set_num_threads(1)
@@ -28,6 +29,13 @@ generator = torch.Generator().manual_seed(1)
 data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 31, (30, 9), generator=generator)]
 model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2,
                                    bos_token_id=0, eos_token_id=0))
+
+class Counting(torch.utils.data.Dataset):
+    asked = 0
+    def __len__(self): return len(data)
+    def __getitem__(self, i):
+        self.asked += 1
+        return {name: row.roll(self.asked) for name, row in data[i].items()}
 
 class Told(TrainerCallback):
     def on_epoch_end(self, args, state, control, **_):
@@ -98,7 +106,8 @@ with tempfile.TemporaryDirectory() as folder:
     )
     stopping = EarlyStoppingCallback(*((1, 1e9) if ends == "gain" else (30,)))
     trainer = Watched(
-        model, args, train_dataset=data, eval_dataset=data[:6], data_collator=masked if "masked" in kind else None,
+        model, args, train_dataset=Counting() if kind == "own state" else data, eval_dataset=data[:6],
+        data_collator=masked if "masked" in kind else None,
         callbacks=[stopping, Told(), *([average] if average else [])],
     )
     kept = protect(trainer) if protected else None
@@ -106,6 +115,8 @@ with tempfile.TemporaryDirectory() as folder:
         result = trainer.train()
     except ZeroDivisionError:
         sys.exit(3)
+    except StateMismatch as error:
+        sys.exit(f"end {error}")
 sha = hashlib.sha256()
 held = [v for parameter in model.parameters() for v in trainer.optimizer.state[parameter].values()]
 if average is not None:
@@ -150,6 +161,15 @@ def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[in
     assert status == 0
     assert lines + after == undisturbed
     assert not (arena / "test").exists()
+
+
+@pytest.mark.slow
+def test_a_restart_that_is_given_other_batches_is_refused(arena: Path) -> None:
+    """The data set counts what it gives, which nobody restores."""
+    assert train(13, "own state")[0] == -signal.SIGKILL
+    with pytest.raises(AssertionError, match="data"):
+        train(-1, "own state")
+    assert (arena / "test").exists()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import ConfigError
 from tests.scripts import run
 
 pytest.importorskip("lightning")
@@ -18,9 +19,10 @@ os.environ["HOLDFAST_EVERY"] = "1"
 warnings.filterwarnings("ignore")
 import numpy, torch
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from holdfast import StateMismatch
 from holdfast.integrations.lightning import InMemoryCallback
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -29,8 +31,12 @@ stop, kind, ends, protected = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.ar
 pl.seed_everything(0)
 
 class Data(Dataset):
+    asked = 0
     def __len__(self): return 30
     def __getitem__(self, i):
+        if kind == "own state":
+            self.asked += 1
+            return torch.sin(torch.arange(8.0) + i + self.asked)
         noise = torch.randn(8) * random.random() + numpy.random.random()
         return torch.sin(torch.arange(8.0) + i) + 0.1 * noise
 
@@ -64,10 +70,10 @@ class Net(pl.LightningModule):
         self.batch = 0
     def forward(self, x): return self.layers(x)
     def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.mse_loss(self(batch), batch)
         snap = self.trainer.callbacks[0].snapshot if protected else None
         if snap is not None and stop - 3 <= self.batch <= stop:
             snap.drain(60)  # such short steps are skipped while snapshots are being sealed
-        loss = torch.nn.functional.mse_loss(self(batch), batch)
         if self.batch == stop and ends == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.batch == stop and ends == "raise":
@@ -116,6 +122,8 @@ callbacks = [InMemoryCallback(track=counter), stopping] if protected else [stopp
 average = WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
 if kind == "average":
     callbacks.append(average)
+if kind == "accumulate more":
+    callbacks.append(GradientAccumulationScheduler({0: 1, 1: 2, 2: 5}))
 more = {
     "accumulate": {"accumulate_grad_batches": 4}, "plateau": {"val_check_interval": 5},
     "average": {"val_check_interval": 5},
@@ -128,6 +136,8 @@ try:
     trainer.fit(net)
 except ZeroDivisionError:
     sys.exit(3)
+except StateMismatch as error:
+    sys.exit(f"end {error}")
 sha = hashlib.sha256()
 held = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
 if kind == "average":
@@ -150,6 +160,7 @@ fit = partial(run, SCRIPT)
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("plateau", [5, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [14, 20], marks=pytest.mark.slow),
+        pytest.param("accumulate more", [14, 25], marks=pytest.mark.slow),
         pytest.param("average", [5, 17], marks=pytest.mark.slow),  # swaps weights after batches 5 and 10
         pytest.param("stream", [13], marks=pytest.mark.slow),
         pytest.param("ahead", [11, 13, 18], marks=pytest.mark.slow),
@@ -167,12 +178,34 @@ def test_a_killed_fit_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[in
         assert status == -signal.SIGKILL
         assert before[-1].startswith(f"{stop - 1} ")
         lines = lines[: int(before[0].split()[0])] + before
-        lost = stop % 10 % 4 if kind == "accumulate" else 0
+        each = {"accumulate": 4, "accumulate more": (1, 2, 5)[stop // 10]}.get(kind, 1)
+        lost = stop % 10 % each
         lines = lines[: stop - lost]
     status, after = fit(-1, kind)
     assert status == 0
     assert lines + after == undisturbed
     assert not (arena / "test").exists()
+
+
+@pytest.mark.slow
+def test_a_restart_that_is_given_another_batch_is_refused(arena: Path) -> None:
+    """The data set counts what it gives, which nobody restores."""
+    assert fit(13, "own state")[0] == -signal.SIGKILL
+    with pytest.raises(AssertionError, match="another batch"):
+        fit(-1, "own state")
+    assert (arena / "test").exists()
+
+
+def test_averaging_that_cannot_be_put_back_is_refused_by_name(arena: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from holdfast.integrations.lightning import InMemoryCallback
+
+    callbacks = [StochasticWeightAveraging(1e-2), InMemoryCallback()]
+    trainer = Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match=r"StochasticWeightAveraging.*EMAWeightAveraging"):
+        callbacks[1].on_fit_start(trainer, LightningModule())
 
 
 @pytest.mark.slow
