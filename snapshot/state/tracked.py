@@ -113,8 +113,7 @@ def load(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
 
 
 def containers(module: torch.nn.Module) -> Iterator[Container]:
-    """The dicts that hold a module's parameters, buffers and submodules."""
+    """The dicts that hold a module's parameters, buffers and submodules. Those of a compiled module are no dicts, and
+    hold the same for ever."""
     for each in module.modules():
-        yield each._parameters
-        yield each._buffers
-        yield each._modules
+        yield from (held for held in (each._parameters, each._buffers, each._modules) if isinstance(held, dict))

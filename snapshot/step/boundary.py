@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,11 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.hooks import unserializable_hook
 
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.snapshot.state.optimizers import has_step_hooks
 from holdfast.snapshot.state.walk import tensors_in
 from holdfast.snapshot.step.graphs import Graphs, capturing
+from holdfast.snapshot.step.hooks import ForwardHooks, Method
 
 log = get_log(__name__)
 
@@ -74,14 +77,7 @@ class Boundary:
         self._episodes = Episodes(log)
         # torch.compile must call these, not trace into them: they talk to other threads and processes.
         before, after = map(torch.compiler.disable, (self._before, self._after))
-        for module in _running(modules):
-            entering = module.register_forward_pre_hook(
-                lambda m, *given: self._forward(m, given), prepend=True, with_kwargs=True
-            )
-            self._undo.append(entering.remove)
-            self._undo.append(
-                module.register_forward_hook(lambda _m, _i, out: self._forwarded(out), always_call=True).remove
-            )
+        self._undo.append(ForwardHooks(list(_running(modules)), self._forward, self._forwarded).remove)
         for optimizer in optimizers:
             if has_step_hooks(optimizer):
                 first = optimizer.register_step_pre_hook(lambda stepped, *_: before(stepped))
@@ -97,7 +93,7 @@ class Boundary:
         while self._undo:
             self._undo.pop()()
 
-    def _forward(self, module: torch.nn.Module, given: Any) -> None:
+    def _forward(self, module: torch.nn.Module, *given: Any) -> None:
         if torch.compiler.is_compiling():
             return  # anything more would break the compiled graph
         trains = module.training and torch.is_grad_enabled()
@@ -109,7 +105,7 @@ class Boundary:
         self._forwards += 1
         self._listener.on_forward(self._forwards, given)
 
-    def _forwarded(self, output: Any) -> None:
+    def _forwarded(self, _module: torch.nn.Module, _given: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         number = self._running.pop()
@@ -118,7 +114,7 @@ class Boundary:
         elif torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._backward(number))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(unserializable_hook(lambda _: self._backward(number)))  # type: ignore[no-untyped-call]
 
     def _backward(self, number: int) -> None:
         captured = capturing()  # at a replay, gradients are of the forward replayed last
@@ -189,7 +185,9 @@ class Boundary:
 def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """The modules that are called: a module that only holds others, such as a `ModuleDict`, is replaced by those."""
     for module in modules:
-        if type(module).forward is torch.nn.Module.forward and "forward" not in vars(module):
+        # A compiled module has no attribute `forward` before it is made, so it is not asked for one.
+        forward = inspect.getattr_static(type(module), "forward")
+        if forward is torch.nn.Module.forward and "forward" not in vars(module):
             yield from _running(list(module.children()))
         else:
             yield module
@@ -220,7 +218,7 @@ def _stack() -> Iterator[FrameType]:
 def _replace_step(owner: Any, stepping: Callable[..., Any]) -> Callable[[], None]:
     """Replace the method on this one object; returns a function that undoes it."""
     earlier = vars(owner).get("step")
-    owner.step = stepping
+    owner.step = Method(owner, "step", stepping)
 
     def undo() -> None:
         if earlier is None:

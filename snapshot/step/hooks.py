@@ -1,0 +1,86 @@
+"""Hooks on the job's objects that get in nobody's way: in a copy of an object they do nothing.
+
+Loops copy what they train: ``copy.deepcopy(model)``, ``torch.save(model)``, a process that is spawned with the model as
+an argument. torch copies hooks with the object they are on. Ours refer to threads and sockets, so a copy gets a
+function of Python's own instead, which takes anything and returns None; a saved file needs no holdfast to be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.jit._recursive
+from torch.utils.hooks import RemovableHandle
+
+
+class Hook:
+    """A hook that calls `call`, and that drops out of copies and pickles of whatever it is on."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class Method:
+    """Stands for a method of one object, in that object's attributes. In a copy of the object it is the copy's own."""
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # The copy has no attributes yet when this is called for it, so it is the method of its class that is found.
+        return getattr, (self._owner, self._name)
+
+
+class ForwardHooks:
+    """Calls `before` and `after` around the forward of `modules`, until `remove`.
+
+    ``torch.jit.script`` compiles the hooks that are on a module, which ours cannot be: they are taken off meanwhile.
+    """
+
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], before: Callable[..., Any], after: Callable[..., Any]
+    ) -> None:
+        self._modules = modules
+        self._before, self._after = Hook(before), Hook(after)
+        self._handles: list[RemovableHandle] = []
+        self._put_on()
+        self._script: Callable[..., Any] = torch.jit._recursive.create_script_module
+        torch.jit._recursive.create_script_module = self._scripted
+
+    def remove(self) -> None:
+        """Take them off again."""
+        torch.jit._recursive.create_script_module = self._script
+        self._take_off()
+
+    def _put_on(self) -> None:
+        module = torch.nn.Module  # its methods take compiled modules, too, whose own ones refuse
+        for each in self._modules:
+            self._handles += [
+                module.register_forward_pre_hook(each, self._before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(each, self._after, always_call=True),
+            ]
+
+    def _take_off(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _scripted(self, *args: Any, **kwargs: Any) -> Any:
+        self._take_off()
+        try:
+            return self._script(*args, **kwargs)
+        finally:
+            self._put_on()
