@@ -28,7 +28,6 @@ from holdfast.smp_daemon.shared.messages import (
     AskSlots,
     AskUnit,
     Await,
-    AwaitReserved,
     Begin,
     Configure,
     Ended,
@@ -43,7 +42,6 @@ from holdfast.smp_daemon.shared.messages import (
     Persist,
     Recover,
     Recovered,
-    Repaired,
     RepairParity,
     Request,
     Reserved,
@@ -71,9 +69,6 @@ MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 ROOM_DEADLINE_S = 10.0
 """How long a new start waits for the processes of the previous start to end."""
 
-RESERVED_S = 10.0
-"""How long `AwaitReserved` waits for memory before it answers."""
-
 log = get_log(__name__)
 
 
@@ -100,7 +95,6 @@ class TrainerConversation:
             AskInventories: self._inventories,
             Join: self._join,
             Configure: self._configure,
-            AwaitReserved: lambda request: self._reserved(request.epoch, request.count, RESERVED_S),
             AskSlots: self._slots,
             Begin: self._begin,
             Seal: self._seal,
@@ -200,11 +194,8 @@ class TrainerConversation:
         self._smp.persister.configured(layout)
         if count < layout.slots and request.wait:
             limit_s = move_deadline(layout.node(self._store.node).state_bytes)
-            return self._reserved(layout.epoch, layout.slots, limit_s)
+            count = self._store.await_reserved(layout.epoch, layout.slots, limit_s)
         return Reserved(count=count)
-
-    def _reserved(self, epoch: int, count: int, deadline_s: float) -> Reserved:
-        return Reserved(count=self._store.await_reserved(epoch, count, deadline_s))
 
     def _begin(self, request: Begin) -> SlotFile:
         snapshot, coord = request.snapshot, request.coord
@@ -283,13 +274,13 @@ class TrainerConversation:
             self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
         return LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_fetched)
 
-    def _repair_parity(self, request: RepairParity) -> Repaired:
+    def _repair_parity(self, request: RepairParity) -> None:
         sources, group, position = request.sources, request.group, request.position
         if not sources.layout.has_parity(group, position):
             raise ProtocolError(
                 f"position {position} of group {group} has no parity in the layout of {sources.snapshot}"
             )
-        return Repaired(state=int(self._smp.repairs.ask(sources, group, position)))
+        self._smp.repairs.order(sources, group, position)
 
     def _verify(self, request: Verify) -> Accepted:
         claim = self._store.holdings.verify_lock

@@ -62,10 +62,6 @@ class OwnSmp:
         # it would find them.
         self._ports = held.control_port, held.bulk_port
 
-    def another(self) -> SmpClient:
-        """One more connection, for a thread that must not wait for these two."""
-        return SmpClient(self._arena, self._job, system=self._system)
-
     def attach(self, epoch: int, idle: Callable[[], None]) -> None:
         """Make sure that the SMP answers, and is in this epoch.
 

@@ -37,7 +37,7 @@ from holdfast.snapshot.step.ledger import Ledger, SnapshotState
 from holdfast.snapshot.step.orders import CopyState, Due, SnapshotCopy
 
 REPAIR_EVERY_S = 1.0
-"""How often to ask the SMP how far it has recomputed parity, in seconds."""
+"""How often to look for an SMP that recomputes lost parity in place of one that went away, in seconds."""
 
 STARVED_S = 30.0
 """How long a snapshot may stay pending while no slot is free for another, in seconds, before that is logged."""
@@ -96,8 +96,8 @@ class _Standing:
 class Protecting:
     """Decides with the other ranks which snapshots to take, and follows each until it is sealed or protected.
 
-    Used by the training thread, except `_attach_again` and `_over` (the copier's threads), `_pin` (the thread that
-    reserves slots) and `_ask_for_repairs` (a thread of its own).
+    Used by the training thread, except `_attach_again` and `_over` (the copier's threads) and `_pin` (the thread that
+    prepares slots).
 
     Attributes:
         ledger: which snapshots hold slots; the same on every rank.
@@ -123,12 +123,10 @@ class Protecting:
         self._progress = progress
         self._statistics = statistics
         self._run = restored.run
-        self._repairs = restored.repairs
-        # The thread of `_ask_for_repairs` writes `_repaired` and `_smp_is_away`. Only one runs at a time: it clears
-        # `_asking` last, and the training thread starts no other before that.
-        self._repaired = RepairState.UNDER_WAY  # for this rank's part of the restored snapshot's parity
-        self._asked_s = -math.inf  # when `_repairs` was last called, in a thread of its own
-        self._asking = self._smp_is_away = False
+        self._order_repairs = restored.order_repairs
+        self._ordered: tuple[int | None, int | None] | None = None  # in which epoch, and on which connection
+        self._has_part = False  # whether this rank has ordered any repair
+        self._attach_s = -math.inf  # when an SMP was last looked for to order them of
         self.ledger = Ledger.after(
             options.slots_with_generations,
             restored.snapshot,
@@ -300,29 +298,26 @@ class Protecting:
             fits=not (self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)),
             interval=self._intervals.wanted(),
             persists=self._rank.client.persist_due,
-            usable=self.ledger.slots if self._reserving is None else self._reserving.standing,
+            usable=self.ledger.slots if self._reserving is None else self._reserving.look(),
         )
 
     def _repair(self) -> RepairState:
-        """The repair of this rank's part of the restored snapshot's parity. Asks the SMP again every
-        `REPAIR_EVERY_S`."""
-        now, system = self._rank.system.monotonic(), self._rank.system
-        is_open = self.ledger.restored is not None and self._repaired is RepairState.UNDER_WAY
-        if is_open and not self._asking and now - self._asked_s >= REPAIR_EVERY_S:
-            if self._smp_is_away:
-                failure_of(lambda: self._rank.smp.attach(self._progress.epoch, self._wait_for_copies), HoldfastError)
-            self._asked_s, self._asking, self._smp_is_away = now, True, False
-            system.Thread(target=self._ask_for_repairs, name="holdfast-repair", daemon=True).start()
-        return self._repaired
-
-    def _ask_for_repairs(self) -> None:
-        try:
-            self._repaired = self._repairs()
-        except HoldfastError as error:
-            self._smp_is_away = isinstance(error, SmpUnavailable)
-            self.episodes.begin("repair", "the parity of the restored snapshot could not be repaired: %s", error)
-        finally:
-            self._asking = False
+        """The repair of this rank's part of the restored snapshot's parity, as its SMP has posted. It is ordered anew
+        in a new epoch, and of an SMP that takes another's place."""
+        client, order = self._rank.client, self._order_repairs
+        if self.ledger.restored is None or order is None:
+            return RepairState.UNDER_WAY
+        now = self._rank.system.monotonic()
+        if client.connection is None and now - self._attach_s >= REPAIR_EVERY_S:
+            self._attach_s = now
+            failure_of(lambda: self._rank.smp.attach(self._progress.epoch, self._wait_for_copies), HoldfastError)
+        if (place := (client.epoch, client.connection)) != self._ordered:
+            try:
+                self._has_part, self._ordered = order(), place
+            except HoldfastError as error:
+                self.episodes.begin("repair", "the parity of the restored snapshot is not being repaired: %s", error)
+                return RepairState.UNDER_WAY
+        return client.repaired() if self._has_part else RepairState.WHOLE
 
     def _state(self, snapshot: SnapshotId) -> SnapshotState:
         """How far the snapshot is on this rank, which knows itself whether it is sealed; the SMP knows the rest."""
@@ -465,19 +460,13 @@ class Protecting:
             parity_slots=self._options.parity_slots,
             protect_every=self._options.protect_every,
         )
-        reserving = Reserving(
-            rank.client, rank.smp.another, self.layout, rank.coord, there, lambda slots: self._pin(reserving, slots)
-        )
+        reserving = Reserving(rank.client, self.layout, rank.coord, there, lambda slots: self._pin(reserving, slots))
         self._usable, self._reserving = 0, reserving
-        if reserving.is_small:
-            reserving.work()
-        else:
-            reserving.start()
         self._intervals.placed(len(self.layout.nodes))
         self.index = [shard.coord for shard in self.layout.node(rank.client.node).shards].index(rank.coord)
         if self.layout.coords[0] == rank.coord:
             self.copier.say(self._intervals.say_plan())
-        [usable] = rank.agreement.minimum([reserving.standing])()
+        [usable] = rank.agreement.minimum([reserving.look()])()
         self._note_usable(reserving, usable)
         if not self._usable:
             self._say(

@@ -106,7 +106,7 @@ class SlotWriter:
             self.epoch += 1
             self._client.join(self.epoch)
         client, agreement = self._client, self._agreement
-        layout, there = lay_out(
+        layout, _ = lay_out(
             client,
             agreement,
             self._job,
@@ -118,7 +118,7 @@ class SlotWriter:
             run=self._run,
         )
         turn = partial(node_turn, client)
-        await_slots(client, agreement, layout, self._coord, there, lambda slots: self._engine.prepare(slots, turn))
+        await_slots(client, agreement, layout, self._coord, lambda slots: self._engine.prepare(slots, turn))
         self._layout = layout
         self._capacity = form.total_bytes
 

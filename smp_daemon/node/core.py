@@ -236,7 +236,8 @@ class Core:
         """Stop the threads. The arena stays."""
         self.drainer.end()
         self.watchdog.close()
-        for part in (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector, self.store.reserver):
+        threads = (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector, self.store.reserver)
+        for part in (*threads, self.repairs):
             part.close()
 
     def _sealed(self, snapshot: SnapshotId, must_encode: bool) -> None:

@@ -1,13 +1,12 @@
-"""Recomputes the parity of a restored snapshot in the background. Trainers repeat their request until it is there."""
+"""Recomputes the parity of a restored snapshot in the background, and posts on the board how far that is."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 from holdfast.smp_daemon.recovery.rebuild import repair_parity
 from holdfast.smp_daemon.shared.board import RepairState
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, StaleEpoch, Unrecoverable
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -18,54 +17,82 @@ ATTEMPTS = 3
 """Number of attempts that must fail for want of units, although all holders answered, before a repair is hopeless. One
 is not enough: bytes may also be damaged on their way."""
 
+AGAIN_S = 1.0
+"""Pause after an attempt that failed, in seconds."""
+
 log = get_log(__name__)
 
 
 class ParityRepairs:
-    """The parity repairs of one SMP. Thread-safe."""
+    """The parity repairs of one SMP. Thread-safe.
+
+    Each has a thread, which tries again until the parity is here, hopeless, not wanted any more, or ordered in an epoch
+    that is over: trainers order it again in theirs.
+    """
 
     def __init__(self, store: Store, system: System = MACHINE) -> None:
         self._store = store
         self._system = system
-        # Guards the two fields below. Connection threads and repair threads hold it for moments, and take no other lock
-        # while they hold it.
-        self._lock = system.Lock()
-        self._running: set[tuple[int, ParityKey]] = set()
-        self._in_vain: Counter[ParityKey] = Counter()
+        # Guarded by the store's lock: what was ordered in the store's epoch, and how far it is.
+        self._states: dict[tuple[int, ParityKey], RepairState] = {}
+        self._closed = False
         self._episodes = Episodes(log)
 
-    def ask(self, sources: Sources, group: int, position: int) -> RepairState:
-        """The state of the parity of that position. Starts a repair thread if the parity is not here, not hopeless and
-        not being repaired yet. Returns at once."""
+    def order(self, sources: Sources, group: int, position: int) -> None:
+        """Repair the parity of that position. Returns at once; does nothing if it was ordered in this epoch before."""
         key = ParityKey(sources.snapshot, sources.layout.tag(group), position)
-        epoch = self._store.epoch  # a repair that began in an earlier epoch has lost its slot
-        if self._store.holdings.holds(key):
-            return RepairState.WHOLE
-        with self._lock:
-            if self._in_vain[key] >= ATTEMPTS:
-                return RepairState.HOPELESS
-            begins = (epoch, key) not in self._running
-            self._running.add((epoch, key))
-        if begins:
-            work = partial(self._run, epoch, key, sources, group)
-            self._system.Thread(target=work, name="repair-parity", daemon=True).start()
-        return RepairState.UNDER_WAY
+        with self._store.changed:
+            order = self._store.epoch, key
+            if order in self._states:
+                return
+            self._states = {each: state for each, state in self._states.items() if each[0] == self._store.epoch}
+            self._note(order, RepairState.UNDER_WAY)
+        work = partial(self._run, order, sources, group)
+        self._system.Thread(target=work, name="repair-parity", daemon=True).start()
 
-    def _run(self, epoch: int, key: ParityKey, sources: Sources, group: int) -> None:
+    def close(self) -> None:
+        """Try nothing again. Returns at once."""
+        with self._store.changed:
+            self._closed = True
+            self._store.changed.notify_all()
+
+    def _note(self, order: tuple[int, ParityKey], state: RepairState) -> None:
+        with self._store.changed:
+            if order[0] == self._store.epoch:
+                self._states[order] = state
+                self._store.board.post_repair(min(self._states.values()))
+
+    def _run(self, order: tuple[int, ParityKey], sources: Sources, group: int) -> None:
+        in_vain = 0
+        while not self._is_over(order):
+            if self._store.holdings.holds(order[1]):
+                self._note(order, RepairState.WHOLE)
+                return
+            try:
+                self._attempt(order[1], sources, group)
+            except (Unrecoverable, DamagedSnapshot):
+                in_vain += 1
+                if in_vain >= ATTEMPTS:
+                    self._note(order, RepairState.HOPELESS)
+                    return
+            except HoldfastError:
+                pass  # it is logged
+            with self._store.changed:
+                if not self._store.holdings.holds(order[1]):
+                    self._store.changed.wait_for(lambda: self._is_over(order), AGAIN_S)
+
+    def _is_over(self, order: tuple[int, ParityKey]) -> bool:
+        epoch, key = order
+        return self._closed or self._store.epoch != epoch or self._store.is_given_up(key.snapshot)
+
+    def _attempt(self, key: ParityKey, sources: Sources, group: int) -> None:
         extra, position = about(key.snapshot), key.position
         try:
             count = repair_parity(self._store, sources, group, position)
-            text, fields = "parity of position %d repaired for %s: %d bytes fetched", about(key.snapshot, bytes=count)
-            log.info(text, position, key.snapshot, count, extra=fields)
-            self._episodes.end(key, "the parity repair succeeded after earlier failures", extra=extra)
-        except StaleEpoch as error:
-            log.info("parity of position %d of %s is not repaired: %s", position, key.snapshot, error, extra=extra)
         except HoldfastError as error:
-            if isinstance(error, Unrecoverable | DamagedSnapshot):
-                with self._lock:
-                    self._in_vain[key] += 1
             text = "parity of position %d not repaired for %s: %s"
             self._episodes.begin(key, text, position, key.snapshot, error, extra=extra)
-        finally:
-            with self._lock:
-                self._running.discard((epoch, key))
+            raise
+        text, fields = "parity of position %d repaired for %s: %d bytes fetched", about(key.snapshot, bytes=count)
+        log.info(text, position, key.snapshot, count, extra=fields)
+        self._episodes.end(key, "the parity repair succeeded after earlier failures", extra=extra)

@@ -1,4 +1,4 @@
-"""The board: shared 8-byte words on which an SMP posts the outcomes of snapshots, and its trainers post heartbeats and
+"""The board: shared 8-byte words on which an SMP posts what its trainers wait for, and its trainers post heartbeats and
 ask for quiet.
 
 Trainers map it, and read and write it without a system call, so it costs the training loop nothing, however busy or
@@ -9,7 +9,21 @@ starved the SMP is. Its words, in order:
   `time.monotonic`, which all processes of a host share; 0: it may send.
 * `HEARTBEAT_ROWS` rows, one per trainer, which the SMP watches for changes: a count of heartbeats with the phase, the
   last finished step, the step being copied plus 1, and a spare word.
-* The last word, written by the SMP: whether this node is ready to persist a snapshot.
+* The last words, written by the SMP: whether this node is ready to persist a snapshot; how many slots of every shard
+  trainers may use in this epoch, or `REFUSED`; and how far the parity is repaired that trainers have ordered in this
+  epoch, as ``1 + RepairState``, or 0 if none was ordered.
+
+Order. Every word is aligned and stored whole, so a reader sees the old or the new value, on Arm as on x86. A word
+says that something is so, and stays so while the epoch lasts; whoever acts on it asks the SMP for the rest over a
+socket, or opens a file. So one order matters: what a word speaks of comes before the word. It does, because all of it
+(a record put in place by a rename, a slot file that gets its name, a peer's message) is a system call of the thread
+that posts the word, or of one that held the store's lock before it. The kernel's locks, and the interpreter's lock
+that a thread takes again after such a call, are a release and then an acquire, which no later store passes on either
+architecture. The words are independent of each other and may be read in any order. A reader need not see a word at
+once: there is no handshake that two stores could miss.
+
+A new epoch has a new file, made complete before it gets the board's name. `Board.succeeded` clears the words of the old
+file before it changes the epoch there, and never writes to it again.
 """
 
 from __future__ import annotations
@@ -35,6 +49,12 @@ PAUSE_WORDS = 64
 HEARTBEAT_ROWS = 64
 HEARTBEAT_WORDS = 4
 """Words of a row, one of them spare. A row takes half a cache line, and shares no word with another row."""
+
+NODE_WORDS = 3
+"""Words written by the SMP about the node: due, ready, repair."""
+
+REFUSED = -1
+"""Posted instead of the number of slots that may be used: there is no memory for them."""
 
 MAX_PAUSE_S = 1.0
 """Longest pause of traffic at a time: a trainer that died or forgot to `resume` must not stop protection."""
@@ -77,7 +97,7 @@ class Board:
         self._path = path
         self._system = system
         files = system.os
-        length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + 1) * 8
+        length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + NODE_WORDS) * 8
         try:
             fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
         except OSError as error:
@@ -101,7 +121,7 @@ class Board:
             files.close(fd)
         pauses, heartbeats = WORDS, WORDS + PAUSE_WORDS
         self._words, self._pauses = words[:pauses], words[pauses:heartbeats]
-        self._heartbeats, self._due = words[heartbeats:-1], words[-1:]
+        self._heartbeats, self._node = words[heartbeats:-NODE_WORDS], words[-NODE_WORDS:]
         if create:
             self._pauses[:] = 0  # whoever asked for quiet may be gone
         self._count = 0
@@ -114,8 +134,9 @@ class Board:
         return int(self._words[0])
 
     def reset(self, epoch: int) -> None:
-        """Clear all outcomes for a new epoch."""
+        """Clear what was posted of another epoch."""
         self._words[1:] = 0
+        self._node[1:] = 0
         self._words[0] = epoch
 
     def succeeded(self, epoch: int) -> Board:
@@ -164,12 +185,30 @@ class Board:
 
     def post_due(self, due: bool) -> None:
         """Post whether this node is ready to persist a snapshot."""
-        self._due[0] = due
+        self._node[0] = due
 
     @property
     def due(self) -> bool:
         """Whether this node is ready to persist a snapshot."""
-        return bool(self._due[0])
+        return bool(self._node[0])
+
+    def post_ready(self, count: int) -> None:
+        """Post how many slots of every shard, and of parity, trainers may use; or `REFUSED`."""
+        self._node[1] = count
+
+    def ready(self, epoch: int) -> int:
+        """How many slots of every shard, and of parity, trainers may use in that epoch; or `REFUSED`."""
+        count = int(self._node[1])
+        return count if self.epoch == epoch else 0
+
+    def post_repair(self, state: RepairState | None) -> None:
+        """Post how far the parity is repaired that trainers have ordered; None: they have ordered none."""
+        self._node[2] = 0 if state is None else 1 + state
+
+    def repair(self, epoch: int) -> RepairState:
+        """How far the parity is repaired that trainers have ordered in that epoch; under way if it is not known."""
+        word = int(self._node[2])
+        return RepairState(word - 1) if word and self.epoch == epoch else RepairState.UNDER_WAY
 
     def pause(self, index: int, until_s: float) -> None:
         """Ask for no encoding traffic until `until_s` (`time.monotonic`) or `resume`. `index`: trainer of this node."""

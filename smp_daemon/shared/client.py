@@ -11,6 +11,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, RepairState, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import (
@@ -41,7 +42,6 @@ from holdfast.smp_daemon.shared.messages import (
     AskSlots,
     AskUnit,
     Await,
-    AwaitReserved,
     Begin,
     Configure,
     Ended,
@@ -56,7 +56,6 @@ from holdfast.smp_daemon.shared.messages import (
     Persist,
     Recover,
     Recovered,
-    Repaired,
     RepairParity,
     Request,
     Reserved,
@@ -128,6 +127,7 @@ class SmpClient:
 
     Attributes:
         near: the NUMA node on which the SMP should place the trainer's slots, sent by `join`; None: any.
+        epoch: the epoch that was joined last; None: none was.
 
     Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
     whatever error the SMP replies with.
@@ -158,7 +158,8 @@ class SmpClient:
         self._maps: dict[str, tuple[int, memoryview]] = {}
         self._stream: SocketStream | None = None
         self._connections = 0
-        self._epoch: int | None = None
+        self._process: Any = None
+        self.epoch: int | None = None
         self.near: int | None = None
         self.reconnect()
 
@@ -179,19 +180,34 @@ class SmpClient:
         # With an epoch the SMP takes this for a trainer that comes back, without one for a new run of the job.
         oldest, newest = spoken()
         hello = Hello(
-            job=self._job, version=oldest, newest=newest, release=RELEASE, coord=self._coord, epoch=self._epoch
+            job=self._job, version=oldest, newest=newest, release=RELEASE, coord=self._coord, epoch=self.epoch
         )
         greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
         check_range(f"the SMP of {self.arena}", greeted.speaks, greeted.release)
         self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
+        self._watch()
         self._board = Board(self.arena / "board", system=self.system)
         self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None
 
+    def _watch(self) -> None:
+        """Watch the process of the SMP, if it is visible here."""
+        self._unwatch()
+        with suppress(OSError):
+            self._process = self.system.os.pidfd_open(self.pid)
+
+    def _unwatch(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            self.system.os.close(process)
+
     @property
     def connection(self) -> int | None:
-        """Number of the current connection; None while there is none. A slot is valid for one connection only."""
-        stream = self._stream
-        return None if stream is None or stream.closed else self._connections
+        """Number of the current connection; None once it is over, as far as a call or the SMP's end has shown. One
+        system call; never blocks. Only the training thread may use it."""
+        stream, process = self._stream, self._process
+        if stream is None or stream.closed or (process is not None and self.system.await_end(process, 0)):
+            return None
+        return self._connections
 
     def inventory(self) -> Inventory:
         """What the SMP holds."""
@@ -215,7 +231,7 @@ class SmpClient:
             self._call(message)
         else:
             self._call(message, deadline_s, turn_s=deadline_s)
-        self._epoch = epoch
+        self.epoch = epoch
         self._board = Board(self.arena / "board", system=self.system)
 
     def configure(self, layout: Layout, *, wait: bool = True) -> int:
@@ -234,15 +250,10 @@ class SmpClient:
             raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots in time")
         return count
 
-    def await_reserved(self, layout: Layout, count: int) -> int:
-        """Block until `count` slots of every shard, and of parity, may be used, or for some seconds. Returns how many
-        may.
-
-        Raises:
-            ArenaTooSmall: there is no memory for them.
-            StaleEpoch: a newer epoch has begun.
-        """
-        return _reserved(self._call(AwaitReserved(epoch=layout.epoch, count=count)), layout.slots)
+    def ready(self, epoch: int) -> int:
+        """How many slots of every shard, and of parity, may be used in that epoch; or `board.REFUSED`: `configure` says
+        why. Reads shared memory; never blocks."""
+        return self._board.ready(epoch)
 
     def begin(
         self,
@@ -365,14 +376,14 @@ class SmpClient:
             check: have the SMP read a shard that it holds already, and repair it in place. If False, the SMP answers
                 at once for such a shard, and the caller must compare each unit with its digest before using it.
         """
-        message = Recover(epoch=self._epoch, sources=sources, coord=coord, check=check)
+        message = Recover(epoch=self.epoch, sources=sources, coord=coord, check=check)
         reply = self._call(message, sources.layout.move_deadline(coord))
         got = from_plain(Recovered, reply, "a shard that is held again")
         return RecoveredShard(self._map(got, touch=False), got.how, got.bytes_fetched, got.unit_bytes, got.digests)
 
     def lend(self, sources: Sources) -> None:
         """Choose the snapshot whose units `unit` returns from now on, whichever SMP holds them."""
-        self._call(Lend(epoch=self._epoch, sources=sources))
+        self._call(Lend(epoch=self.epoch, sources=sources))
 
     def unit(self, coord: str, index: int, out: memoryview) -> int:
         """Fill `out` with unit `index` of shard `coord`, verified. `out` must be as long as the unit. Blocks meanwhile.
@@ -382,7 +393,7 @@ class SmpClient:
         Raises:
             Unrecoverable, DamagedSnapshot: the unit cannot be recovered intact.
         """
-        message = AskUnit(epoch=self._epoch, coord=coord, unit=index)
+        message = AskUnit(epoch=self.epoch, coord=coord, unit=index)
         with self._lock:
             stream = self._connected()
             stream.set_deadline(MOVE_DEADLINE_S)
@@ -426,15 +437,19 @@ class SmpClient:
         """
         return self._is_accepted(Verify())
 
-    def repair_parity(self, sources: Sources, group: int, position: int) -> RepairState:
-        """Have the SMP recompute the parity of a lost node in the background. Returns its progress. Asking again is
-        harmless, and makes the SMP try again after a failure."""
-        message = RepairParity(epoch=self._epoch, sources=sources, group=group, position=position)
-        return RepairState(from_plain(Repaired, self._call(message), "how far a repair is").state)
+    def repair_parity(self, sources: Sources, group: int, position: int) -> None:
+        """Have the SMP recompute the parity of a lost node in the background, for as long as this epoch lasts. Harmless
+        if repeated."""
+        self._call(RepairParity(epoch=self.epoch, sources=sources, group=group, position=position))
+
+    def repaired(self) -> RepairState:
+        """How far everything is that trainers of this node have ordered with `repair_parity` in the epoch that this one
+        has joined. Reads shared memory; never blocks."""
+        return RepairState.UNDER_WAY if self.epoch is None else self._board.repair(self.epoch)
 
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to operators, in place of the previous text."""
-        self._call(Say(epoch=self._epoch, text=text[:MAX_SAYING]))
+        self._call(Say(epoch=self.epoch, text=text[:MAX_SAYING]))
 
     def suspect(self, node: str) -> None:
         """Tell the SMP that `node` seems to be dead. The SMP still decides by its own checks, but makes them sooner."""
@@ -442,8 +457,8 @@ class SmpClient:
 
     def ended(self, coord: str, end: TrainerEnd) -> None:
         """Report how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
-        if self._epoch is not None:
-            said = Ended(epoch=self._epoch, coord=coord, step=end.step, failure=end.failure)
+        if self.epoch is not None:
+            said = Ended(epoch=self.epoch, coord=coord, step=end.step, failure=end.failure)
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
 
     def counters(self) -> dict[str, int]:
@@ -487,21 +502,18 @@ class SmpClient:
         self._end(Stop(remove=remove, force=force), removes=remove)
 
     def _end(self, message: Request, *, removes: bool) -> None:
-        try:
-            ended = self.system.os.pidfd_open(self.pid)
-        except OSError as error:  # the SMP runs in another pid namespace, or is gone
-            raise SmpUnavailable(f"the process of the SMP of {self.arena} is not visible here: {error}") from error
+        if self._process is None:
+            raise SmpUnavailable(f"the process of the SMP of {self.arena} is gone, or of another pid namespace")
         try:
             try:
                 self._call(message)
             except SmpUnavailable:
                 pass  # the SMP may end before it sends its answer
-            if not self.system.await_end(ended, CALL_DEADLINE_S):
+            if not self.system.await_end(self._process, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
             if removes and (self.arena / "smp.json").exists():
                 raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
         finally:
-            self.system.os.close(ended)
             self.close()
 
     def close(self) -> None:
@@ -509,6 +521,7 @@ class SmpClient:
         self.heartbeat(TrainerPhase.GONE, 0)
         self._row = None
         self._hang_up()
+        self._unwatch()
         with self._mapping:
             self._maps.clear()
 

@@ -122,13 +122,6 @@ class Configure(Request, tag="configure", kw_only=True):
     wait: bool = True
 
 
-class AwaitReserved(Request, tag="await_reserved", kw_only=True):
-    """Answer once `count` slots of every shard of that epoch's layout, and of parity, may be used, or after a while."""
-
-    epoch: Count
-    count: Count
-
-
 class Reserved(Reply, kw_only=True):
     """How many slots of every shard, and of parity, trainers may use; None: all."""
 
@@ -261,17 +254,12 @@ class LentUnit(Reply, kw_only=True):
 
 
 class RepairParity(InEpoch, tag="repair_parity", kw_only=True):
-    """Recompute the parity of a position in the background, unless this SMP holds it or is computing it already."""
+    """Recompute the parity of a position in the background, until it is there, hopeless, or not wanted any more. The
+    board says how far it is."""
 
     sources: Sources
     group: Count
     position: Count
-
-
-class Repaired(Reply, kw_only=True):
-    """A `board.RepairState`."""
-
-    state: Count = 1
 
 
 class Persist(Request, tag="persist", kw_only=True):
@@ -348,7 +336,6 @@ TrainerRequest = (
     | AskInventories
     | Join
     | Configure
-    | AwaitReserved
     | AskSlots
     | Begin
     | Seal

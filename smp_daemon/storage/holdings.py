@@ -41,7 +41,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, too_small
-from holdfast.smp_daemon.storage.reserver import Reserver, make
+from holdfast.smp_daemon.storage.reserver import Reserver
 
 log = get_log(__name__)
 
@@ -424,11 +424,12 @@ class Holdings:
             slot.claimed = True
         try:
             self._reserver.await_freed(length)
-            make(pool, slot, self._lock)
+            self._reserver.make(pool, slot)
             return slot
         except OSError as error:
             with self._lock:
                 pool.remove(slot)
+                self._reserver.on_ready()  # while it was being made, it counted as missing
                 self._lock.notify_all()
             raise pool.no_room(length, error) from error
 

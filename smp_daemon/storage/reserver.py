@@ -31,40 +31,12 @@ STALL_S = 30.0
 log = get_log(__name__)
 
 
-def make(pool: SlotFilePool, slot: Slot, lock: threading.Condition, is_over: Callable[[], bool] = bool) -> None:
-    """Reserve all memory of a planned slot, and free the slot. Blocks for about as long as zeroing it takes; the caller
-    must not hold `lock`, the store's, which is held for moments only. Does nothing more once the slot is given up, or
-    `is_over` (called with the lock held); then the unfinished file is deleted. Raises `OSError`.
-    """
-
-    def given_up() -> bool:
-        if slot.state is SlotState.MAKING and is_over():
-            pool.part_path(slot).unlink(missing_ok=True)
-        return slot.state is not SlotState.MAKING or is_over()
-
-    with lock:
-        if given_up():
-            return
-        memory = pool.open_part(slot)
-    with memory:
-        for start, count in slices(slot.bytes):
-            with lock:
-                if given_up():
-                    return
-                pool.reserve(slot, count)
-            memory.reserve(start, count)
-            failpoint("reserve.slice")
-        with lock:
-            if not given_up():
-                pool.made(slot, memory)
-                lock.notify_all()
-
-
 class Reserver:
     """Does the work on an arena's memory, see the module. Its thread runs only while there is some.
 
     Attributes:
         error: why the last plan was given up; empty if it was not.
+        on_ready: called, with the lock held, once a slot is made or a plan was given up.
         short: why the rest of the arena's budget could not be reserved; empty if it could, or is yet to be.
     """
 
@@ -73,6 +45,7 @@ class Reserver:
         reserved."""
         self.error = ""
         self.short = ""
+        self.on_ready: Callable[[], None] = lambda: None
         self._arena = arena
         self._lock = lock
         self._priority = priority
@@ -126,13 +99,42 @@ class Reserver:
                     return
                 self._lock.wait(READER_S)
 
+    def make(self, pool: SlotFilePool, slot: Slot, is_over: Callable[[], bool] = bool) -> None:
+        """Reserve all memory of a planned slot, and free the slot. Blocks for about as long as zeroing it takes; the
+        caller must not hold the lock, which is held for moments only. Does nothing more once the slot is given up, or
+        `is_over` (called with the lock held); then the unfinished file is deleted. Raises `OSError`.
+        """
+
+        def given_up() -> bool:
+            if slot.state is SlotState.MAKING and is_over():
+                pool.part_path(slot).unlink(missing_ok=True)
+            return slot.state is not SlotState.MAKING or is_over()
+
+        with self._lock:
+            if given_up():
+                return
+            memory = pool.open_part(slot)
+        with memory:
+            for start, count in slices(slot.bytes):
+                with self._lock:
+                    if given_up():
+                        return
+                    pool.reserve(slot, count)
+                memory.reserve(start, count)
+                failpoint("reserve.slice")
+            with self._lock:
+                if not given_up():
+                    pool.made(slot, memory)
+                    self.on_ready()
+                    self._lock.notify_all()
+
     def _run(self) -> None:
         make_background(self._priority)
         while True:
             self._arena.deleted.free(self._lock, lambda: self._closed)
             if (planned := self._next()) is not None:
                 try:
-                    make(*planned, self._lock, lambda: self._closed)
+                    self.make(*planned, lambda: self._closed)
                 except OSError as error:
                     self._give_up(*planned, error)
             elif not self._wipes() and not self._tops_up() and self._is_done():
@@ -209,4 +211,5 @@ class Reserver:
                 self.give_up(ran_out(path, need, got, room(path, self._system)))
             else:
                 self.give_up(f"{need:,} bytes of memory for {path} cannot be reserved: {error}")
+            self.on_ready()
             self._lock.notify_all()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
-from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
+from holdfast.smp_daemon.shared.board import REFUSED, Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
@@ -111,6 +111,7 @@ class Store:
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
         self.reserver = Reserver(arena, self.changed, priority, system)
+        self.reserver.on_ready = self._post_ready
         self.holdings = Holdings(arena, self.changed, self.counters, backend, self.reserver, system)
         self.board = Board(arena.path / "board", create=True, system=system)
         self.epoch = 0
@@ -134,6 +135,7 @@ class Store:
         self._on_epoch = on_epoch
         self._spare = spare
         self._held: set[SnapshotId] = set()
+        self._given_up: Callable[[SnapshotId], bool] = lambda snapshot: False  # whose parity is not wanted any more
         self._progress: dict[SnapshotId, SnapshotProgress] = {}
         self._checked_headers: dict[str, tuple[int, bytes]] = {}
         with self.changed:  # the reserver's thread may begin before all is adopted
@@ -208,6 +210,7 @@ class Store:
                 return
             self._never_acknowledged = self.never_acknowledged()
             self._forget(lambda snapshot: True)
+            self._given_up = lambda snapshot: False
             self.arena.fence()
             failpoint("join.fenced")
             self.epoch = epoch
@@ -269,6 +272,7 @@ class Store:
             self._reserve(layout)
             failpoint("configure.reserved")
             self.arena.add_layout(layout)
+            self._post_ready()
             failpoint("configure.done")
             self.changed.notify_all()
             return self._ready(layout)
@@ -288,6 +292,11 @@ class Store:
             )
             self.check_epoch(epoch)
             return self._ready(layout)
+
+    def _post_ready(self) -> None:
+        """Post how many slots trainers may use. The caller holds the lock, or no other thread has the store yet."""
+        if self.layout is not None:
+            self.board.post_ready(REFUSED if self.reserver.error else self._ready(self.layout))
 
     def _ready(self, layout: Layout) -> int:
         if self.reserver.error:
@@ -457,6 +466,11 @@ class Store:
             progress = self._progress.get(snapshot)
             return snapshot.epoch == self.epoch and progress is not None and progress.outcome is SnapshotOutcome.PENDING
 
+    def is_given_up(self, snapshot: SnapshotId) -> bool:
+        """Whether the trainers of this epoch have said that a snapshot needs no parity any more."""
+        with self.changed:
+            return self._given_up(snapshot)
+
     def fail(self, snapshot: SnapshotId, reason: str) -> None:
         """Post that `snapshot` will not be protected. The trainers will agree to give it up."""
         with self.changed:
@@ -591,7 +605,8 @@ class Store:
             return key.snapshot in wanted or key.snapshot >= before
 
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
-        self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
+        self._given_up = lambda snapshot: snapshot not in parities and snapshot < before
+        self._leave_unprotected(self._given_up)
         self.arena.release(keep, before, self._held, parities)
         self.reserver.make_good()
         self.holdings.keep_only(stays)
@@ -669,6 +684,7 @@ class Store:
                 self._reserve(self.layout)
             except ArenaTooSmall as error:  # go on: other nodes need the shards and parity that are held here
                 self.reserver.give_up(str(error))
+        self._post_ready()
 
     def _read_node(self, path: Path) -> _NodeFile | None:
         """What a predecessor knew; None if there was none, or it had begun to remove the arena.
@@ -710,6 +726,7 @@ class Store:
     def _adopt_board(self) -> None:
         if self.board.epoch == self.epoch:
             self.board.fail_pending()
+            self.board.post_repair(None)  # trainers order again what the predecessor had not done
         else:
             self.board.reset(self.epoch)  # the predecessor wrote a new epoch to `node.json`, and died before the board
         failpoint("adopt.board")

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
-from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -92,8 +91,8 @@ class Restored:
         snapshot: the snapshot that was restored; None on a cold start.
         protected: the newest snapshot that is known to be protected: `snapshot`, or an older one.
         only_sealed: whether nobody can have been told that `snapshot` is protected.
-        repairs: makes this node's SMP repair its part of the parity of `snapshot`, and returns how far that is. Raises
-            `HoldfastError` if the SMP does not answer.
+        order_repairs: has this node's SMP repair this rank's part of the parity of `snapshot`, and returns whether
+            there is such a part. Raises `HoldfastError`. None: the parity stays as it is.
         how: ``held``, ``repaired``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
         bytes_fetched: bytes fetched over the network for this rank's state.
         notes: what the snapshot's record holds besides the state; may be empty.
@@ -116,7 +115,7 @@ class Restored:
     snapshot: SnapshotId | None = None
     protected: SnapshotId | None = None
     only_sealed: bool = False
-    repairs: Callable[[], RepairState] = lambda: RepairState.UNDER_WAY
+    order_repairs: Callable[[], bool] | None = None
     how: str = ""
     bytes_fetched: int = 0
     notes: dict[str, Any] = field(default_factory=dict)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+from holdfast.smp_daemon.shared.board import REFUSED as NO_MEMORY
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -19,7 +20,7 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import Layout
-from holdfast.smp_daemon.shared.limits import is_at_once, move_deadline
+from holdfast.smp_daemon.shared.limits import is_at_once
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.agreement import Agreement
@@ -63,7 +64,7 @@ def standing_of(problem: HoldfastError) -> int:
     return AWAY if isinstance(problem, SmpUnavailable | DeadlineExceeded) else REFUSED
 
 
-def _together(agreement: Agreement, work: Callable[[], None]) -> None:
+def _together(agreement: Agreement, work: Callable[[], object]) -> None:
     """Do `work` on every rank; raise on every rank, with the same meaning, if it failed on any. A collective call."""
     problem = failure_of(work, HoldfastError)
     [worst] = agreement.minimum([0 if problem is None else standing_of(problem)])()
@@ -132,34 +133,25 @@ def await_slots(
     agreement: Agreement,
     layout: Layout,
     coord: str,
-    there: int,
     prepare: Callable[[list[memoryview]], None],
 ) -> None:
     """Wait until all memory of a layout is reserved, and the caller's slots are mapped and prepared. A collective call.
 
     Args:
-        there: how many slots of every shard were reserved already, as `lay_out` returned.
         prepare: called with the caller's slots.
 
     Raises:
         HoldfastError: as `lay_out`.
     """
-
-    def wait() -> None:
-        count, limit = there, client.system.monotonic() + move_deadline(layout.node(client.node).state_bytes)
-        while count < layout.slots:
-            count = client.await_reserved(layout, layout.slots)
-            if count < layout.slots and client.system.monotonic() > limit:
-                raise DeadlineExceeded(f"the SMP did not reserve the memory in {client.arena} in time")
-
-    _together(agreement, wait)
+    _together(agreement, lambda: client.configure(layout))
     _together(agreement, lambda: prepare(client.slots(layout.epoch, coord)))
 
 
 class Reserving:
-    """The caller's slots of one layout. They become usable one by one, as they are reserved, mapped and prepared.
+    """The caller's slots of one layout. They become usable one by one, as the SMP posts them on the board, and are
+    mapped and prepared beside the training.
 
-    Call `work`, or leave it to a thread (`start`) while training goes on.
+    Used by the training thread, except `turn` and what is said to be a thread's.
 
     Attributes:
         is_small: whether all slots are reserved from the start, and mapping and preparing them takes only a moment.
@@ -169,7 +161,6 @@ class Reserving:
     def __init__(
         self,
         client: SmpClient,
-        connect: Callable[[], SmpClient],
         layout: Layout,
         coord: str,
         there: int,
@@ -177,59 +168,55 @@ class Reserving:
     ) -> None:
         """
         Args:
-            connect: opens another connection to the SMP, on which the thread waits.
             there: how many slots are reserved already.
             prepare: called with the mapped slots that are to become usable, and those before, which may be in use.
         """
-        # `_there`, `_usable` and `failure` are written by the one thread that runs `work`. The training thread reads
-        # them through `standing`. Each is a single reference, so it reads the old or the new value and needs no lock.
+        # `_usable` and `failure` are written by the thread of `_map` while it runs, and by the training thread while
+        # none does. Each is a single reference, so a reader sees the old or the new value and needs no lock.
         self.is_small = there >= layout.slots and is_at_once(layout.slots * layout.shard_bytes(coord))
         self.failure: HoldfastError | None = None
         self._client = client
-        self._connect = connect
         self._layout = layout
         self._coord = coord
-        self._there = there
         self._prepare = prepare
         self._usable = 0
         self._closed = client.system.Event()
-        self._thread: threading.Thread | None = None
+        self._idle = client.system.Event()
+        self._idle.set()
 
-    @property
-    def standing(self) -> int:
-        """How many slots may be used; or `AWAY` or `REFUSED`. May be read by any thread."""
+    def look(self) -> int:
+        """How many slots may be used; or `AWAY` or `REFUSED`. Maps and prepares those that have come since, in a thread
+        unless they are small. Returns at once."""
+        if self._idle.is_set() and self.failure is None and self._usable < self._layout.slots:
+            ready = self._client.ready(self._layout.epoch)
+            if self._client.connection is None:
+                self.failure = SmpUnavailable(f"the SMP of {self._client.arena} went away while it reserved memory")
+            elif ready == NO_MEMORY or ready > self._usable:
+                self._begin(partial(self._map, ready))
         return self._usable if self.failure is None else standing_of(self.failure)
 
-    def start(self) -> None:
-        """Run `work` in a thread."""
-        self._thread = self._client.system.Thread(target=self.work, name="holdfast-reserve", daemon=True)
-        self._thread.start()
+    def _begin(self, work: Callable[[], None]) -> None:
+        if self.is_small:
+            work()
+            return
+        self._idle.clear()
+        self._client.system.Thread(target=work, name="holdfast-reserve", daemon=True).start()
 
-    def work(self) -> None:
-        """Block until all slots may be used, something fails (see `failure`), or `close` is called."""
+    def _map(self, ready: int) -> None:
         try:
-            while not self._closed.is_set():
-                if self._there > self._usable:
-                    slots = self._client.slots(self._layout.epoch, self._coord)
-                    while self._usable < self._there:  # a slot that a device cannot reach yet would hold a step up
-                        self._prepare(slots[: self._usable + 1])
-                        self._usable += 1
-                if self._usable >= self._layout.slots:
-                    return
-                self._await_more()
+            if ready == NO_MEMORY:
+                self._client.configure(self._layout, wait=False)  # raises why
+            slots = self._client.slots(self._layout.epoch, self._coord)
+            while self._usable < min(ready, len(slots)):  # a slot that a device cannot reach yet would hold a step up
+                self._prepare(slots[: self._usable + 1])
+                self._usable += 1
         except HoldfastError as error:
             self.failure = None if self._closed.is_set() else error
         except Exception as error:  # a bug of ours must not look like memory that never comes
             log.exception("slots cannot be made ready")
             self.failure = HoldfastError(f"{type(error).__name__}: {error}")
-
-    def _await_more(self) -> None:
-        waiting = self._connect()
-        try:
-            while not self._closed.is_set() and self._there <= self._usable:
-                self._there = waiting.await_reserved(self._layout, self._usable + 1)
         finally:
-            waiting.close()
+            self._idle.set()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -243,15 +230,13 @@ class Reserving:
                 raise StaleEpoch("the slots are not needed any more")
 
     def close(self) -> None:
-        """Make `work` end soon. Returns at once."""
+        """Make the thread end soon. Returns at once."""
         self._closed.set()
 
     def join(self, deadline_s: float) -> None:
         """Wait until the thread has ended. Raises `DeadlineExceeded`."""
-        if self._thread is not None:
-            self._thread.join(deadline_s)
-            if self._thread.is_alive():
-                raise DeadlineExceeded(f"the thread {self._thread.name} did not end within {deadline_s:.0f} s")
+        if not self._idle.wait(deadline_s):
+            raise DeadlineExceeded(f"the thread that prepares slots did not end within {deadline_s:.0f} s")
 
 
 @contextmanager

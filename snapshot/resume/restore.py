@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.crash_loop import steps_finished
 from holdfast.smp_daemon.shared.errors import (
@@ -237,8 +236,8 @@ class _Starting:
         restored.only_sealed = plan.sources.persisted or plan.snapshot in self._unacknowledged
         # Otherwise parity stays as it is: the restored snapshot is kept until a younger one is protected.
         if not self._is_resharded(plan) and (protect or not restored.only_sealed):
-            restored.repairs = partial(repair_parity, self._client, plan, coords, self._coord)
-            restored.repairs()
+            restored.order_repairs = partial(repair_parity, self._client, plan, coords, self._coord)
+            restored.order_repairs()
         _say_what_is_lost(plan, inventories, self._course)
         if self._agreement.rank == 0:
             self._reach.say_others()
@@ -291,11 +290,11 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
     log.error("going back to %s, which %s: %s", plan.snapshot, which, after, extra=about(plan.snapshot))
 
 
-def repair_parity(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> RepairState:
-    """Have lost parity recomputed on the node that took the lost node's place; returns how far this rank's part is."""
-    states = [
+def repair_parity(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> bool:
+    """Have lost parity recomputed on the node that took the lost node's place. Returns whether this rank has ordered
+    any of it."""
+    layout = plan.sources.layout
+    mine = [part for part in plan.repair if parity_repairer(layout, *part) == coord and coords[coord] == client.node]
+    for group, position in mine:
         client.repair_parity(plan.sources, group, position)
-        for group, position in plan.repair
-        if parity_repairer(plan.sources.layout, group, position) == coord and coords[coord] == client.node
-    ]
-    return min(states, default=RepairState.WHOLE)
+    return bool(mine)

@@ -20,7 +20,7 @@ from holdfast.cli.status import gather
 from holdfast.planner.periods import slots_needed
 from holdfast.smp_daemon.recovery import repairs
 from holdfast.smp_daemon.recovery.repairs import ParityRepairs
-from holdfast.smp_daemon.shared.board import RepairState
+from holdfast.smp_daemon.shared.board import Board, RepairState
 from holdfast.smp_daemon.shared.errors import SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
@@ -258,19 +258,28 @@ def test_the_fleet_sends_less_where_fewer_snapshots_are_protected() -> None:
 # ---------------------------------------------------------------------- parity of what was restored
 
 
-class Asked:
-    """A store whose parity repairs the test holds, ends and counts."""
+class Ordered:
+    """A store, with a board, whose parity repairs the test ends and counts. Pauses between attempts last no time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.outcomes: list[Exception | None] = []
         self.held: set[ParityKey] = set()
-        self.began = self.done = 0
+        self.given_up = False
+        self.began = 0
         self.go = threading.Event()
-        store: Any = SimpleNamespace(epoch=1, holdings=SimpleNamespace(holds=lambda key: key in self.held))
+        store: Any = SimpleNamespace(
+            epoch=1,
+            changed=threading.Condition(threading.RLock()),
+            board=Board(board, create=True),
+            holdings=SimpleNamespace(holds=lambda key: key in self.held),
+            is_given_up=lambda snapshot: self.given_up,
+        )
         self.store = store
+        store.board.reset(1)
         self.repairs = ParityRepairs(store)
         self.sources: Any = SimpleNamespace(snapshot=SnapshotId(1, 5), layout=SimpleNamespace(tag=lambda group: "tag"))
         monkeypatch.setattr(repairs, "repair_parity", self.work)
+        monkeypatch.setattr(repairs, "AGAIN_S", 0.0)
 
     def work(self, store: Any, sources: Any, group: int, position: int) -> int:
         self.began += 1
@@ -281,45 +290,73 @@ class Asked:
         self.held.add(ParityKey(sources.snapshot, "tag", position))
         return 7
 
-    def ask(self) -> RepairState:
-        return self.repairs.ask(self.sources, 0, 2)
+    def order(self, position: int = 2) -> RepairState:
+        self.repairs.order(self.sources, 0, position)
+        return self.state()
 
-    def finish(self) -> None:
+    def state(self) -> RepairState:
+        return self.store.board.repair(self.store.epoch)  # type: ignore[no-any-return]
+
+    def finish(self) -> RepairState:
         """Let the repairs that are running end."""
         self.go.set()
         for thread in threading.enumerate():
             if thread.name == "repair-parity":
                 thread.join(DEADLINE_S)
-        self.go.clear()
+                assert not thread.is_alive()
+        return self.state()
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked(monkeypatch)
+def ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ordered]:
+    made = Ordered(tmp_path / "board", monkeypatch)
+    yield made
+    made.repairs.close()
+    made.finish()
 
 
-def test_whoever_asks_again_starts_no_second_repair_and_hears_when_it_is_whole(asked: Asked) -> None:
-    asked.outcomes = [None]
-    assert [asked.ask(), asked.ask()] == [RepairState.UNDER_WAY] * 2
-    asked.finish()
-    assert asked.ask() is RepairState.WHOLE and asked.began == 1
+def test_whoever_orders_again_starts_no_second_repair_and_the_board_says_when_it_is_whole(ordered: Ordered) -> None:
+    assert ordered.state() is RepairState.UNDER_WAY
+    ordered.outcomes = [None]
+    assert [ordered.order(), ordered.order()] == [RepairState.UNDER_WAY] * 2
+    assert ordered.finish() is RepairState.WHOLE and ordered.began == 1
+    assert ordered.order() is RepairState.WHOLE and ordered.began == 1
 
 
-def test_a_repair_that_misses_somebody_is_tried_for_ever_and_one_that_lacks_bytes_is_given_up(asked: Asked) -> None:
-    asked.outcomes = [SmpUnavailable("away") for _ in range(5)] + [Unrecoverable("too little") for _ in range(3)]
-    for _ in range(8):
-        assert asked.ask() is RepairState.UNDER_WAY
-        asked.finish()
-    assert asked.ask() is RepairState.HOPELESS and asked.began == 8
+def test_the_board_says_how_far_the_repair_is_that_is_the_least_far(ordered: Ordered) -> None:
+    ordered.held.add(ParityKey(SnapshotId(1, 5), "tag", 1))
+    ordered.order(1)
+    assert ordered.finish() is RepairState.WHOLE
+    ordered.go.clear()
+    ordered.outcomes = [None]
+    assert ordered.order(2) is RepairState.UNDER_WAY
+    assert ordered.finish() is RepairState.WHOLE
 
 
-def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(asked: Asked) -> None:
-    asked.outcomes = [SmpUnavailable("its slot was taken away"), None]
-    asked.ask()
-    asked.store.epoch = 2
-    asked.ask()
-    asked.finish()
-    assert asked.began == 2
+def test_a_repair_that_misses_somebody_is_tried_for_ever_and_one_that_lacks_bytes_is_given_up(ordered: Ordered) -> None:
+    ordered.outcomes = [SmpUnavailable("away") for _ in range(5)] + [Unrecoverable("too little") for _ in range(3)]
+    ordered.order()
+    assert ordered.finish() is RepairState.HOPELESS and ordered.began == 8
+
+
+def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(ordered: Ordered) -> None:
+    ordered.outcomes = [SmpUnavailable("its slot was taken away"), None]
+    ordered.order()
+    ordered.store.epoch = 2
+    ordered.store.board.reset(2)
+    assert ordered.order() is RepairState.UNDER_WAY
+    assert ordered.finish() is RepairState.WHOLE and ordered.began == 2
+
+
+@pytest.mark.parametrize("end", ["given up", "closed"])
+def test_what_nobody_wants_any_more_is_not_tried_again(ordered: Ordered, end: str) -> None:
+    ordered.outcomes = [SmpUnavailable("away")]
+    ordered.order()
+    if end == "closed":
+        ordered.repairs.close()
+    else:
+        ordered.given_up = True
+    assert ordered.finish() is RepairState.UNDER_WAY and ordered.began == 1
 
 
 def test_it_is_said_once_that_encoding_does_not_keep_up_and_once_that_it_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from holdfast.cli.main import main
 from holdfast.smp_daemon.ops.status import take_statuses
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared import budget as budget_module
+from holdfast.smp_daemon.shared.board import REFUSED
 from holdfast.smp_daemon.shared.budget import PART_BYTES, Budget
 from holdfast.smp_daemon.shared.client import SmpClient, _reserved
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, StaleEpoch
@@ -94,12 +95,12 @@ def test_an_smp_answers_while_it_reserves_and_gives_slots_as_they_come(ground: G
         client.begin(SnapshotId(1, 1), "dp0", (), None)
     first.go()
     second = ground.points.wait_any(smp.name, SLICE)
-    assert client.await_reserved(run.layout, 1) == 1
+    assert client.ready(1) == 1
     assert len(client.slots(1, "dp0")) == len(slot_files(smp.arena)) == 1
     run["dp0"].take(SnapshotId(1, 1))
     second.go()
     ground.points.wait_any(smp.name, SLICE).go()
-    assert client.await_reserved(run.layout, 3) == 3
+    assert (client.configure(run.layout), client.ready(1), client.ready(2)) == (3, 3, 0)
     assert all(map(is_whole, slot_files(smp.arena))) and len(slot_files(smp.arena)) == 3
 
 
@@ -118,7 +119,7 @@ def test_the_slot_of_what_is_persisted_is_made_before_the_second(
         counts.append(client.configure(run.layout, wait=False))
     stop.go()
     assert counts == [0, 1, 1, 2]
-    assert client.await_reserved(run.layout, 3) == 3
+    assert client.configure(run.layout) == 3
     assert len(slot_files(smp.arena)) == 4
 
 
@@ -135,12 +136,11 @@ def test_a_slot_is_usable_once_it_is_prepared_and_not_before(ground: Ground) -> 
     client, seen = run["dp0"].client, list[tuple[int, int]]()
 
     def prepare(slots: list[memoryview]) -> None:
-        seen.append((len(slots), reserving.standing))
+        seen.append((len(slots), reserving._usable))
 
-    reserving = Reserving(client, lambda: client, run.layout, "dp0", there, prepare)
-    reserving.work()
+    reserving = Reserving(client, run.layout, "dp0", there, prepare)
+    assert reserving.look() == 3
     assert seen == [(1, 0), (2, 1), (3, 2)]
-    assert reserving.standing == 3
 
 
 def test_ranks_of_a_node_rest_together(ground: Ground) -> None:
@@ -151,7 +151,7 @@ def test_ranks_of_a_node_rest_together(ground: Ground) -> None:
     spans: list[tuple[float, float]] = []
 
     def register() -> None:
-        reserving = Reserving(client, lambda: client, run.layout, "dp0", there, lambda slots: None)
+        reserving = Reserving(client, run.layout, "dp0", there, lambda slots: None)
         for _ in range(2):
             with reserving.turn():
                 began = time.monotonic()
@@ -170,7 +170,7 @@ def test_ranks_of_a_node_rest_together(ground: Ground) -> None:
 
 def test_who_closes_ends_a_rest(ground: Ground) -> None:
     run, there = laid_out(ground.smp())
-    reserving = Reserving(run["dp0"].client, lambda: run["dp0"].client, run.layout, "dp0", there, lambda slots: None)
+    reserving = Reserving(run["dp0"].client, run.layout, "dp0", there, lambda slots: None)
     reserving.close()
     with pytest.raises(StaleEpoch), reserving.turn():
         time.sleep(0.001)
@@ -210,11 +210,12 @@ def test_another_layout_takes_the_place_of_one_that_is_being_reserved(ground: Gr
     later, there = laid_out(smp, MUCH + 1000, epoch=2)
     assert there == 0
     with pytest.raises(StaleEpoch):
-        run["dp0"].client.await_reserved(run.layout, 1)
+        run["dp0"].client.configure(run.layout)
     held.go()
     for _ in range(3):
         ground.points.wait_any(smp.name, SLICE).go()
-    assert later["dp0"].client.await_reserved(later.layout, 3) == 3
+    assert later["dp0"].client.configure(later.layout) == 3
+    assert (run["dp0"].client.ready(1), later["dp0"].client.ready(2)) == (0, 3)
     lengths = {path.stat().st_size for path in slot_files(smp.arena)}
     assert lengths == {later["dp0"].form.total_bytes}
 
@@ -257,7 +258,7 @@ def test_it_is_shown_how_far_it_is(ground: Ground, capsys: pytest.CaptureFixture
     assert f"{smp.name}: {status.reserving}" in capsys.readouterr().out
     held.go()
     ground.points.wait_any(smp.name, SLICE).go()
-    assert run["dp0"].client.await_reserved(run.layout, 3) == 3
+    assert run["dp0"].client.configure(run.layout) == 3
     [status] = take_statuses(JOB, [smp.control])
     assert (status.planned_bytes, status.arena_bytes, status.reserving) == (0, 3 * length, "")
 
@@ -293,9 +294,10 @@ def test_where_memory_runs_out_all_of_it_is_given_back_and_the_trainers_are_told
         client.configure(layout, wait=False)
         need, got = 3 * trainer.form.total_bytes, slots * trainer.form.total_bytes
         with pytest.raises(ArenaTooSmall, match=rf"{need:,} bytes .* [{got:,}\d,]+ of .* left"):
-            client.await_reserved(layout, 3)
-        with pytest.raises(ArenaTooSmall, match=rf"{need:,} bytes more.*enlarge"):
             client.configure(layout)
+        assert client.ready(1) == REFUSED
+        with pytest.raises(ArenaTooSmall, match=rf"{need:,} bytes more.*enlarge"):
+            client.configure(layout, wait=False)
         assert got < need
         assert not list(prepared.arena.glob("*.safetensors*"))
         assert (smp.arena.budget.used, smp.arena.budget.owed) == (0, 0)

@@ -435,7 +435,9 @@ class TestFencing:
     def test_a_dead_smp_is_unavailable_and_not_waited_for(self, ground: Ground) -> None:
         smp = ground.smp()
         client = smp.client()
+        assert client.connection is not None
         smp.kill()
+        assert client.connection is None, "its end is seen without a call"
         with pytest.raises(SmpUnavailable):
             client.inventory()
         with pytest.raises(SmpUnavailable):

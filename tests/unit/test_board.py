@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, SnapshotOutcome
+from holdfast.smp_daemon.shared.board import (
+    MAX_PAUSE_S,
+    PAUSE_WORDS,
+    REFUSED,
+    WORDS,
+    Board,
+    RepairState,
+    SnapshotOutcome,
+)
 from holdfast.smp_daemon.shared.errors import ProtocolError
 
 REMEMBERED = WORDS - 1
@@ -257,3 +265,24 @@ def test_what_is_due_to_be_persisted_is_no_business_of_outcomes_and_pauses(board
     assert boards.trainer.paused_for(NOW_S) == 0
     boards.smp.post_due(False)
     assert not boards.trainer.due
+
+
+@pytest.mark.parametrize("count", [1, 16, REFUSED])
+@pytest.mark.parametrize("state", RepairState)
+def test_slots_and_repairs_are_those_of_the_epoch(tmp_path: Path, boards: Pair, count: int, state: RepairState) -> None:
+    assert (boards.trainer.ready(1), boards.trainer.repair(1)) == (0, RepairState.UNDER_WAY)
+    boards.smp.post_due(True)
+    boards.smp.post_ready(count)
+    boards.smp.post_repair(state)
+    assert (boards.trainer.ready(1), boards.trainer.repair(1)) == (count, state)
+    assert (boards.trainer.ready(2), boards.trainer.repair(2)) == (0, RepairState.UNDER_WAY)
+    later = boards.smp.succeeded(2)
+    of_later = Board(tmp_path / "board")
+    for board in (boards.trainer, of_later):
+        for epoch in (1, 2):
+            assert (board.ready(epoch), board.repair(epoch)) == (0, RepairState.UNDER_WAY)
+    later.post_ready(count)
+    later.post_repair(state)
+    assert (of_later.ready(2), of_later.repair(2), of_later.due) == (count, state, True)
+    later.post_repair(None)
+    assert of_later.repair(2) is RepairState.UNDER_WAY

@@ -65,7 +65,6 @@ class Zombie:
             "inventories": ({"addresses": []}, None),
             "join": ({"epoch": 1}, STALE),
             "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
-            "await_reserved": ({"epoch": 1, "count": 1}, STALE),
             "slots": ({"coord": "dp0", "epoch": 1}, STALE),
             "begin": ({**written, "keep": []}, STALE),
             "seal": (written, STALE),
