@@ -17,7 +17,7 @@
 # make bench-load   load a lost node's state from memory or a file server, over shaped links: ten minutes, as root
 # make bench-links   use of four network links per node, and the cost of losing one: three minutes, as root
 # make bench-scale   communication between up to 16,384 ranks, by size of the job: 15 minutes on an idle machine
-# make gpu     on a machine with a GPU: correctness, speed, and cost compared with others; GPU=A, B or C for one part
+# make gpu     on a machine with a GPU: is it right (GPU="A A-jobs"), fast ("B B-steps"), cheaper than others (C)?
 # make gpu-wheels  download what a GPU machine without network needs besides torch and NumPy; GPU_PYTHON=3.12
 # make gpu-offline   on such a machine: set up with these packages and its own torch, before make gpu
 # make gpu-dry   make gpu on a machine without a GPU, with an emulated device: six minutes
@@ -123,15 +123,14 @@ bench-scale: setup
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale-$$(date +%F).json \
 		--markdown benchmarks/results/scale-$$(date +%F).md
 
-GPU ?= A B C
+GPU ?= A A-jobs B B-steps C
 GPU_PYTHON ?= 3.12
 WHEELS := build/gpu-wheels
 
-gpu: setup
-	@for part in $(GPU); do $(BIN)/python -m benchmarks.gpu $$part || exit 1; done
-
-gpu-dry: setup
-	@for part in $(GPU); do $(BIN)/python -m benchmarks.gpu $$part --dry || exit 1; done
+gpu gpu-dry: $(if $(wildcard $(READY)),,setup)  # an environment of gpu-offline stays, whatever the times of files
+	@failed=; for part in $(GPU); do \
+		$(BIN)/python -m benchmarks.gpu $$part $(if $(filter gpu-dry,$@),--dry) $(if $(OUT),--out $(OUT)) || failed=1; \
+	done; test -z "$$failed"
 
 gpu-wheels: setup
 	@$(BIN)/pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
@@ -139,9 +138,12 @@ gpu-wheels: setup
 	@du -sh $(WHEELS)
 
 gpu-offline:
-	@$(PYTHON) -m venv --system-site-packages $(VENV)
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' > \
+		$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-index --no-deps $(WHEELS)/*.whl
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-index --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import torch, holdfast; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
 	@touch $(READY)
 
 wheels: setup

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.spawn import find_arenas, remove
 from tests.proof.device.queues import LAZY
-from tests.proof.device.seam import SHOWN_BY, Cpu, Emulated, Real, SeamDevice
+from tests.proof.device.seam import SHOWN_BY, SHOWN_LATE, Cpu, Emulated, Real, SeamDevice
 from tests.proof.device.standin import EmulatedCuda
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,7 +40,7 @@ class Machine:
 
     def device_that_shows(self, fault: str) -> SeamDevice:
         """A device on which a given fault of `FAULTS` becomes visible."""
-        return Emulated(EmulatedCuda(SHOWN_BY.get(fault, LAZY))) if self.dry else Real()
+        return Emulated(EmulatedCuda(SHOWN_BY.get(fault, LAZY))) if self.dry else Real(late_copies=fault in SHOWN_LATE)
 
     @property
     def beside(self) -> SeamDevice:
@@ -69,33 +72,54 @@ class Machine:
 
 @contextmanager
 def arena() -> Iterator[Path]:
-    """A directory in shared memory for one check; removed at the end."""
-    base = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir="/dev/shm"))
+    """A directory in shared memory. At the end all SMPs in it are killed, and it is removed."""
+    base = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir=os.environ.get(ARENA_ENV, "/dev/shm")))
     try:
         yield base
     finally:
+        for found in find_arenas(base):
+            remove(found)
         shutil.rmtree(base)
 
 
 def run_check(
     name: str, machine: Machine, deadline_s: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run a check in its own process and return its result; `environment` extends this process's variables."""
+    """Run a check in its own process and return its result; `environment` extends this process's variables. Whatever
+    becomes of the check, nothing of it is left in memory: no process, no SMP, no arena."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--check", name, *["--dry"] * machine.dry]
-    variables = {**os.environ, **(environment or {})}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=variables, check=False)
-    except subprocess.TimeoutExpired:
-        return {"passes": False, "failure": f"it took over {deadline_s:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    found = json.loads(lines[-1]) if done.returncode == 0 and lines else None
-    return found or {"passes": False, "failure": (done.stderr or done.stdout)[-600:]}
+    with arena() as base:
+        variables = {**os.environ, ARENA_ENV: str(base), **(environment or {})}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=variables)
+        try:
+            out, err = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            return {"passes": False, "failure": f"it took over {deadline_s:.0f} s"}
+        finally:
+            _end(process)
+    lines = out.strip().splitlines()
+    found = json.loads(lines[-1]) if process.returncode == 0 and lines else None
+    return found or {"passes": False, "failure": (err or out)[-600:]}
 
 
-def tests(*arguments: str, deadline_s: float = 100.0) -> tuple[bool, str]:
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a process that still runs, with all that it has started."""
+    if process.poll() is None:
+        whole = psutil.Process(process.pid)
+        for each in [*whole.children(recursive=True), whole]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.communicate()
+
+
+def tests(*arguments: str, deadline_s: float = 100.0, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
     """Run tests; return whether they pass, and the last line that they print."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s, check=False)
+    variables = {**os.environ, **(environment or {})}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s, env=variables, check=False
+    )
     lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
     return done.returncode == 0, lines[-1]
 

@@ -27,7 +27,6 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, Runtime
 from holdfast.snapshot.copy.engines import (
-    LOAD_THREADS,
     SAMPLE_BYTES,
     CopyEngine,
     Filling,
@@ -38,6 +37,7 @@ from holdfast.snapshot.copy.engines import (
     Transfer,
     address_of,
     golden,
+    load_threads,
     remembered,
 )
 from holdfast.snapshot.copy.pages import Pages
@@ -49,8 +49,8 @@ from holdfast.snapshot.copy.unit_digests import UnitDigests
 CHUNK_BYTES = 32 << 20
 """Length of our longest copy, which copies of others may have to wait for; also the length of the ring's buffers."""
 
-RING_BUFFERS = LOAD_THREADS + 2
-"""One for each thread that fills the device, and two that are being transferred."""
+BEING_TRANSFERRED = 2
+"""How many buffers the ring has besides one for each thread that fills the device."""
 
 SAMPLED = 256
 """Number of tensors that are sampled when a step begins."""
@@ -82,7 +82,7 @@ class CudaEngine:
         self.runtime = runtime
         self._pages = pages
         self.stream = runtime.own_stream("copies")
-        self.ring = Ring(runtime, self.stream, RING_BUFFERS, CHUNK_BYTES)
+        self.ring = Ring(runtime, self.stream, load_threads() + BEING_TRANSFERRED, CHUNK_BYTES)
         self._looks = runtime.own_stream("looks")
         self._samples = runtime.own_stream("samples")
         self._sampling = threading.Lock()  # guards `_samples` while one sample is queued

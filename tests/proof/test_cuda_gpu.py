@@ -129,7 +129,8 @@ def test_memory_of_a_source_is_not_handed_out_while_it_is_copied(engine: CudaEng
     engine.prepare([slot], nullcontext)
     transfer = engine.mark()
     transfer.copy(pieces, slot, no_pause)
-    pieces.clear()
+    engine.forget()
+    pieces.clear()  # what was given is held all the same
     del live
     torch.full((64 << 20,), 4, dtype=torch.uint8, device="cuda")
     transfer.finish()

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks.gpu import beside
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu import beside, written
+from benchmarks.gpu.machine import Machine, arena, run_check
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.spawn import find_arenas
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
+
+LONG_S = 30.0
+"""Timeout of a check that is stopped, in seconds."""
 
 
 @pytest.mark.cluster
@@ -22,12 +29,46 @@ def test_a_dry_run_prints_a_line_for_each_check_and_writes_a_report(tmp_path: Pa
     command = [sys.executable, "-m", "benchmarks.gpu", "A", "--dry", "--only", "A0", "A6", "A7", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["✓", name] for name in ("A0", "A6", "A7")]
-    [report] = tmp_path.glob("gpu-A-dry-*.json")
-    written = json.loads(report.read_text())
-    assert written["device"].startswith("none")
-    assert written["checks"].keys() == {"A0", "A6", "A7"}
-    assert report.with_suffix(".md").read_text().count("| ✓ |") == 3
+    *lines, last = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["✓", name] for name in ("A0", "A6", "A7")]
+    [report] = tmp_path.iterdir()
+    assert last.endswith(str(report))
+    found = written.read(report)
+    assert found["facts"]["device"].startswith("none")
+    assert found["checks"].keys() == {"A0", "A6", "A7"}
+    assert report.read_text().count("| ✓ |") == 3
+
+
+def test_the_report_has_all_parts_and_is_there_after_each_check(tmp_path: Path) -> None:
+    path, facts = tmp_path / "sub" / "report.md", {"device": "H100"}
+    written.Written(path, facts).add("A0", {"passes": True, "seconds": 1.0})
+    assert written.read(path)["checks"].keys() == {"A0"}
+    failure = "Traceback:\n```json\na | b"
+    written.Written(path, facts).add("B1", {"passes": False, "failure": failure, "seconds": 2.0})
+    assert written.read(path)["checks"].keys() == {"A0", "B1"}
+    assert path.read_text().count("\n| ") == 3, "one line for each, and one for their names"
+    result = {"passes": True, "seconds": 2.0}
+    written.Written(path, {"device": "H200"}).add("B1", result)
+    assert written.read(path) == {"facts": {"device": "H200"}, "checks": {"B1": result}}
+
+
+@pytest.mark.cluster
+def test_a_check_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with arena() as base:
+        monkeypatch.setenv(ARENA_ENV, str(base))
+        found: dict[str, Any] = {}
+        thread = threading.Thread(target=lambda: found.update(run_check("A10", Machine(dry=True), LONG_S)))
+        thread.start()
+        limit, smps = time.monotonic() + LONG_S, list[psutil.Process]()
+        while not smps and time.monotonic() < limit:
+            time.sleep(0.05)
+            smps = [smp for each in find_arenas(base) for smp in each.smps]
+        [check] = [each for each in psutil.Process().children() if "--check" in each.cmdline()]
+        check.suspend()  # so it takes too long, however fast this machine
+        thread.join(LONG_S + DEADLINE_S)
+        assert "took over" in found["failure"]
+        assert smps and not any(smp.is_running() and smp.status() != psutil.STATUS_ZOMBIE for smp in smps)
+        assert not list(base.iterdir())
 
 
 ROW = {"stall_p50_ms": 1.0, "lost_ratio": 0.2}

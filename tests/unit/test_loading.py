@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.engines import LOAD_THREADS, CpuEngine, SlotTensor
+from holdfast.snapshot.copy.engines import FEW_THREADS, LOAD_THREADS, CpuEngine, SlotTensor, load_threads
 from holdfast.snapshot.resume import loading
 from holdfast.snapshot.resume.attempt import Restored, SameWorld
 from holdfast.snapshot.resume.loading import check_ranges, load_checked
@@ -322,10 +322,11 @@ def test_a_thread_copies_a_unit_right_after_its_digest_and_then_takes_the_next(m
         assert breaks < -(-len(order) // 2), "units of a group are contiguous"
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (64, LOAD_THREADS)])
-def test_as_many_threads_work_at_once_as_there_are_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(1, 1, 1), (2, 8, 2), (20, 1, 10), (64, 8, FEW_THREADS)])
+def test_as_many_threads_work_at_once_as_a_rank_has_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
 ) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     meeting, seen = threading.Barrier(threads), set()
     matches = RecoveredShard.matches
 
@@ -340,6 +341,11 @@ def test_as_many_threads_work_at_once_as_there_are_cores(
     monkeypatch.setattr(RecoveredShard, "matches", meet)
     check_ranges(slot.shard, [(0, BYTES)], never)
     assert len(seen) == threads
+
+
+def test_more_threads_than_a_device_takes_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cores(monkeypatch, 256)
+    assert load_threads() == LOAD_THREADS
 
 
 LOAD_256_MB = """

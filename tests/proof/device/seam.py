@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from unittest.mock import patch
 
 import torch
 
 from holdfast import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import HoldfastError
-from holdfast.snapshot.copy.cuda import CudaTransfer
+from holdfast.snapshot.copy.cuda import CudaEngine, CudaTransfer
+from holdfast.snapshot.copy.cuda_runtime import DeviceEvent
 from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.step.capture import Staging
@@ -49,12 +50,24 @@ class SeamDevice(Protocol):
         """Make a stream other than the default one current in this block."""
         ...
 
+    def broken(self) -> AbstractContextManager[object]:
+        """Make the device work in this block in an order that shows faults."""
+        ...
+
     def delay(self) -> None:
         """Keep the current stream busy for a while before its next work."""
         ...
 
+    def batch(self, values: torch.Tensor) -> torch.Tensor:
+        """A batch on the device. Does not wait for the device."""
+        ...
+
     def synchronize(self) -> None:
         """Block until the device has done everything."""
+        ...
+
+    def event(self) -> DeviceEvent:
+        """A point behind all that was queued on the current stream."""
         ...
 
     def engines(self) -> DeviceEngines:
@@ -76,13 +89,19 @@ class Cpu:
     def installed(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    own_stream = installed
+    own_stream = broken = installed
+
+    def batch(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     def delay(self) -> None:
         """Do nothing: a CPU has no queue."""
 
     def synchronize(self) -> None:
         """Do nothing: all work is done already."""
+
+    def event(self) -> DeviceEvent:
+        raise NotImplementedError("a CPU has no queue")
 
     def engines(self) -> DeviceEngines:
         return DeviceEngines()
@@ -108,11 +127,22 @@ class Emulated:
     def own_stream(self) -> AbstractContextManager[object]:
         return self.standin.stream(self.standin.queues.stream(0))
 
+    def broken(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def batch(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.name)
+
     def delay(self) -> None:
         """Do nothing: the device is late anyway."""
 
     def synchronize(self) -> None:
         self.standin.synchronize()
+
+    def event(self) -> DeviceEvent:
+        event = self.standin.current(0).record_event()
+        self.standin.wait_for(self.standin.current(0))  # nobody else does its work
+        return event
 
     def engines(self) -> DeviceEngines:
         return self.standin.engines({torch.device(self.name)})
@@ -130,10 +160,13 @@ class Emulated:
 
 
 class Real:
-    """The first CUDA device of this machine."""
+    """The first CUDA device of this machine. Its copies are done at once, beside the training, unless `late_copies`."""
 
     name = "cuda:0"
     cycles = 50_000_000
+
+    def __init__(self, *, late_copies: bool = False) -> None:
+        self._late_copies = late_copies
 
     def installed(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -144,11 +177,33 @@ class Real:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def event(self) -> DeviceEvent:
+        return cast(DeviceEvent, torch.cuda.current_stream().record_event())
+
     def engines(self) -> DeviceEngines:
         return DeviceEngines({torch.device(self.name)})
 
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """What is copied too late shows only on a device that copies late."""
+        if not self._late_copies:
+            yield
+            return
+        queue = CudaEngine.queue
+
+        def late(engine: CudaEngine, *given: Any) -> Iterator[Any]:
+            torch.cuda._sleep(3 * self.cycles)  # type: ignore[no-untyped-call]
+            return queue(engine, *given)
+
+        with patch.object(CudaEngine, "queue", late):
+            yield
+
+    def batch(self, values: torch.Tensor) -> torch.Tensor:
+        return values.pin_memory().to(self.name, non_blocking=True)
+
     def delay(self) -> None:
-        torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
+        if not self._late_copies:
+            torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
 
     def capture(self, graph: Any) -> AbstractContextManager[object]:
         return torch.cuda.graph(graph)
@@ -238,7 +293,7 @@ class Training:
         for step in turns(self._loop.steps):
             self.step = step
             generator = torch.Generator().manual_seed(step)
-            batch = torch.randn(12, 8, generator=generator).to(self._device.name)
+            batch = self._device.batch(torch.randn(12, 8, generator=generator))
             begins(step)
             self._device.delay()
             loss = self.model(batch).square().mean()
@@ -392,6 +447,9 @@ def deaf_to_replays() -> Iterator[None]:
     with patch("holdfast.snapshot.step.graphs.Graphs.say", lambda graphs, what, *, after=False: what()):
         yield
 
+
+SHOWN_LATE = frozenset({"no-fence", "early-give-back", "no-finish", "live-buffers"})
+"""Faults that show only on a device that copies state late."""
 
 SHOWN_BY = {"early-mark": EAGER}
 """The order of work on an emulated device that shows a fault, if it is not `LAZY`."""
