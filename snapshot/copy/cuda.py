@@ -227,7 +227,7 @@ class CudaEngine:
             if runtime.one_queue:
                 runtime.wait(self.stream.record_event(), begun)
         batches = table.batches
-        together = -(-len(batches) // MOST_CHUNKS) if direct else 1  # a batch fills a buffer of the ring
+        together = max(1, -(-len(batches) // MOST_CHUNKS)) if direct else 1  # a batch fills a buffer of the ring
         marks = max(1, len(batches) // MARKS)
         for first in range(0, len(batches), together):
             store(np.concatenate(batches[first : first + together]))

@@ -199,6 +199,17 @@ def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refus
         assert [bits(tensor) for tensor in live] == content(slot, pieces)
 
 
+@pytest.mark.parametrize("odd", [True, False], ids=["only odd ones", "none"])
+def test_a_slot_may_have_no_plain_tensors(gpu: EmulatedCuda, odd: bool) -> None:
+    engine = engine_on(gpu)
+    slot = prepared(engine)
+    pieces = place(*[gpu.tensor(torch.ones(30, 20)).t()] * odd)
+    transfer = engine.mark()
+    transfer.copy(pieces, slot, no_pause)
+    transfer.finish()
+    assert content(slot, pieces) == [bits(piece.tensor) for piece in pieces]
+
+
 def test_several_threads_fill_a_device_from_memory_that_it_does_not_know(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     live = one.tensor(torch.zeros(40 * CHUNK, dtype=torch.uint8))
