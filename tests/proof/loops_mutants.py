@@ -26,7 +26,13 @@ def _ignore(*arguments: Any, **options: Any) -> None:
     """Do nothing."""
 
 
-def _blind(self: Boundary, module: Any, given: Any) -> None:
+def _believe(self: loop.Loop, *arguments: Any) -> None:
+    """Instead of `Loop._refuse`: seal what was taken."""
+    if self._copy is not None:
+        self._copy.confirm()
+
+
+def _blind(self: Boundary, module: Any, *given: Any) -> None:
     """A replacement of `Boundary._forward` by which every forward begins a step, even in an evaluation."""
     self._forwards += 1
     self._listener.on_forward(self._forwards, given)
@@ -55,7 +61,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
     "an evaluation begins a step": (
         [
             (Boundary, "_forward", _blind),
-            (loop.Loop, "_refuse", _ignore),
+            (loop.Loop, "_refuse", _believe),
             ("holdfast.snapshot.first_turns", "check_inputs", _ignore),
         ],
         Loop(

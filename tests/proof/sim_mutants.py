@@ -409,12 +409,18 @@ def _without_scalers(self: BaseAdapter, early: Any, late: Any, fixed: Any) -> No
     self._extra = held
 
 
-def _forward_of_any_mode(self: Boundary, module: Any, given: Any) -> None:
+def _forward_of_any_mode(self: Boundary, module: Any, *given: Any) -> None:
     """Treat every forward as the begin of a step, even in an evaluation."""
     self._forwards += 1
     self._running.append(self._forwards)
     with torch.enable_grad():  # all tasks share one thread and its grad mode
         self._listener.on_forward(self._forwards, given)
+
+
+def _believe(self: Loop, *arguments: Any) -> None:
+    """Instead of `Loop._refuse`: seal what was taken."""
+    if self._copy is not None:
+        self._copy.confirm()
 
 
 def _begin_and_draw(self: Capture, *arguments: Any, **options: Any) -> SnapshotCopy:
@@ -682,7 +688,7 @@ MUTANTS: dict[str, SimMutant] = {
     "evaluation-begins-a-step": SimMutant(
         "an evaluation with borrowed weights is taken for the next step",
         "sealed",
-        ((Boundary, "_forward", _forward_of_any_mode), (Loop, "_refuse", _never)),
+        ((Boundary, "_forward", _forward_of_any_mode), (Loop, "_refuse", _believe)),
         _with_state("evaluation", "average"),
     ),
     "generators-left-alone": SimMutant(
