@@ -10,6 +10,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.snapshot.ending import Ending
 from holdfast.snapshot.first_turns import Checks, FirstTurns
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.interval.recording import leave, recording_from_environment
@@ -109,6 +110,7 @@ class Session:
             rank.system,
         )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
+        self._ending = Ending(options, rank, self.protecting, progress)
         self._auditor = self._auditor_if_ordered(Theirs(checks.restored_by_themselves))
         self._first = FirstTurns(restored, checks, progress, self.position)
         self.loop = Loop(
@@ -164,7 +166,7 @@ class Session:
 
     def communicate(self, begins: bool) -> None:
         """The step begins, or stops, communicating: holdfast's copies and traffic wait meanwhile. Never blocks."""
-        index = self.protecting.index
+        index = self.protecting.layouts.index
         if begins:
             self.protecting.pace.comm(True)
             self.rank.client.pause(index, self.rank.system.monotonic() + MAX_PAUSE_S)
@@ -196,17 +198,17 @@ class Session:
         )  # the loop was left before its end, as far as it tells
         kept, takes = well and (early or self._options.keep or goes_on), False
         if well:
-            kept, takes = protecting.agree_on_end(keeps=kept, takes=not early, stepped=self.loop.has_stepped)
+            kept, takes = self._ending.agree(keeps=kept, takes=not early, stepped=self.loop.has_stepped)
         self.loop.leave(takes=kept and takes, goes_on=goes_on)
         try:
-            protecting.stop_reserving(deadline_s)
+            protecting.layouts.stop_reserving(deadline_s)
             protecting.copier.close(deadline_s)
             if self._recording is not None:
                 self._recording.close(deadline_s)
             if well:
-                kept = protecting.finish_together(kept)
+                kept = self._ending.finish(kept)
                 if kept and not self._options.keep:
-                    protecting.say_what_is_kept()
+                    self._ending.say_what_is_kept()
         except HoldfastError as failure:
             if self._options.strict and well:
                 raise
@@ -223,7 +225,7 @@ class Session:
 
     def _end_recording(self) -> None:
         """The profile is complete: write it, and end this process well. A collective call."""
-        layout, recording, self._recording = self.protecting.layout, self._recording, None
+        layout, recording, self._recording = self.protecting.layouts.layout, self._recording, None
         if recording is not None and layout is not None:
             recording.close(self._options.deadline_s)
             recording.write(layout, self.rank.client.node, self.rank.coord, self.rank.agreement)

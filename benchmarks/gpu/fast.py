@@ -194,7 +194,7 @@ def latency(machine: Machine) -> Figures:
 def _with_memory(snap: InMemorySnapshot, count: int) -> Iterator[int]:
     """Yield steps until memory for snapshots is reserved, and `count` steps after that."""
     for step in snap.steps(MOST_STEPS):
-        if step > 1 and not snap._session.protecting.is_reserving:
+        if step > 1 and not snap._session.protecting.layouts.is_reserving:
             count -= 1
         yield step
         if not count:

@@ -92,7 +92,7 @@ class Alone:
         The hook never waits for a free slot: it skips the step, or gives the snapshot up. Snapshots before all memory
         is reserved do not count, as measurements begin after that.
         """
-        if self._snap._session.protecting.is_reserving:
+        if self._snap._session.protecting.layouts.is_reserving:
             return False
         return self._accepted and self._newest.copy is not None and self._newest.copy.error is None
 

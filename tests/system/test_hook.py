@@ -643,7 +643,7 @@ def test_the_interval_grows_where_snapshots_cost_more_than_their_budget(arena: P
 def test_a_snapshot_that_is_never_over_holds_up_the_next_and_the_log_says_so(
     arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.snapshot.protecting.STARVED_S", 0.0)
+    monkeypatch.setattr("holdfast.snapshot.delays.STARVED_S", 0.0)
     model, optim = small()
     with InMemorySnapshot(model, optim, protect="none", every="auto") as snap:
         train(snap, model, optim, 3)

@@ -26,9 +26,9 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.smp_daemon.storage.holdings import ParityKey
+from holdfast.snapshot.delays import Delays
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, parity_slots
 from tests.deadlines import DEADLINE_S
@@ -360,14 +360,11 @@ def test_what_nobody_wants_any_more_is_not_tried_again(ordered: Ordered, end: st
 
 
 def test_it_is_said_once_that_encoding_does_not_keep_up_and_once_that_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    protecting: Any = SimpleNamespace(
-        _options=SimpleNamespace(protect_every=2), _behind=False, episodes=Episodes(get_log("holdfast.snapshot.test"))
-    )
+    delays = Delays(Episodes(get_log("holdfast.snapshot.test")), 2)
 
     def due(until: int, encoded: tuple[SnapshotId, ...]) -> list[str]:
         caplog.clear()
-        protecting.ledger = Ledger(4, protect_every=2, until=until, encoded=encoded, pending=encoded)
-        Protecting._say_whether_it_keeps_up(protecting)
+        delays.note_due(Ledger(4, protect_every=2, until=until, encoded=encoded, pending=encoded))
         return [record.getMessage() for record in caplog.records]
 
     under_way = (SnapshotId(1, 1),)

@@ -527,7 +527,7 @@ class World:
         session = hook._session
         sessions = [trainer.hook._session for trainer in self.trainers if trainer.hook is not None]
         return any(snapshot.epoch < session.progress.epoch for snapshot in session.protecting.copies) or any(
-            each.protecting._layout_changed for each in sessions
+            not each.protecting.layouts.fits for each in sessions
         )
 
     def _note_begun(self, snapshot: SnapshotId, coord: str) -> None:
@@ -614,7 +614,7 @@ def _has_no_room(hook: SnapshotHook) -> bool:
     """Whether memory is still being reserved, or every slot is taken until the restored snapshot has parity again."""
     protecting = hook._session.protecting
     ledger = protecting.ledger
-    return protecting.is_reserving or (ledger.restored is not None and not ledger.may_begin)
+    return protecting.layouts.is_reserving or (ledger.restored is not None and not ledger.may_begin)
 
 
 def _beginning(hook: SnapshotHook) -> str:

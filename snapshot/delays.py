@@ -1,0 +1,56 @@
+"""Says, once each time, why snapshots are taken or protected less often than was asked."""
+
+from __future__ import annotations
+
+from holdfast.smp_daemon.shared.logs import Episodes
+from holdfast.snapshot.step.ledger import Ledger, ProtectEvery
+from holdfast.snapshot.step.orders import SnapshotCopy
+
+STARVED_S = 30.0
+"""How long a snapshot may stay pending while no slot is free for another, in seconds, before that is logged."""
+
+
+class Delays:
+    """Used by the training thread."""
+
+    def __init__(self, episodes: Episodes, protect_every: ProtectEvery) -> None:
+        self._episodes = episodes
+        self._protect_every = protect_every
+        self._behind = False  # a snapshot was due to be protected while another was being encoded
+
+    def note_due(self, ledger: Ledger) -> None:
+        """A snapshot is due. If one of `protect_every` is to be protected, log when encoding one takes longer than
+        that."""
+        every = self._protect_every
+        if every in (1, "auto") or ledger.until:
+            return
+        if not ledger.protects_next:
+            self._behind = True
+            text = (
+                "%s is still being encoded although %s more snapshots were taken: until encoding keeps up again, fewer "
+                "than one in %s is protected"
+            )
+            self._episodes.begin("behind", text, ledger.encoded[0], every, every)
+        elif self._behind:
+            self._behind = False  # the next snapshot decides
+        else:
+            self._episodes.end("behind", "one of %s snapshots is protected again", every)
+
+    def note_skipped(self, ledger: Ledger, oldest: SnapshotCopy | None, now_s: float) -> None:
+        """None is taken although one is due: a snapshot before it is kept, or has been on its way for long.
+
+        Args:
+            oldest: the oldest copy that is pending. now_s: the time.
+        """
+        if ledger.restored is not None and not ledger.pending:
+            text = (
+                "no snapshot is taken until %s, which was restored, is protected again: it and the one that was "
+                "protected before take all slots; with slots=3 or more, one more is free"
+            )
+            self._episodes.begin("repaired", text, ledger.restored)
+        if oldest is not None and now_s - oldest.begun_s > STARVED_S:
+            text = (
+                "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
+                "slow or stopped? `holdfast status` tells"
+            )
+            self._episodes.begin("starved", text, oldest.snapshot, now_s - oldest.begun_s)
