@@ -9,6 +9,7 @@ A layout is made for the state as it is. Each, and each attempt at one, is an ep
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from holdfast.smp_daemon.shared.errors import SmpUnavailable, failure_of
@@ -184,10 +185,10 @@ class Layouts:
         if usable >= self._options.slots_with_generations:
             self._reserving = None
 
-    def _say(self, text: str, *values: object) -> None:
+    def _say(self, text: str, *values: object, level: int = logging.INFO) -> None:
         """Log, on one rank only, a text that is the same on all."""
         if self.layout is not None and self.layout.coords[0] == self._rank.coord:
-            log.warning(text, *values)
+            log.log(level, text, *values)
 
     def _pin(self, reserving: Reserving, slots: list[memoryview]) -> None:
         """Have the copy engine register slots, in turns with the other ranks of this node. Runs in the thread that
@@ -209,7 +210,8 @@ class Layouts:
         if deadline_s is not None:
             reserving.join(deadline_s)
             if not self.was_usable:
-                self._say("the job ends without a snapshot: memory for the first was still being reserved")
+                text = "the job ends without a snapshot: memory for the first was still being reserved"
+                self._say(text, level=logging.WARNING)
 
     def attach_again(self) -> None:
         """Called by the copy thread before the first copy after the SMP went away."""

@@ -56,7 +56,7 @@ def enter(
         rank.close()
         raise
     if restored.snapshot is not None and rank.agreement.rank == 0:
-        log.warning("%s", restored, extra=about(restored.snapshot, tier=restored.tier, how=restored.how))
+        log.info("%s", restored, extra=about(restored.snapshot, tier=restored.tier, how=restored.how))
     return Session(adapter, options, rank, restored, statistics, checks)
 
 

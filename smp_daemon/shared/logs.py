@@ -294,13 +294,36 @@ def log_file_problem() -> str:
     return _file.problem if _file is not None else _unopened
 
 
+class _Unhandled(logging.Handler):
+    """Shows warnings of a process that has set up no logging, as `logging.lastResort` does, but says whose they are,
+    and breaks no progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = [*logging.getLogger().handlers, *logging.getLogger("holdfast").handlers]
+        if others != [self]:
+            return
+        try:
+            bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+            (print if bars is None else bars.write)(f"holdfast: {record.getMessage()}", file=sys.stderr)
+        except Exception:  # as any handler: a log must not end the job
+            self.handleError(record)
+
+
+_unhandled = _Unhandled()
+
+
 def log_here(**identity: Any) -> None:
     """Set up logging in a trainer: to standard error if ``HOLDFAST_LOG`` is set, else the job's own handlers apply."""
     identify(**identity)
+    logger = logging.getLogger("holdfast")
     if not LOG.text():
+        logger.addHandler(_unhandled)
         return
     kind = chosen_format()
-    logger = logging.getLogger("holdfast")
+    logger.removeHandler(_unhandled)
     if not any(isinstance(handler.formatter, Formatter) for handler in logger.handlers):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(Formatter(kind))

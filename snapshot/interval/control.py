@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,7 +106,7 @@ class IntervalController:
         if not self._is_news():
             return None
         text = self.plan_in_words()
-        log.log(logging.WARNING if self.rule.wanted().limit == "budget" else logging.INFO, "from now on %s", text)
+        log.info("from now on %s", text)
         return text
 
     def plan_in_words(self) -> str:
@@ -129,7 +128,7 @@ class IntervalController:
         is_new = self._told is None
         text = self.plan_in_words()
         if is_new:
-            log.warning("%s", text)
+            log.info("%s", text)
         return text
 
     def sealed(self, copy: SnapshotCopy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,8 +123,9 @@ def lay_out(
 
     _together(agreement, begin)
     if layout.coords[0] == coord:
+        is_meant = len(layout.nodes) == 1 or not layout.parity  # there is no other node, or no protection was asked for
         for shortfall in shortfalls(layout):
-            log.warning("%s", shortfall)
+            log.log(logging.INFO if is_meant else logging.WARNING, "%s", shortfall)
     told = agreement.gather(str(there).encode())
     return layout, int(told[next(rank for rank, info in enumerate(everyone) if info.coord == speaker)])
 

@@ -34,7 +34,7 @@ from holdfast.snapshot.step.orders import CopyOrder, SnapshotCopy
 FINAL_DEADLINE_S = 3600.0
 """How long gradients of the forward that began a step may take to be computed, in seconds."""
 
-FORWARD_S = 5.0
+FORWARD_S = 60.0
 """How long a snapshot of a step that has begun waits for its first forward's inputs, in seconds, before it is sealed
 without them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pydoc
 import re
@@ -143,16 +144,19 @@ def test_what_is_in_help() -> None:
     assert {"restored", "statistics"} <= set(re.findall(r"(\w+) \| [A-Z]", text))
 
 
-def test_a_restore_says_one_line_with_nothing_set_up(arena: Path) -> None:
-    """After a kill in the middle of the fifth step, in the output of a script; a cold start prints no such line."""
+def test_what_is_normal_is_said_only_to_those_who_ask(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start, a kill in the middle of a step and a restart, in the output of a script."""
     said = []
-    for stop in ("3", "-1"):
-        command = [sys.executable, "-c", SCRIPT, stop, "6"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        said.append([line for line in done.stderr.splitlines() if "restored" in line])
-    cold, (line,) = said
-    assert cold == []
-    assert re.match("restored step 3 .*own ", line)
+    for kind in ("", "logfmt"):
+        monkeypatch.setenv("HOLDFAST_LOG", kind)
+        for stop in ("3", "-1"):
+            command = [sys.executable, "-c", SCRIPT, stop, "6"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            said.append(done.stderr.splitlines())
+    assert said[:2] == [[], []]
+    for line in ("a snapshot every step", "no other node", "restored step 3 .*own "):
+        times = [sum(bool(re.search(line, each)) for each in life) for life in said[2:]]
+        assert times == ([0, 1] if "restored" in line else [1, 1]), line
 
 
 @pytest.mark.parametrize(
@@ -436,6 +440,7 @@ def test_the_layout_knows_the_domains_of_a_node(
 def test_an_operator_is_told_once_what_is_not_protected(
     arena: Path, caplog: pytest.LogCaptureFixture, protect: str, data: int, parity: int, message: str
 ) -> None:
+    caplog.set_level(logging.INFO, logger="holdfast")
     model, optim = small()
     with InMemorySnapshot(model, optim, protect=protect) as snap:
         assert message not in caplog.text

@@ -147,6 +147,25 @@ def test_unknown_fields_of_every_line_are_refused() -> None:
         identify(colour="blue")
 
 
+@pytest.mark.parametrize("bar", [False, True], ids=["alone", "with a progress bar"])
+def test_a_trainer_without_logging_shows_whose_warning_it_is(bar: bool) -> None:
+    """And says nothing of what is normal; a job that has set up logging gets every line once, in its own form."""
+    code = f"""
+import logging, sys, types
+if {bar}:
+    shown = types.SimpleNamespace(write=lambda text, file: print(">", text, file=file))
+    sys.modules["tqdm"] = types.SimpleNamespace(tqdm=shown)
+from holdfast.smp_daemon.shared.logs import get_log, log_here
+log_here(job="a"), log_here(job="a")
+log = get_log("holdfast.here")
+log.info("normal"), log.warning("%s is odd", "this")
+logging.basicConfig(format="mine %(name)s %(message)s")
+log.warning("that, too")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stderr.splitlines() == [f"{'> ' if bar else ''}holdfast: this is odd", "mine holdfast.here that, too"]
+
+
 class TestWhatGoesOnFailing:
     def test_is_logged_when_it_begins_and_when_it_is_over(self, lines: Lines) -> None:
         now = 100.0
