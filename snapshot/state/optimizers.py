@@ -286,6 +286,8 @@ class OptimizerState:
             held = getattr(self.optimizer, name, None)
             if type(held) is list and type(number) is list:
                 held[:] = number  # others may refer to the same list
+            elif isinstance(held, torch.Tensor) and number is not None:
+                held.fill_(number)
             else:
                 setattr(self.optimizer, name, number)
             self._counts.add(name)
@@ -347,12 +349,12 @@ class OptimizerState:
 
 
 def _attributes(optimizer: Any) -> dict[str, Any]:
-    """Numbers, texts, None, and copies of lists of these, in an optimizer's attributes. torch's own optimizers keep
-    nothing there that lasts."""
+    """Numbers, texts, None, and copies of lists of these, in an optimizer's attributes; tensors that hold one number,
+    which compiled steps take instead of numbers, as such. torch's own optimizers keep nothing there that lasts."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return {
-        name: list(value) if type(value) is list else value
+        name: list(value) if type(value) is list else value.item() if isinstance(value, torch.Tensor) else value
         for name, value in vars(optimizer).items()
         if is_captured_number(value)
     }
@@ -360,6 +362,9 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 def is_captured_number(value: Any) -> bool:
     """Whether an attribute of an optimizer is captured with it, once it changes."""
+    if type(value) is torch.Tensor:  # on a device, reading it would wait
+        real = not (value.is_complex() or value.is_quantized or value.requires_grad)
+        return value.dim() == 0 and value.device.type == "cpu" and value.layout is torch.strided and real
     return _is_plain(value) or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
