@@ -280,7 +280,7 @@ class TrainerConversation:
             raise ProtocolError(
                 f"position {position} of group {group} has no parity in the layout of {sources.snapshot}"
             )
-        self._smp.repairs.order(sources, group, position)
+        self._smp.reconciler.order_parity(sources, group, position)
 
     def _verify(self, request: Verify) -> Accepted:
         claim = self._store.holdings.verify_lock

@@ -118,7 +118,7 @@ class Smp(Core):
         )
         self._episodes = Episodes(log)
         failpoint("start.serving")
-        self.rejoiner.start(self.store)
+        self.reconciler.rejoin()
 
     def _predecessor(self, job: str, node: str) -> Owner | None:
         """The SMP that served the arena before. If ``smp.json`` is lost, the layout still says where other nodes look

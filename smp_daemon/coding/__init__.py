@@ -1,3 +1,3 @@
-"""Keeping snapshots protected: encoding, scrubbing, regrouping, rejoining."""
+"""Keeping snapshots protected: encoding, scrubbing, regrouping."""
 
-__all__ = ["buffer_pool", "drain", "protect", "regroup", "rejoin", "scrub", "sending"]
+__all__ = ["buffer_pool", "drain", "protect", "regroup", "scrub"]

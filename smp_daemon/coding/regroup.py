@@ -8,19 +8,21 @@ and a new plan is made. Both sides of a partitioned network may regroup, or neit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.ec import plan_groups
+from holdfast.smp_daemon.recovery.reconcile import clutter
 from holdfast.smp_daemon.recovery.redundancy import tolerates
 from holdfast.smp_daemon.shared.errors import Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.messages import Adopt, Encode, Phase, Release
 from holdfast.smp_daemon.shared.plan import choose_sources, missing_parities, newest_protected, newest_whole
 from holdfast.smp_daemon.shared.sources import Sources
 
-PHASES = ("adopt", "encode", "release")
-"""The phases of a regrouping, in order. Each begins once all nodes have completed the one before."""
+PHASES: tuple[type[Phase], ...] = (Adopt, Encode, Release)
+"""The orders of a regrouping. Each is given once all nodes have carried out the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class Regrouping:
         return self.sources.snapshot
 
     @property
-    def phases(self) -> tuple[str, ...]:
-        """The phases of `PHASES` that remain to be done."""
+    def phases(self) -> tuple[type[Phase], ...]:
+        """The orders of `PHASES` that remain to be given."""
         return PHASES[-1:] if self.layout is self.sources.layout else PHASES
 
 
@@ -82,7 +84,7 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
         if layout.revision < max(revision for _, revision in known):
             return None
         staying = {node.name for node in layout.nodes} - leaving
-        cluttered = [i.node for i in inventories if i.node in staying and is_cluttered(i.parities, snapshot, layout)]
+        cluttered = [i.node for i in inventories if i.node in staying and clutter(i.parities, snapshot, layout)]
         return Regrouping(sources, layout, tuple(cluttered)) if cluttered else None
     nodes |= spares
     pool = sorted({*pool, *spares} - leaving)
@@ -107,11 +109,6 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
         left=tuple(sorted((departing | set(layout.left)) - {node.name for node in (*kept, *members)})),
     )
     return Regrouping(sources, regrouped, tuple(pool))
-
-
-def is_cluttered(parities: Iterable[tuple[SnapshotId, str, int]], snapshot: SnapshotId, layout: Layout) -> bool:
-    """Whether `parities`, held by one node, include parity of `snapshot` for a group that `layout` does not have."""
-    return any(of == snapshot and layout.group_of(tag) is None for of, tag, _ in parities)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The scrub: reads everything that is sealed, slowly and over and over, and repairs damaged units.
 
 Before its first pass it reads, as fast as it can, what a predecessor left in the arena. It notes damaged units there,
-and `coding.rejoin` repairs them.
+and `recovery.reconciler` repairs them.
 """
 
 from __future__ import annotations

@@ -10,14 +10,13 @@ from holdfast.ec import choose_codec
 from holdfast.smp_daemon.coding.buffer_pool import BufferPool, buffers_for
 from holdfast.smp_daemon.coding.drain import Drained, Draining
 from holdfast.smp_daemon.coding.protect import Protector
-from holdfast.smp_daemon.coding.rejoin import Rejoiner
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
 from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.persister import Persister
+from holdfast.smp_daemon.recovery.reconciler import Reconciler
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
-from holdfast.smp_daemon.recovery.repairs import ParityRepairs
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -130,12 +129,9 @@ class Core:
         self.monitor = Monitor(
             self.peers,
             self.settings.regroup_after_s,
-            self.settings.rebuild,
-            self.settings.links,
             lambda: self.trainers,
             system,
         )
-        self.rejoiner = Rejoiner(self.settings.rebuild, system)
         self.recoveries = Recoveries()
         self.store = Store(
             self.arena,
@@ -151,7 +147,7 @@ class Core:
             system=system,
         )
         failpoint("start.adopted")
-        self.repairs = ParityRepairs(self.store, system)
+        self.reconciler = Reconciler(self.store, self.settings.rebuild, system)
         self.watchdog = Watchdog(
             lambda: self.store.board,
             self.settings.deadlines,
@@ -236,8 +232,8 @@ class Core:
         """Stop the threads. The arena stays."""
         self.drainer.end()
         self.watchdog.close()
-        threads = (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector, self.store.reserver)
-        for part in (*threads, self.repairs):
+        threads = (self.persister, self.monitor, self._scrubber, self._protector, self.store.reserver)
+        for part in (self.reconciler, *threads):
             part.close()
 
     def _sealed(self, snapshot: SnapshotId, must_encode: bool) -> None:

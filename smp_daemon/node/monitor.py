@@ -10,23 +10,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from holdfast.smp_daemon.coding.regroup import Regrouping, is_cluttered, plan_regroup
-from holdfast.smp_daemon.coding.sending import Sender
+from holdfast.smp_daemon.coding.regroup import Regrouping, plan_regroup
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.inventories import AT_ONCE, addresses_of, gather_inventories
-from holdfast.smp_daemon.recovery.rebuild import recover
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
+from holdfast.smp_daemon.recovery.reconcile import clutter
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import Adopt, Encode, Enlist, Move, Phase, Regroup, Release
+from holdfast.smp_daemon.shared.messages import Enlist, Move, Phase, Regroup
 from holdfast.smp_daemon.shared.runs import own_inventories
-from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -34,9 +31,6 @@ PING_DEADLINE_S = 2.0
 LOOK_EVERY_S = 5.0
 SUSPECT_AFTER_S = 2.0
 """How long a suspected member may be missing before the survivors regroup, if that is less than for other members."""
-
-PHASES: dict[str, type[Phase]] = {"adopt": Adopt, "encode": Encode, "release": Release}
-"""The message sent to nodes in each of `regroup.PHASES`."""
 
 log = get_log(__name__)
 
@@ -46,7 +40,6 @@ class Monitor:
 
     Args:
         after_s: how long a member may be missing before the survivors regroup without it; 0: they never do.
-        method: how lost shards are computed, see `rebuild.recover`.
         trainers: returns the number of connections that trainers have to this SMP.
     """
 
@@ -54,16 +47,12 @@ class Monitor:
         self,
         peers: PeerClient,
         after_s: float,
-        method: str,
-        links: int,
         trainers: Callable[[], int],
         system: System = MACHINE,
     ) -> None:
         self._system = system
         self._peers = peers
-        self._links = links
         self._after_s = after_s
-        self._method = method
         self.trainers = trainers
         self._closed = system.Event()
         self._roused = system.Event()
@@ -148,7 +137,7 @@ class Monitor:
         held = self._store.own_keys()
         newest = max((key.snapshot for key in held), default=None)
         parities = (key for key in held if isinstance(key, ParityKey))
-        return newest is not None and newest.epoch == layout.epoch and is_cluttered(parities, newest, layout)
+        return newest is not None and newest.epoch == layout.epoch and bool(clutter(parities, newest, layout))
 
     def _request_regroup(self, layout: Layout) -> None:
         for node in layout.nodes:
@@ -261,10 +250,12 @@ class Monitor:
         extra = about(regrouping.snapshot, revision=regrouping.layout.revision)
         log.warning("regrouping for %s on %s", regrouping.snapshot, ", ".join(regrouping.nodes), extra=extra)
         failpoint("regroup.planned", regrouping.snapshot.step)
+        sources, layout = regrouping.sources, regrouping.layout
         for phase in regrouping.phases:
-            kind = PHASES[phase]
-            sources, layout = regrouping.sources, regrouping.layout
-            self._everywhere(regrouping, kind(job=store.job, epoch=store.epoch, sources=sources, layout=layout))
+            # A barrier: parity is computed from shards that other nodes have just taken over, and the old parity is all
+            # that protects the snapshot until the new one is whole on every node. So whichever node fails, and when,
+            # either the old groups can still lose what they could, or the new ones can.
+            self._everywhere(regrouping, phase(job=store.job, epoch=store.epoch, sources=sources, layout=layout))
         return regrouping
 
     def _enlist_spares(self) -> None:
@@ -287,69 +278,6 @@ class Monitor:
         with self._system.Pool(max(AT_ONCE, len(regrouping.nodes)), "regroup") as pool:
             for done in [pool.submit(ask, name) for name in regrouping.nodes]:
                 done.result()
-
-    # ------------------------------------------------------------------ taking part
-
-    def take_part(self, phase: Phase) -> None:
-        """Carry out this node's part of a phase. Blocks until it is done.
-
-        Raises:
-            StaleEpoch: trainers have begun a new epoch, in which they arrange their nodes themselves.
-            ProtocolError: the layout is not of this job and the snapshot's epoch, or does not name this node.
-            HoldfastError: the phase failed.
-        """
-        store, epoch, sources, layout = self._store, phase.epoch, phase.sources, phase.layout
-        store.check_epoch(epoch)
-        if layout.job != store.job or not layout.epoch == sources.layout.epoch == sources.snapshot.epoch <= epoch:
-            raise ProtocolError(
-                f"a layout of job {layout.job!r} in epoch {epoch_text(layout.epoch)} is not for {sources.snapshot}"
-            )
-        layout.node(store.node)
-        if isinstance(phase, Adopt):
-            failpoint("regroup.adopt", sources.snapshot.step)
-            with store.changed:
-                store.check_epoch(epoch)
-                store.keep_layout(layout)
-            for shard in layout.node(store.node).shards:
-                store.check_epoch(epoch)
-                recover(store, sources, shard.coord, self._method)
-        elif isinstance(phase, Encode):
-            failpoint("regroup.encode", sources.snapshot.step)
-            self._encode(epoch, sources, layout)
-        else:
-            failpoint("regroup.release", sources.snapshot.step)
-            with store.changed:
-                store.check_epoch(epoch)
-                self._release(sources.snapshot, layout)
-            store.counters.add(regroups=1)
-            failpoint("regroup.done", sources.snapshot.step)
-
-    def _encode(self, epoch: int, sources: Sources, layout: Layout) -> None:
-        group, _ = layout.place(self._store.node)
-        if not layout.protects(group):
-            return
-
-        def check() -> None:
-            if self._closed.is_set():
-                raise StaleEpoch("the SMP ends")
-            self._store.check_epoch(epoch)
-
-        with Sender(self._store, self._links) as sender:
-            sender.send(sources.snapshot, layout, check, lambda count: None)
-        self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), _phase_deadline(layout))
-
-    def _release(self, snapshot: SnapshotId, layout: Layout) -> None:
-        """Drop the old groups' parity. Raises `ProtocolError` unless this node's parity of its new group is here."""
-        store = self._store
-        if store.arena.layouts.get((layout.epoch, layout.revision)) != layout:
-            raise ProtocolError(f"node {store.node!r} has adopted no such layout: it drops nothing for it")
-        group, position = layout.place(store.node)
-        new = ParityKey(snapshot, layout.tag(group), position)
-        if layout.has_parity(group, position) and not store.holdings.holds(new):
-            raise ProtocolError(f"{new} is not here: what it is to take the place of is not dropped")
-        for key in store.holdings.held():
-            if isinstance(key, ParityKey) and key.snapshot == snapshot and layout.group_of(key.tag) is None:
-                store.holdings.drop(key)
 
 
 def _phase_deadline(layout: Layout) -> float:

@@ -1,3 +1,14 @@
 """Finds, fetches and rebuilds shards and parity that were lost."""
 
-__all__ = ["fetch", "inventories", "lending", "reading", "rebuild", "recoveries", "redundancy", "repairs", "units"]
+__all__ = [
+    "fetch",
+    "inventories",
+    "lending",
+    "reading",
+    "rebuild",
+    "reconcile",
+    "reconciler",
+    "recoveries",
+    "redundancy",
+    "units",
+]

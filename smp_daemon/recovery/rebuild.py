@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,12 +47,20 @@ class RecoveredSlot:
     digests: tuple[int, ...]
 
 
-def recover(store: Store, sources: Sources, coord: str, method: str = "chain", check: bool = True) -> RecoveredSlot:
+def recover(
+    store: Store,
+    sources: Sources,
+    coord: str,
+    method: str = "chain",
+    check: bool = True,
+    go_on: Callable[[], None] = lambda: None,
+) -> RecoveredSlot:
     """Make sure that `store` holds the shard of `coord`, from the memory of other SMPs; see `hold_shard`.
 
     Args:
         method: how a lost shard is computed: ``decode`` fetches k units for each of its own; ``chain`` lets the helpers
             add these up, and fetches one.
+        go_on: called before each unit that is fetched, by one thread at a time; what it raises is raised.
 
     Raises:
         Unrecoverable: too little is left to compute the shard from.
@@ -60,15 +68,18 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
     if method not in METHODS:
         raise ConfigError(f"{method!r} is not a way to rebuild: use one of {', '.join(METHODS)}")
     with _fetcher(store, sources, by_chain=method == "chain") as fetcher:
-        return hold_shard(store, fetcher, coord, check)
+        return hold_shard(store, fetcher, coord, check, go_on)
 
 
-def hold_shard(store: Store, source: UnitSource, coord: str, check: bool) -> RecoveredSlot:
+def hold_shard(
+    store: Store, source: UnitSource, coord: str, check: bool, go_on: Callable[[], None] = lambda: None
+) -> RecoveredSlot:
     """Make sure that `store` holds the shard of `coord`, which `source` gives. Blocks while bytes are transferred.
 
     Args:
         check: read a shard that is held already, and repair units that do not match their digests. If False, the
             caller has to check them.
+        go_on: as for `recover`.
 
     Raises:
         DamagedSnapshot: the shard held here is damaged beyond repair and was dropped, or a unit does not match its
@@ -89,13 +100,14 @@ def hold_shard(store: Store, source: UnitSource, coord: str, check: bool) -> Rec
     store.keep_layout(source.layout)
     with store.receiving_shard(key, source.layout) as view:
         count = -(-view.nbytes // source.layout.unit_bytes)
-        source.all(_with_a_failpoint(source.shard(coord, view), count, source.snapshot.step), count)
+        source.all(_unless_over(source.shard(coord, view), count, source.snapshot.step, go_on), count)
     return _recovered(store, key, source.how(coord), source.bytes_received)
 
 
-def _with_a_failpoint(units: Iterator[WantedUnit], count: int, step: int) -> Iterator[WantedUnit]:
+def _unless_over(units: Iterator[WantedUnit], count: int, step: int, go_on: Callable[[], None]) -> Iterator[WantedUnit]:
     """These units, with a failpoint before the middle one. All workers wait there for the next unit."""
     for number, unit in enumerate(units):
+        go_on()
         if number == count // 2:
             failpoint("rebuild.middle", step)
         yield unit
@@ -157,9 +169,11 @@ def repair_unit(store: Store, source: UnitSource, key: Key, index: int) -> None:
     store.holdings.repair(key, index, unit)
 
 
-def repair_parity(store: Store, sources: Sources, group: int, position: int) -> int:
-    """Compute the parity that a lost node held, so that the group can lose another node. Returns the bytes fetched.
-    Blocks.
+def repair_parity(
+    store: Store, sources: Sources, group: int, position: int, go_on: Callable[[], None] = lambda: None
+) -> int:
+    """Compute the parity of a position from the shards of its group, so that the group can lose another node. Returns
+    the bytes fetched. Blocks. `go_on`: as for `recover`.
 
     Raises:
         Unrecoverable, DamagedSnapshot: every SMP that was asked has answered, and what they hold is not enough.
@@ -174,7 +188,7 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
         with _fetcher(store, sources) as fetcher:
             try:
                 with store.holdings.receiving_parity(key, layout, group) as gathering:
-                    fetcher.all(_contributions(fetcher, gathering, group, position), len(units))
+                    fetcher.all(_contributions(fetcher, gathering, group, position, go_on), len(units))
             except (Unrecoverable, DamagedSnapshot) as error:
                 if fetcher.misses_somebody:
                     raise SmpUnavailable(
@@ -187,12 +201,15 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
         store.codings.repair_over(Coding(sources.snapshot, key.tag))
 
 
-def _contributions(fetcher: Fetcher, gathering: ParityGathering, group: int, position: int) -> Iterator[WantedUnit]:
+def _contributions(
+    fetcher: Fetcher, gathering: ParityGathering, group: int, position: int, go_on: Callable[[], None]
+) -> Iterator[WantedUnit]:
     """The data units that a node's parity is made of. Each is added to it as it comes."""
     layout = fetcher.sources.layout
     stripes, members = layout.stripes(group), layout.members(group)
     for stripe in stripes.parity_stripes(position):
         for _, contributor, piece in stripes.contributors(stripe):
+            go_on()
             out = memoryview(bytearray(piece.length))
             coord = members[contributor].shards[piece.segment].coord
             unit = fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, out)

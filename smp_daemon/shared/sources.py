@@ -50,3 +50,8 @@ def sources_of(inventories: Iterable[Inventory], snapshot: SnapshotId, layout: L
             if held == snapshot and group is not None:
                 parities.setdefault(group, {}).setdefault(position, inventory.bulk)
     return Sources(snapshot, layout, shards, parities)
+
+
+def as_laid_out(snapshot: SnapshotId, layout: Layout) -> Sources:
+    """The `Sources` of `snapshot` once each node has its shards in `layout`, and parity is yet to be computed."""
+    return Sources(snapshot, layout, {shard.coord: node.bulk for node in layout.nodes for shard in node.shards}, {})

@@ -19,7 +19,6 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, GatheringSlot, Holdings, ParityKey
-from holdfast.smp_daemon.storage.pool import Slot
 
 
 class Coding(NamedTuple):
@@ -92,28 +91,19 @@ class Codings:
             StaleEpoch, ProtocolError, DeadlineExceeded.
         """
         deadline = self._system.monotonic() + CALL_DEADLINE_S
-        made: Slot | None = None
-        while True:
-            with self.changed:
-                if made is not None:
-                    made.claimed = False
+        with self.changed:
+            while True:
                 if epoch < self._epoch():
                     self._check_epoch(epoch)
-                layout = self.find_layout(coding) if epoch == self._epoch() else None
-                if layout is not None:
+                if epoch == self._epoch() and self.find_layout(coding) is not None:
                     try:
                         gathering = self._gather(coding)
                         break
                     except NoFreeSlot:
                         pass  # the next `begin` releases a slot
-                if layout is None or layout.revision == 0:
-                    left = deadline - self._system.monotonic()
-                    if left <= 0 or not self.changed.wait(left):
-                        raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
-                    continue
-                _, position, length = self._own_parity(coding, layout)
-                pool = self._arena.parity_pool(coding.tag, position)
-            made = self._holdings.make(pool, length)  # nobody has reserved slots for groups that were formed anew
+                left = deadline - self._system.monotonic()
+                if left <= 0 or not self.changed.wait(left):
+                    raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
         if gathering is not None and gathering.parity.complete:
             self._commit_parity(coding, gathering)
         self._tell_group()
@@ -146,29 +136,6 @@ class Codings:
             self.changed.notify_all()
         self._on_done(coding.snapshot)
 
-    def await_parities(self, epoch: int, coding: Coding, deadline_s: float) -> None:
-        """Block until every member of the group has committed its parity.
-
-        Raises:
-            StaleEpoch, ProtocolError, DeadlineExceeded.
-        """
-        layout = self.find_layout(coding)
-        group = layout.group_of(coding.tag) if layout is not None else None
-        if layout is None or group is None:
-            raise ProtocolError(f"node {self._node!r} knows no group {coding.tag}")
-        everyone = set(range(len(layout.groups[group])))
-
-        def over() -> bool:
-            return epoch != self._epoch() or self._is_superseded(coding)
-
-        with self.changed:
-            done = self.changed.wait_for(lambda: over() or self._done.get(coding, set()) >= everyone, deadline_s)
-            if over():
-                raise StaleEpoch(f"group {coding.tag} was regrouped, or its epoch is over")
-            if not done:
-                missing = sorted(everyone - self._done.get(coding, set()))
-                raise DeadlineExceeded(f"positions {missing} have not committed their parity in {deadline_s:.0f} s")
-
     def find_layout(self, coding: Coding) -> Layout | None:
         """The layout that contains the group of `coding`; None if this node knows none."""
         with self.changed:
@@ -188,17 +155,6 @@ class Codings:
             for coding in [coding for coding in self._gatherings if gone(coding.snapshot)]:
                 self._stop(coding)
             self._done = {coding: done for coding, done in self._done.items() if not gone(coding.snapshot)}
-
-    def regrouped(self, layout: Layout) -> None:
-        """Note a layout that replaces earlier ones of its epoch: stop gatherings that nobody will finish."""
-        with self.changed:
-            for coding in [coding for coding in self._gatherings if self._is_superseded(coding)]:
-                self._stop(coding)
-            # A group that existed before may form again: its members must report their parity anew.
-            for coding in [k for k in self._done if k.snapshot.epoch == layout.epoch]:
-                if layout.group_of(coding.tag) is not None:
-                    del self._done[coding]
-            self.changed.notify_all()
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._epoch():
@@ -274,14 +230,3 @@ class Codings:
 
     def _stop(self, coding: Coding) -> None:
         self._holdings.stop(self._gatherings.pop(coding))
-
-    def _is_superseded(self, coding: Coding) -> bool:
-        """Whether the layout of `coding` came from regrouping, and a later regrouping dissolved the group."""
-        layout = self.find_layout(coding)
-        newest = max((at for at in self._arena.layouts if at[0] == coding.snapshot.epoch), default=None)
-        return (
-            layout is not None
-            and newest is not None
-            and 0 < layout.revision < newest[1]
-            and self._arena.layouts[newest].group_of(coding.tag) is None
-        )

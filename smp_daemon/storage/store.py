@@ -507,7 +507,6 @@ class Store:
         with self.changed:
             if (layout.epoch, layout.revision) not in self.arena.layouts:
                 self.arena.add_layout(layout)
-                self.codings.regrouped(layout)
 
     def hold(self, snapshot: SnapshotId) -> bool:
         """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say. Returns False if some are

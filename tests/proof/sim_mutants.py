@@ -537,7 +537,7 @@ MUTANTS: dict[str, SimMutant] = {
     "no-repair": SimMutant(
         "lost parity is not repaired",
         "recoverable",
-        (("holdfast.smp_daemon.recovery.repairs", "repair_parity", lambda *arguments: 0),),
+        (("holdfast.smp_daemon.recovery.reconciler", "repair_parity", lambda *arguments: 0),),
         _lost_twice,
     ),
     "no-digests": SimMutant(

@@ -18,8 +18,8 @@ from benchmarks.played_slots import play
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.cli.status import gather
 from holdfast.planner.periods import slots_needed
-from holdfast.smp_daemon.recovery import repairs
-from holdfast.smp_daemon.recovery.repairs import ParityRepairs
+from holdfast.smp_daemon.recovery import reconciler
+from holdfast.smp_daemon.recovery.reconciler import Reconciler
 from holdfast.smp_daemon.shared.board import Board, RepairState
 from holdfast.smp_daemon.shared.errors import SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -276,12 +276,12 @@ class Ordered:
         )
         self.store = store
         store.board.reset(1)
-        self.repairs = ParityRepairs(store)
+        self.reconciler = Reconciler(store, "chain")
         self.sources: Any = SimpleNamespace(snapshot=SnapshotId(1, 5), layout=SimpleNamespace(tag=lambda group: "tag"))
-        monkeypatch.setattr(repairs, "repair_parity", self.work)
-        monkeypatch.setattr(repairs, "AGAIN_S", 0.0)
+        monkeypatch.setattr(reconciler, "repair_parity", self.work)
+        monkeypatch.setattr(reconciler, "FIRST_S", 0.0)
 
-    def work(self, store: Any, sources: Any, group: int, position: int) -> int:
+    def work(self, store: Any, sources: Any, group: int, position: int, go_on: Any) -> int:
         self.began += 1
         assert self.go.wait(DEADLINE_S)
         outcome = self.outcomes.pop(0)
@@ -291,7 +291,7 @@ class Ordered:
         return 7
 
     def order(self, position: int = 2) -> RepairState:
-        self.repairs.order(self.sources, 0, position)
+        self.reconciler.order_parity(self.sources, 0, position)
         return self.state()
 
     def state(self) -> RepairState:
@@ -301,7 +301,7 @@ class Ordered:
         """Let the repairs that are running end."""
         self.go.set()
         for thread in threading.enumerate():
-            if thread.name == "repair-parity":
+            if thread.name == "reconcile":
                 thread.join(DEADLINE_S)
                 assert not thread.is_alive()
         return self.state()
@@ -311,7 +311,7 @@ class Ordered:
 def ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ordered]:
     made = Ordered(tmp_path / "board", monkeypatch)
     yield made
-    made.repairs.close()
+    made.reconciler.close()
     made.finish()
 
 
@@ -353,7 +353,7 @@ def test_what_nobody_wants_any_more_is_not_tried_again(ordered: Ordered, end: st
     ordered.outcomes = [SmpUnavailable("away")]
     ordered.order()
     if end == "closed":
-        ordered.repairs.close()
+        ordered.reconciler.close()
     else:
         ordered.given_up = True
     assert ordered.finish() is RepairState.UNDER_WAY and ordered.began == 1

@@ -11,6 +11,7 @@ import pytest
 from holdfast.smp_daemon.coding.regroup import Regrouping, plan_regroup
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.messages import Adopt, Encode, Release
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.plan import parity_repairer, plan_restore
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
@@ -114,7 +115,7 @@ class TestThePlan:
         after = carried_out(survivors, planned(survivors))
         before = {inventory.node: inventory.parities for inventory in survivors}
         regrouping = planned([replace(i, parities=i.parities | before[i.node]) for i in after])
-        assert regrouping.phases == ("release",)
+        assert regrouping.phases == (Release,)
         assert set(regrouping.nodes) == {name for name, parities in before.items() if parities} != set()
         assert regrouping.layout.revision == 1
         assert plan_regroup(after) is None
@@ -125,10 +126,10 @@ class TestThePlan:
         after = carried_out(survivors, planned(survivors))
         before = {inventory.node: inventory.parities for inventory in survivors}
         half = [replace(i, parities=before[i.node] | (i.parities if i.node != "node0" else set())) for i in after]
-        assert planned(half).phases == ("adopt", "encode", "release")
+        assert planned(half).phases == (Adopt, Encode, Release)
         back = [*half, *(i for i in everything(layout) if i.node == "node2")]
         found = plan_regroup(back)
-        assert found is None or "adopt" in found.phases
+        assert found is None or Adopt in found.phases
 
     def test_lost_shards_go_to_the_emptiest_survivors_and_the_others_stay_where_they_are(self) -> None:
         layout = layout_of(4, 3, 1, per_node=3)

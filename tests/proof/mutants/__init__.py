@@ -154,14 +154,14 @@ def _what_was_promised_is_forgotten() -> None:
 
 
 def _lost_parity_is_not_repaired() -> None:
-    from holdfast.smp_daemon.recovery import repairs
+    from holdfast.smp_daemon.recovery import reconciler
     from holdfast.smp_daemon.shared.failpoints import failpoint
 
-    def repair_parity(store: Any, sources: Any, group: int, position: int) -> int:
+    def repair_parity(store: Any, sources: Any, group: int, position: int, go_on: Any) -> int:
         failpoint("repair_parity.done", sources.snapshot.step)
         return 0
 
-    _replace(repairs, "repair_parity", repair_parity)
+    _replace(reconciler, "repair_parity", repair_parity)
 
 
 # ---------------------------------------------------------------------- the SMP
