@@ -57,7 +57,7 @@ from holdfast.smp_daemon.shared.messages import (
     read_trainer_request,
 )
 from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.starts import KILLED, TrainerEnd
+from holdfast.smp_daemon.shared.starts import KILLED, WELL, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, MessageStream
 from holdfast.smp_daemon.shared.uids import peer_of
 from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
@@ -184,6 +184,7 @@ class TrainerConversation:
         self._store.join(request.epoch, request.start)
         if self._coord is not None:
             self._store.goes_on(request.epoch, self._coord)
+            self._smp.recoveries.goes_on(self._coord)
             self._store.place(self._coord, request.near)
             self._smp.watchdog.joined(self._pid, self._coord)
         self._epoch = request.epoch
@@ -308,14 +309,19 @@ class TrainerConversation:
     def _ended(self, request: Ended) -> None:
         if request.epoch is None:
             raise ProtocolError("say in which epoch it ends")
-        self._store.ended(request.epoch, request.coord, TrainerEnd(request.step, request.failure))
+        self._end(request.epoch, request.coord, TrainerEnd(request.step, request.failure))
+
+    def _end(self, epoch: int, coord: str, end: TrainerEnd) -> None:
+        self._store.ended(epoch, coord, end)
+        if end.failure != WELL:
+            self._smp.recoveries.lost(coord)
 
     def _note_end(self, step: int) -> None:
         """Record that the trainer disconnected without saying how it ended, after `step` finished steps."""
         if self._coord is None or self._epoch is None:
             return
         try:
-            self._store.ended(self._epoch, self._coord, TrainerEnd(min(max(step, 0), MAX_COUNT), KILLED))
+            self._end(self._epoch, self._coord, TrainerEnd(min(max(step, 0), MAX_COUNT), KILLED))
         except StaleEpoch:
             pass  # a newer start has begun without this trainer, and has noted how the old one ended
         except ArenaTooSmall as error:

@@ -148,8 +148,9 @@ def recovery_line(recovery: dict[str, Any]) -> str:
     slowest = recovery["nodes"][0]
     spans = ", ".join(f"{name} {seconds:,.2f}" for name, seconds in slowest["spans"])
     verb = "went" if recovery["done"] else "is going"
-    epoch = epoch_text(recovery["epoch"])
+    epoch, protect_s = epoch_text(recovery["epoch"]), recovery["protect_s"]
+    again = "not yet protected again" if protect_s is None else f"protected again {protect_s:,.2f} s later"
     return (
-        f"epoch {epoch} {verb} back to step {recovery['step']:,} in {recovery['seconds']:,.2f} s "
-        f"({slowest['node']}: {spans}); {recovery['bytes_fetched'] / 1e6:,.1f} MB fetched"
+        f"epoch {epoch} {verb} back to step {recovery['step']:,}, {recovery['seconds']:,.2f} s from the first loss to "
+        f"the first new step ({slowest['node']}: {spans}); {again}; {recovery['bytes_fetched'] / 1e6:,.1f} MB fetched"
     )

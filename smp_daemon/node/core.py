@@ -33,6 +33,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
+from holdfast.smp_daemon.watchdog.liveness import Health, judge_lease
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 
@@ -132,7 +133,7 @@ class Core:
             lambda: self.trainers,
             system,
         )
-        self.recoveries = Recoveries()
+        self.recoveries = Recoveries(silent_s=self._silent_s)
         self.store = Store(
             self.arena,
             job,
@@ -152,7 +153,7 @@ class Core:
             lambda: self.store.board,
             self.settings.deadlines,
             OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
-            self.recoveries.lost,
+            self.recoveries.trains,
             system,
         )
         self.buffers = BufferPool(buffers_for(self.settings.links * cards), system)
@@ -240,6 +241,13 @@ class Core:
         self.recoveries.sealed(snapshot)
         if must_encode:
             self._protector.protect(snapshot)
+
+    def _silent_s(self) -> float:
+        """For how long the node of the group that has been silent longest has been; 0: none is."""
+        ages = self.monitor.leases().values()
+        return max(
+            (age for age in ages if judge_lease(age, self.settings.regroup_after_s) != Health.ALIVE), default=0.0
+        )
 
     def _begun(self, epoch: int) -> None:
         self.recoveries.joined(epoch)

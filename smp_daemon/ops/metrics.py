@@ -40,6 +40,7 @@ GAUGES = {
     "holdfast_safe_age_seconds": "seconds since that step was sealed",
     "holdfast_safe_interval_seconds": "time between two protected snapshots, as trainers say; 0: unknown",
     "holdfast_tolerated_node_failures": "how many more nodes may be lost before the safe step is; -1: it is lost",
+    "holdfast_recovery_seconds": "of the parts of the newest recovery, from the first loss to the first new step",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last attempt to persist a snapshot failed, else 0",
 }
@@ -101,6 +102,11 @@ class _StatusCollector(Collector):
                 gauge = GaugeMetricFamily(name, GAUGES[name], labels=list(own))
                 gauge.add_metric(list(own.values()), value)
                 yield gauge
+        name = "holdfast_recovery_seconds"
+        gauge = GaugeMetricFamily(name, GAUGES[name], labels=[*labels, "part"])
+        for part, seconds in self._mine.recoveries[0].spans if self._mine.recoveries else ():
+            gauge.add_metric([*labels.values(), part], seconds)
+        yield gauge
         for name, what in COUNTERS.items():
             counter = CounterMetricFamily(f"holdfast_{name}", what, labels=list(labels))
             counter.add_metric(list(labels.values()), self._mine.counters[name])

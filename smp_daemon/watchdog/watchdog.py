@@ -24,6 +24,8 @@ STEPS_KEPT = 32
 MOST_INTERVAL_S = 1.0
 LEAST_INTERVAL_S = 0.02
 LOOK_AGAIN_S = 0.1
+FIRST_STEP_S = 0.05
+"""How often heartbeats are read until each trainer of a start has finished a step, so that recoveries are timed."""
 
 log = get_log(__name__)
 
@@ -44,6 +46,7 @@ class _Watched:
     copying_since_s: float = 0.0
     step: int = 0
     stepped_s: float | None = None
+    told: int = 0
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     ended: bool = False
     health: Health = Health.ALIVE
@@ -61,18 +64,18 @@ class Watchdog:
         board: Callable[[], Board],
         deadlines: Deadlines,
         on_hang: OnHang | None,
-        on_death: Callable[[str], None] = lambda coord: None,
+        on_step: Callable[[int], None] = lambda step: None,
         system: System = MACHINE,
     ) -> None:
-        """`on_death`: called with the coordinate of a trainer that has died; it must not block."""
+        """`on_step`: called with the finished steps of a trainer whenever they are others; it must not block."""
         self._system = system
         self._board = board
         self._deadlines = deadlines
         self._on_hang = on_hang
-        self._on_death = on_death
+        self._on_step = on_step
         # Guards `_seen`, with the trainers in it, and `_callers`. Threads of connections and the watching thread hold
         # it for moments, and take no lock under it except those of loggers. They close connections, and call
-        # `on_death`, `on_hang` and `note_end`, without it. `_changed` is notified when a trainer may have left.
+        # `on_step`, `on_hang` and `note_end`, without it. `_changed` is notified when a trainer may have left.
         # `_closed`, `_watching` and `_stirred` are set once each, without the lock.
         self._lock = system.Lock()
         self._changed = system.Condition(self._lock)
@@ -125,6 +128,7 @@ class Watchdog:
             seen = self._seen.get(coord)
             if seen is not None and seen.pid == pid:
                 seen.joined = True
+        self._stir()
 
     def await_room(self, pid: int, deadline_s: float) -> WatchedTrainer | None:
         """Block until no other process is at work for the job and the ends of all that have ended are noted, at most
@@ -220,11 +224,12 @@ class Watchdog:
         interval_s = min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, shortest / 8)) if shortest else MOST_INTERVAL_S
         while not self._closed:
             with self._lock:
+                begins = any(seen.joined and not seen.steps_s and not seen.ended for seen in self._seen.values())
                 watched = {seen.pidfd: seen for seen in self._seen.values() if seen.pidfd >= 0 and not seen.ended}
             poll = select.poll()
             for fd in (self._stirred, *watched):
                 poll.register(fd, select.POLLIN)
-            for fd, events in poll.poll(interval_s * 1000):
+            for fd, events in poll.poll((min(interval_s, FIRST_STEP_S) if begins else interval_s) * 1000):
                 if fd == self._stirred:
                     os.eventfd_read(fd)
                 elif not events & select.POLLNVAL:  # else the pidfd was closed meanwhile
@@ -247,16 +252,19 @@ class Watchdog:
     def _look(self) -> None:
         """Read all heartbeats, and log each change of a trainer's health once."""
         now = self._system.monotonic()
-        news = []
+        news, steps = [], []
         with self._lock:
             for seen in self._seen.values():
                 report = self._report(seen, now)
+                if seen.step != seen.told:
+                    seen.told = seen.step
+                    steps.append(seen.step)
                 if report.health != seen.health:
                     news.append((report, seen.health))
                     seen.health = Health(report.health)
+        for step in steps:
+            self._on_step(step)
         for report, before in news:
-            if report.health == Health.DEAD:
-                self._on_death(report.coord)
             if report.health in (Health.HUNG, Health.DEAD):
                 log.error("%s", report)
             else:

@@ -43,6 +43,7 @@ from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.client import SmpClient
 
 client = SmpClient(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+client.join(1)
 client.heartbeat(TrainerPhase.STEP, 12338)
 os.kill(os.getpid(), signal.SIGKILL)
 """
