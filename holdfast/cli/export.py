@@ -8,13 +8,18 @@ import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.cli.smp import check_readable
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.identity import epoch_text
+from holdfast.smp_daemon.shared.paths import find_owners
+
+if TYPE_CHECKING:
+    from holdfast.export.source import Offers
 
 FORMATS = ("safetensors", "dcp")
 NOTHING = "there is nothing"
@@ -84,12 +89,12 @@ def export(
         step: step of the snapshot; None: the newest.
         arena: directory of arenas; None: the default.
     """
-    from holdfast.export.source import offers, one_job
+    from holdfast.export.source import one_job
     from holdfast.export.tensors import fetch
 
     if folder.exists():
         raise ConfigError(f"{folder} is there already: export into a new directory")
-    with one_job(offers(place, job, arena)).choose(step) as source:
+    with one_job(_offers(place, job, arena)).choose(step) as source:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
@@ -115,6 +120,15 @@ def export(
         }
 
 
+def _offers(place: str | None, job: str | None, arena: Path | None) -> list[Offers]:
+    """`export.source.offers`. Raises `SmpUnavailable`, too, if the arena that is meant is another user's."""
+    from holdfast.export.source import offers
+
+    if place is None and next(find_owners(arena, job), None) is None:
+        check_readable(job, arena)
+    return offers(place, job, arena)
+
+
 def _write_safetensors(folder: Path, slots: Any, source: Any) -> int:
     from holdfast.export.tensors import whole_tensors, write_safetensors
 
@@ -130,9 +144,7 @@ def _write_safetensors(folder: Path, slots: Any, source: Any) -> int:
 
 
 def _list(parsed: argparse.Namespace, console: Any) -> int:
-    from holdfast.export.source import offers
-
-    found = [each for job in offers(parsed.place, parsed.job, parsed.arena) for each in job.snapshots]
+    found = [each for job in _offers(parsed.place, parsed.job, parsed.arena) for each in job.snapshots]
     rows = []
     for each in found:
         step, *sizes = (f"{n:,}" for n in (each.snapshot.step, each.shards, each.bytes))

@@ -102,7 +102,7 @@ def _why_kept(arena: Leftover, older_than_s: float) -> str:
 def _used_elsewhere(arena: Leftover) -> str:
     """`_why_kept` by what the arena's SMP says, if it runs and answers: it also knows of trainers whose memory cannot
     be looked at from here."""
-    from holdfast.smp_daemon.ops.refusals import refusal_of
+    from holdfast.smp_daemon.net.refusals import refusal_of
     from holdfast.smp_daemon.ops.status import take_statuses
     from holdfast.smp_daemon.shared.spawn import running_owner
 

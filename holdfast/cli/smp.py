@@ -137,7 +137,7 @@ def no_arena_message(job: str, arena: Path) -> str:
 
 def check_readable(job: str | None, base: Path | None) -> None:
     """Raises `SmpUnavailable` if this user may not read the arena of `job`, or of some job, below `base`."""
-    from holdfast.smp_daemon.ops.refusals import Refusal
+    from holdfast.smp_daemon.net.refusals import Refusal
 
     for path in closed_to_us(arena_path(job, base) if job else base or arena_base()):
         raise SmpUnavailable(f"{path}: {Refusal.PERMISSION}: {Refusal.PERMISSION.fix}")
@@ -149,7 +149,7 @@ def jobs_in(base: Path) -> str:
 
 
 def _status(parsed: argparse.Namespace) -> int:
-    from holdfast.smp_daemon.ops.refusals import refusal_of
+    from holdfast.smp_daemon.net.refusals import refusal_of
     from holdfast.smp_daemon.ops.status import take_statuses
 
     job = parsed.job or job_from_environment()

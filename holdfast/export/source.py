@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from holdfast.smp_daemon.net.refusals import Refused
 from holdfast.smp_daemon.persist.place import PersistPlace, open_place
 from holdfast.smp_daemon.persist.reading import StoredShards, find_runs, runs_at
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, Unrecoverable
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
@@ -21,6 +22,7 @@ from holdfast.smp_daemon.shared.paths import find_owners
 from holdfast.smp_daemon.shared.plan import candidates, choose_sources, undecodable
 from holdfast.smp_daemon.shared.runs import SeenRun, given_up, own_inventories, own_run, runs_in_reach
 from holdfast.smp_daemon.shared.settings import JOB, RUN
+from holdfast.smp_daemon.shared.sources import Address
 
 Open = Callable[[], UnitSource]
 
@@ -99,6 +101,7 @@ def offers(url: str | None, job: str | None, arena: Path | None) -> list[Offers]
 
     Raises:
         NotFound: nothing of that job is there.
+        Refused: an SMP does not let this process in.
         ConfigError, PlaceError: the place cannot be used.
     """
     wanted = job or JOB.value()
@@ -162,9 +165,13 @@ def _offered(layout: Layout, snapshot: SnapshotId, why_not: str) -> Offered:
 
 
 def _inventories(job: str, arena: Path | None) -> list[Inventory]:
-    """What the job's SMPs hold: those on this machine, and all that these know of."""
-    owners = [owner.control for owner in find_owners(arena, job)]
-    here = gather_inventories(job, owners)
+    """What the job's SMPs hold: those on this machine, and all that these know of. Raises `Refused` if one of this
+    machine does not let this process in, and none answers."""
+    owners, failures = [owner.control for owner in find_owners(arena, job)], dict[Address, HoldfastError]()
+    here = gather_inventories(job, owners, failures=failures)
+    refused = next((error for error in failures.values() if isinstance(error, Refused)), None)
+    if refused is not None and not here:
+        raise refused
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
     known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
     return list((known | {inventory.node: inventory for inventory in here}).values())

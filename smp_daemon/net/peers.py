@@ -15,6 +15,7 @@ import grpc
 
 from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, learn, value
 from holdfast.smp_daemon.net.gate import Gate
+from holdfast.smp_daemon.net.refusals import Refusal, Refused, refusal_in
 from holdfast.smp_daemon.net.strangers import Strangers, most_connections
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
@@ -163,7 +164,8 @@ class PeerClient:
             starting: the SMP may not listen yet; wait for it until the deadline.
 
         Raises:
-            SmpUnavailable: nothing answers there, or something that does not know this job's token.
+            Refused: an SMP runs there and does not let this process in.
+            SmpUnavailable: nothing answers there.
             DeadlineExceeded: no answer in time.
             HoldfastError: the error that the SMP replies with.
         """
@@ -171,6 +173,8 @@ class PeerClient:
         try:
             return self._asked(address, body, deadline_s, starting, again=True)
         except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and (refusal := refusal_in(error)):
+                raise Refused(_text(address), refusal) from error
             text = f"{_text(address)} does not answer: {_why(error)}"
             late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             raise DeadlineExceeded(text) if late else SmpUnavailable(text) from error
@@ -216,7 +220,7 @@ class PeerClient:
                 raise
             return self._asked(address, body, deadline_s, starting, again=False)
         if not signer.is_genuine(sign, value(call.trailing_metadata(), REPLY_KEY), reply):
-            raise SmpUnavailable(f"what answers at {_text(address)} does not know this job's token")
+            raise Refused(f"what answers at {_text(address)}", Refusal.TOKEN)
         return checked_reply(_read(reply))
 
     def _tell(self, address: Address, body: bytes, failed: Callable[[str], None], *, again: bool) -> None:

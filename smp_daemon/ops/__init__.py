@@ -1,3 +1,3 @@
 """What operators and their tools see of an SMP: status, metrics, the page."""
 
-__all__ = ["overview", "refusals", "status", "web"]
+__all__ = ["overview", "status", "web"]

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.smp_daemon.ops.refusals import Refusal, refusal_of
+from holdfast.smp_daemon.net.refusals import Refusal, refusal_of
 from holdfast.smp_daemon.ops.status import Status, take_statuses, troubles
 from holdfast.smp_daemon.recovery.inventories import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
@@ -156,6 +156,18 @@ class Overview:
     def troubles(self) -> list[str]:
         """Optional parts, trainers and peers that are not well, in words."""
         return troubles(self.statuses)
+
+    @property
+    def wanted(self) -> int:
+        """How many node losses the job is to survive, by what it started with; 0: none, as on one node."""
+        layouts = [layout for status in self.statuses for layout in status.inventory.layouts.values()]
+        newest = max((layout.epoch for layout in layouts), default=0)
+        codes = [
+            [layout.code(group)[1] for group in range(len(layout.groups))]
+            for layout in layouts
+            if layout.epoch == newest
+        ]
+        return max((min(parities) for parities in codes), default=0)
 
     def age_s(self, each: Redundancy) -> float | None:
         """Seconds since the first shard of a snapshot was sealed; None if no SMP that answers knows."""

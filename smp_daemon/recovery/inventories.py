@@ -40,12 +40,17 @@ def addresses_of(layouts: Collection[Layout], names: Collection[str] | None = No
 
 
 def gather_inventories(
-    job: str, addresses: Collection[Address], known: Collection[Layout] = (), system: System = MACHINE
+    job: str,
+    addresses: Collection[Address],
+    known: Collection[Layout] = (),
+    system: System = MACHINE,
+    failures: dict[Address, HoldfastError] | None = None,
 ) -> list[Inventory]:
     """The inventories of the SMPs that answer. Blocks for at most about `DEADLINE_S` per `AT_ONCE` addresses.
 
     Args:
         known: layouts that need not be sent.
+        failures: as in `ask_all`.
 
     Raises:
         VersionMismatch: an SMP is alive but of a version that cannot be asked. It must not count as lost: it may hold
@@ -53,7 +58,7 @@ def gather_inventories(
     """
     by_digest = {layout.digest: layout for layout in known}
     message = PeerInventory(job=job, known=frozenset(by_digest))
-    failures: dict[Address, HoldfastError] = {}
+    failures = {} if failures is None else failures
     found = ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), system, failures)
     for error in failures.values():
         if isinstance(error, VersionMismatch):

@@ -398,6 +398,8 @@ def test_a_command_that_is_refused_says_what_it_lacks(
             (NO_ANSWER, ["drain", smp.name, *where]),
             (NO_ANSWER, ["drain", smp.name, "--at", "{}:{}".format(*smp.control), "--job", JOB]),
             (NO_ANSWER, ["give-up", *where]),
+            (NO_ANSWER, ["export", "--list", *where]),
+            (NO_ANSWER, ["export", str(tmp_path / "out"), *where]),
             (1, ["gc", *where]),
         ):
             assert main(words) == status, words

@@ -1,4 +1,4 @@
-"""Why an SMP that runs does not answer: it refuses this process, and what this process lacks. Pure."""
+"""What a process lacks that an SMP refuses, and the error that says so. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import grpc
 
-from holdfast.smp_daemon.shared.errors import HoldfastError, VersionMismatch
+from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable, VersionMismatch
 
 
 class Refusal(StrEnum):
@@ -47,18 +47,26 @@ CUT_OFF = re.compile(r"failed to connect.*Socket closed", re.DOTALL)
 """What gRPC says if the connection was made, and ended before the first byte: the other side wants certificates."""
 
 
+class Refused(SmpUnavailable):
+    """An SMP runs there and does not let this process in; `refusal` is what this process lacks."""
+
+    def __init__(self, who: str, refusal: Refusal) -> None:
+        super().__init__(f"{who}: {refusal}: {refusal.fix}")
+        self.refusal = refusal
+
+
 def refusal_of(error: HoldfastError) -> Refusal | None:
-    """What this process lacks, by the error of a question to an SMP (`PeerClient.ask`); None: no SMP refuses it."""
+    """What this process lacks, by the error of a question to an SMP; None: no SMP refuses it."""
     if isinstance(error, VersionMismatch):
         return Refusal.VERSION
-    cause, text = error.__cause__, str(error)
-    if isinstance(cause, grpc.Call):  # as the errors of its calls are
-        text = str(cause.details())
-        if cause.code() is grpc.StatusCode.UNAVAILABLE:
-            refused = CUT_OFF.search(text) or SAID[Refusal.CERTIFICATE].search(text)
-            return Refusal.CERTIFICATE if refused else None
-        if cause.code() is not grpc.StatusCode.UNAUTHENTICATED:
-            return None
-    elif "this job's token" not in text:
+    return error.refusal if isinstance(error, Refused) else None
+
+
+def refusal_in(call: grpc.Call) -> Refusal | None:
+    """The same by a call that failed."""
+    text = str(call.details())
+    if call.code() is grpc.StatusCode.UNAVAILABLE:
+        return Refusal.CERTIFICATE if CUT_OFF.search(text) or SAID[Refusal.CERTIFICATE].search(text) else None
+    if call.code() is not grpc.StatusCode.UNAUTHENTICATED:
         return None
     return next((refusal for refusal, said in SAID.items() if said.search(text)), None)
