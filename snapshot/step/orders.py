@@ -2,12 +2,11 @@
 
 A copy goes one way, whatever becomes of it::
 
-    state      event     then       by
-    WAITING    READ      READING    the copy thread has a slot, and reads live tensors from now on
-    WAITING    LEAVE     COPIED     the copy thread has failed, and will never read them
-    READING    LEAVE     COPIED     the copy thread does not read them any more
-    COPIED     SEAL      SEALED     the sealing thread
-    COPIED     FAIL      FAILED     the thread that had it last; `error` says why
+    WAITING → READING   the copy thread has a slot, and reads live tensors from now on
+    READING → COPIED    it does not read them any more
+    WAITING → COPIED    it has failed, and will never read them
+    COPIED → SEALED     by the sealing thread
+    COPIED → FAILED     by the thread that had it last; `error` says why
 
 Beside that, any thread may give it up (`abort`): then it is not read, or not sealed, and ends as FAILED. The training
 thread waits at its `fence`, and says by `confirm` that it may be sealed.
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import IntEnum, auto
 
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot
@@ -104,23 +103,12 @@ class CopyState(IntEnum):
     FAILED = auto()
 
 
-class CopyEvent(Enum):
-    """What moves a copy on."""
-
-    READ = auto()
-    LEAVE = auto()
-    SEAL = auto()
-    FAIL = auto()
-
-
 MOVES = {
-    (CopyState.WAITING, CopyEvent.READ): CopyState.READING,
-    (CopyState.WAITING, CopyEvent.LEAVE): CopyState.COPIED,
-    (CopyState.READING, CopyEvent.LEAVE): CopyState.COPIED,
-    (CopyState.COPIED, CopyEvent.SEAL): CopyState.SEALED,
-    (CopyState.COPIED, CopyEvent.FAIL): CopyState.FAILED,
+    CopyState.WAITING: (CopyState.READING, CopyState.COPIED),
+    CopyState.READING: (CopyState.COPIED,),
+    CopyState.COPIED: (CopyState.SEALED, CopyState.FAILED),
 }
-"""The table above. An event that it does not name changes nothing."""
+"""What the picture above says. No other move is made."""
 
 
 class SnapshotCopy:
@@ -162,13 +150,13 @@ class SnapshotCopy:
         with self._changed:
             self.check()
             assert self.live is not None  # a fence that dropped them has given the copy up
-            self._move(CopyEvent.READ)
+            self._move(CopyState.READING)
             return self.live
 
     def leave_live(self) -> None:
         """Live tensors are not read any more, or never will be: the training thread need not wait for that."""
         with self._changed:
-            self._move(CopyEvent.LEAVE)
+            self._move(CopyState.COPIED)
 
     def fill(self, slot: memoryview, digests: UnitDigests | None = None) -> None:
         """The slot is filled, and may be sealed. `digests`: those of its units that were taken meanwhile."""
@@ -186,7 +174,7 @@ class SnapshotCopy:
     def end(self) -> None:
         """The copy is sealed, or has failed: whoever waits for it goes on."""
         with self._changed:
-            self._move(CopyEvent.SEAL if self.error is None else CopyEvent.FAIL)
+            self._move(CopyState.SEALED if self.error is None else CopyState.FAILED)
 
     def await_confirmed(self, seconds: float) -> bool:
         """Block until the copy may be sealed, or was given up; returns whether it was either in time."""
@@ -266,7 +254,8 @@ class SnapshotCopy:
         """Whether the copy is sealed or has failed. An `error` that is read after this is its last."""
         return self.state >= CopyState.SEALED
 
-    def _move(self, event: CopyEvent) -> None:
-        """Go where `event` leads. Called with the lock held."""
-        self.state = MOVES.get((self.state, event), self.state)
-        self._changed.notify_all()
+    def _move(self, state: CopyState) -> None:
+        """Go there, if a way leads there. Called with the lock held."""
+        if state in MOVES.get(self.state, ()):
+            self.state = state
+            self._changed.notify_all()

@@ -2,56 +2,14 @@
 
 A loop *declares* where its steps begin (`snap.begin`, `snap.steps`, `snap.data`), or it is *plain*: a forward of the
 given model, in training mode and with gradients, begins the step; gradients of that forward are computed; the given
-optimizer steps once. Whatever else a plain loop does is refused, never guessed at. A loop may say at any time that it
-declares (DECLARE), and goes on by the other table. ::
+optimizer steps once. Whatever else a plain loop does is refused, never guessed at. One turn of each::
 
-    a plain loop
-    where        event        then         what is done
-    BETWEEN      FORWARD      BEGUN        TAKE
-    BETWEEN      STEP         STEPPING     UNSEEN
-    BETWEEN      SEVERAL      STEPPING     SEVERAL
-    BETWEEN      EVALUATION   BETWEEN      EVALUATED
-    BETWEEN      UNEVEN       BETWEEN      UNEVEN
-    BETWEEN      MOVED        BETWEEN      MOVED
-    BETWEEN      LEAVE        LEFT         TAKE
-    BEGUN        DECLARE      BETWEEN      GIVE_UP
-    BEGUN        FORWARD      BEGUN        NOTHING
-    BEGUN        BACKWARD     CERTAIN      CONFIRM
-    BEGUN        STEP         STEPPING     NO_BACKWARD
-    BEGUN        SEVERAL      STEPPING     SEVERAL
-    BEGUN        ZEROED       BEGUN        SKIPPED
-    BEGUN        LEAVE        LEFT         GIVE_UP
-    CERTAIN      FORWARD      CERTAIN      NOTHING
-    CERTAIN      BACKWARD     CERTAIN      NOTHING
-    CERTAIN      STEP         STEPPING     NOTHING
-    CERTAIN      SEVERAL      STEPPING     SEVERAL
-    CERTAIN      ZEROED       CERTAIN      SKIPPED
-    CERTAIN      LEAVE        LEFT         NOTHING
-    STEPPING     FORWARD      STEPPING     NOTHING
-    STEPPING     STEP         STEPPING     NOTHING
-    STEPPING     SEVERAL      STEPPING     NOTHING
-    STEPPING     STEPPED      BETWEEN      END
-    STEPPING     LEAVE        LEFT         GIVE_UP
+    plain:    BETWEEN ─FORWARD→ BEGUN ─BACKWARD→ CERTAIN ─STEP→ STEPPING ─STEPPED→ BETWEEN
+    declares: BETWEEN ─BEGIN→ BEGUN ─STEP→ STEPPING ─STEPPED→ STEPPED ─MARK→ BETWEEN ─LEAVE→ LEFT
 
-    a loop that declares
-    where        event        then         what is done
-    BETWEEN      MARK         BETWEEN      NOTE
-    BETWEEN      BEGIN        BEGUN        TAKE
-    BETWEEN      STEP         STEPPING     TAKE
-    BETWEEN      LEAVE        LEFT         TAKE
-    BEGUN        STEP         STEPPING     NOTHING
-    BEGUN        LEAVE        LEFT         CONFIRM
-    CERTAIN      STEP         STEPPING     NOTHING
-    CERTAIN      LEAVE        LEFT         NOTHING
-    STEPPING     STEPPED      STEPPED      CONFIRM
-    STEPPING     LEAVE        LEFT         CONFIRM
-    STEPPED      STEP         STEPPING     NOTHING
-    STEPPED      MARK         BETWEEN      END
-    STEPPED      LAST         BETWEEN      END
-    STEPPED      LEAVE        LEFT         NOTHING
-
-An event that a table does not name changes nothing. What is taken is a snapshot, if one is due; TAKE beside LEAVE takes
-the last one, of a loop that has ended well. How a snapshot goes on from there draws `snapshot.step.orders`.
+`PLAIN` and `DECLARED` below are the whole of it; an event that they do not name changes nothing. A loop may declare at
+any time, and goes on by the other table. TAKE takes a snapshot if one is due; beside LEAVE, the last one of a loop that
+has ended well. How a snapshot goes on from there is drawn in `snapshot.step.orders`.
 """
 
 from __future__ import annotations
@@ -153,50 +111,57 @@ class NotPlain(Enum):
 
 Table = dict[tuple[TurnState, Event], tuple[TurnState, Action | NotPlain]]
 
-PLAIN: Table = {
-    (TurnState.BETWEEN, Event.FORWARD): (TurnState.BEGUN, Action.TAKE),
-    (TurnState.BETWEEN, Event.STEP): (TurnState.STEPPING, NotPlain.UNSEEN),
-    (TurnState.BETWEEN, Event.SEVERAL): (TurnState.STEPPING, NotPlain.SEVERAL),
-    (TurnState.BETWEEN, Event.EVALUATION): (TurnState.BETWEEN, NotPlain.EVALUATED),
-    (TurnState.BETWEEN, Event.UNEVEN): (TurnState.BETWEEN, NotPlain.UNEVEN),
-    (TurnState.BETWEEN, Event.MOVED): (TurnState.BETWEEN, NotPlain.MOVED),
-    (TurnState.BETWEEN, Event.LEAVE): (TurnState.LEFT, Action.TAKE),
-    (TurnState.BEGUN, Event.DECLARE): (TurnState.BETWEEN, Action.GIVE_UP),
-    (TurnState.BEGUN, Event.FORWARD): (TurnState.BEGUN, Action.NOTHING),
-    (TurnState.BEGUN, Event.BACKWARD): (TurnState.CERTAIN, Action.CONFIRM),
-    (TurnState.BEGUN, Event.STEP): (TurnState.STEPPING, NotPlain.NO_BACKWARD),
-    (TurnState.BEGUN, Event.SEVERAL): (TurnState.STEPPING, NotPlain.SEVERAL),
-    (TurnState.BEGUN, Event.ZEROED): (TurnState.BEGUN, NotPlain.SKIPPED),
-    (TurnState.BEGUN, Event.LEAVE): (TurnState.LEFT, Action.GIVE_UP),
-    (TurnState.CERTAIN, Event.FORWARD): (TurnState.CERTAIN, Action.NOTHING),
-    (TurnState.CERTAIN, Event.BACKWARD): (TurnState.CERTAIN, Action.NOTHING),
-    (TurnState.CERTAIN, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.CERTAIN, Event.SEVERAL): (TurnState.STEPPING, NotPlain.SEVERAL),
-    (TurnState.CERTAIN, Event.ZEROED): (TurnState.CERTAIN, NotPlain.SKIPPED),
-    (TurnState.CERTAIN, Event.LEAVE): (TurnState.LEFT, Action.NOTHING),
-    (TurnState.STEPPING, Event.FORWARD): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.STEPPING, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.STEPPING, Event.SEVERAL): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.STEPPING, Event.STEPPED): (TurnState.BETWEEN, Action.END),
-    (TurnState.STEPPING, Event.LEAVE): (TurnState.LEFT, Action.GIVE_UP),
-}
 
-DECLARED: Table = {
-    (TurnState.BETWEEN, Event.MARK): (TurnState.BETWEEN, Action.NOTE),
-    (TurnState.BETWEEN, Event.BEGIN): (TurnState.BEGUN, Action.TAKE),
-    (TurnState.BETWEEN, Event.STEP): (TurnState.STEPPING, Action.TAKE),
-    (TurnState.BETWEEN, Event.LEAVE): (TurnState.LEFT, Action.TAKE),
-    (TurnState.BEGUN, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.BEGUN, Event.LEAVE): (TurnState.LEFT, Action.CONFIRM),
-    (TurnState.CERTAIN, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.CERTAIN, Event.LEAVE): (TurnState.LEFT, Action.NOTHING),
-    (TurnState.STEPPING, Event.STEPPED): (TurnState.STEPPED, Action.CONFIRM),
-    (TurnState.STEPPING, Event.LEAVE): (TurnState.LEFT, Action.CONFIRM),
-    (TurnState.STEPPED, Event.STEP): (TurnState.STEPPING, Action.NOTHING),
-    (TurnState.STEPPED, Event.MARK): (TurnState.BETWEEN, Action.END),
-    (TurnState.STEPPED, Event.LAST): (TurnState.BETWEEN, Action.END),
-    (TurnState.STEPPED, Event.LEAVE): (TurnState.LEFT, Action.NOTHING),
-}
+def _table(text: str) -> Table:
+    rows = [line.split() for line in text.strip().splitlines()[1:]]
+    done: dict[str, Action | NotPlain] = {**Action.__members__, **NotPlain.__members__}
+    return {(TurnState[where], Event[event]): (TurnState[then], done[what]) for where, event, then, what in rows}
+
+
+PLAIN = _table(
+    """
+    where        event        then         what is done
+    BETWEEN      FORWARD      BEGUN        TAKE
+    BETWEEN      STEP         STEPPING     UNSEEN
+    BETWEEN      SEVERAL      STEPPING     SEVERAL
+    BETWEEN      EVALUATION   BETWEEN      EVALUATED
+    BETWEEN      UNEVEN       BETWEEN      UNEVEN
+    BETWEEN      MOVED        BETWEEN      MOVED
+    BETWEEN      LEAVE        LEFT         TAKE
+    BEGUN        DECLARE      BETWEEN      GIVE_UP
+    BEGUN        BACKWARD     CERTAIN      CONFIRM
+    BEGUN        STEP         STEPPING     NO_BACKWARD
+    BEGUN        SEVERAL      STEPPING     SEVERAL
+    BEGUN        ZEROED       BEGUN        SKIPPED
+    BEGUN        LEAVE        LEFT         GIVE_UP
+    CERTAIN      STEP         STEPPING     NOTHING
+    CERTAIN      SEVERAL      STEPPING     SEVERAL
+    CERTAIN      ZEROED       CERTAIN      SKIPPED
+    CERTAIN      LEAVE        LEFT         NOTHING
+    STEPPING     STEPPED      BETWEEN      END
+    STEPPING     LEAVE        LEFT         GIVE_UP
+    """
+)
+
+DECLARED = _table(
+    """
+    where        event        then         what is done
+    BETWEEN      MARK         BETWEEN      NOTE
+    BETWEEN      BEGIN        BEGUN        TAKE
+    BETWEEN      STEP         STEPPING     TAKE
+    BETWEEN      LEAVE        LEFT         TAKE
+    BEGUN        STEP         STEPPING     NOTHING
+    BEGUN        LEAVE        LEFT         CONFIRM
+    CERTAIN      STEP         STEPPING     NOTHING
+    CERTAIN      LEAVE        LEFT         NOTHING
+    STEPPING     STEPPED      STEPPED      CONFIRM
+    STEPPING     LEAVE        LEFT         CONFIRM
+    STEPPED      STEP         STEPPING     NOTHING
+    STEPPED      MARK         BETWEEN      END
+    STEPPED      LAST         BETWEEN      END
+    STEPPED      LEAVE        LEFT         NOTHING
+    """
+)
 
 
 def after(where: TurnState, event: Event, *, declared: bool) -> tuple[TurnState, Action | NotPlain]:

@@ -7,21 +7,28 @@ import re
 import pytest
 
 from holdfast.snapshot.step import turns
-from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, NotPlain, Table, TurnState, after
+from holdfast.snapshot.step.turns import DECLARED, PLAIN, Action, Event, NotPlain, TurnState, after
 
 
-def drawn(heading: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """The rows that the module's text has under a heading."""
+def drawn(kind: str) -> list[str]:
+    """The turn that the module's text draws of such a loop: states, and events between them."""
     assert turns.__doc__ is not None
-    text = turns.__doc__.partition(f"    {heading}\n")[2].partition("\n\n")[0]
-    rows = [re.split(r"\s+", line.strip()) for line in text.splitlines()[1:]]
-    return {(where, event): (then, what) for where, event, then, what in rows}
+    line = next(line for line in turns.__doc__.splitlines() if line.strip().startswith(f"{kind}:"))
+    return re.findall("[A-Z]+", line)
 
 
-@pytest.mark.parametrize(("heading", "table"), [("a plain loop", PLAIN), ("a loop that declares", DECLARED)])
-def test_the_table_that_is_drawn_is_the_one_that_is_used(heading: str, table: Table) -> None:
-    used = {(w.name, e.name): (then.name, what.name) for (w, e), (then, what) in table.items()}
-    assert drawn(heading) == used
+@pytest.mark.parametrize(("kind", "declared"), [("plain", False), ("declares", True)])
+def test_the_turn_that_is_drawn_is_the_one_that_is_made(kind: str, declared: bool) -> None:
+    where, *way = drawn(kind)
+    for event, then in zip(way[::2], way[1::2], strict=True):
+        assert after(TurnState[where], Event[event], declared=declared)[0] is TurnState[then]
+        where = then
+
+
+def test_every_row_of_a_table_counts() -> None:
+    for table in (PLAIN, DECLARED):
+        assert all(what is not Action.NOTHING or then is not where for (where, _), (then, what) in table.items())
+    assert (len(PLAIN), len(DECLARED)) == (19, 14)  # no row stands twice
 
 
 def test_what_a_table_does_not_name_changes_nothing() -> None:
