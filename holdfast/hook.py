@@ -114,4 +114,4 @@ class SettledSnapshot(InMemorySnapshot):
 
     def heartbeat(self) -> None:
         """Tell the SMP that this process is alive, while something else than a step takes long. Returns at once."""
-        self._session.loop.heartbeat()
+        self._session.rank.heartbeat()

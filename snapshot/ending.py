@@ -9,7 +9,6 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.collective.reports import ALL, ANY, SAME, reduced
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.progress import RankProgress
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
@@ -38,11 +37,10 @@ class _Leaving:
 class Ending:
     """Used by the training thread, once the loop was left. What it is told of the snapshots is `protecting`'s."""
 
-    def __init__(self, options: Options, rank: Rank, protecting: Protecting, progress: RankProgress) -> None:
+    def __init__(self, options: Options, rank: Rank, protecting: Protecting) -> None:
         self._options = options
         self._rank = rank
         self._protecting = protecting
-        self._progress = progress
 
     def agree(self, *, keeps: bool, takes: bool, stepped: bool) -> tuple[bool, bool]:
         """All ranks have left their loops well: whether the snapshots are kept, as they are if any rank keeps them; and
@@ -55,7 +53,7 @@ class Ending:
         if not self._protecting.is_together:
             return keeps, False
         try:
-            everywhere = reduced(self._rank.agreement, _Leaving(keeps, takes, stepped, self._progress.step))()
+            everywhere = reduced(self._rank.agreement, _Leaving(keeps, takes, stepped, self._rank.progress.step))()
         except AgreementLost:
             self._protecting.part()
             return keeps, False
@@ -91,7 +89,7 @@ class Ending:
             if ledger.encoded:
                 rank.client.await_outcome(ledger.encoded[-1], deadline_s)
             return True
-        mine = json.dumps([rank.coord, rank.client.node, self._progress.epoch])
+        mine = json.dumps([rank.coord, rank.client.node, rank.progress.epoch])
         everyone = [json.loads(text) for text in rank.agreement.gather(mine.encode())]
         on_this_node = [coord for coord, node, _ in everyone if node == rank.client.node]
         if min(on_this_node, key=coordinate_key) == rank.coord:

@@ -18,7 +18,6 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.progress import RankProgress
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.reserve import AWAY, REFUSED, Reserving, lay_out, raise_together
 from holdfast.snapshot.step.capture import Capture
@@ -42,7 +41,6 @@ class Layouts:
         run: Run,
         capture: Capture,
         intervals: IntervalController,
-        progress: RankProgress,
         episodes: Episodes,
         tell_operators: Callable[[str], None],
         wait_for_copies: Callable[[], None],
@@ -52,7 +50,7 @@ class Layouts:
         self._run = run
         self._capture = capture
         self._intervals = intervals
-        self._progress = progress
+        self._progress = rank.progress
         self._episodes = episodes
         self._tell_operators = tell_operators
         self._wait_for_copies = wait_for_copies

@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.snapshot.copy.errors import GivenUp
 from holdfast.snapshot.first_turns import FirstTurns
-from holdfast.snapshot.progress import RankProgress, Statistics
+from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.comparison import refuse
@@ -59,7 +59,6 @@ class Loop:
         adapter: Adapter,
         rank: Rank,
         position: Position,
-        progress: RankProgress,
         first: FirstTurns,
         capture: Capture,
         protecting: Protecting,
@@ -75,7 +74,7 @@ class Loop:
         """
         self._rank = rank
         self._position = position
-        self._progress = progress
+        self._progress = rank.progress
         self._first = first
         self._capture = capture
         self._protecting = protecting
@@ -127,7 +126,7 @@ class Loop:
                 self._begin_with_batch,
                 ahead=ahead,
                 exact=exact,
-                heartbeat=self.heartbeat,
+                heartbeat=self._rank.heartbeat,
                 over=self._pass_over,
             ),
         )
@@ -141,10 +140,6 @@ class Loop:
     def begin(self) -> None:
         """The next step begins here."""
         self._begins(Event.BEGIN)
-
-    def heartbeat(self) -> None:
-        """Tell the SMP that this process is alive, and where it is."""
-        self._rank.client.heartbeat(self._progress.phase, self._progress.step)
 
     def _declare(self) -> None:
         """The loop says where its steps begin."""
@@ -217,7 +212,7 @@ class Loop:
 
     def _begins(self, event: Event) -> None:
         with self._holding_up():
-            self.heartbeat()
+            self._rank.heartbeat()
             self._first.check_state()
             if self._auditor is not None:
                 self._auditor.settled(self._progress.step)
@@ -289,7 +284,7 @@ class Loop:
             self._gradients.stepped()
             self._steppers.check()
             self._progress.step_ended()
-            self.heartbeat()
+            self._rank.heartbeat()
             self._due = self._protecting.step_ended(began, is_last=is_last)
             if not self._position.declared:
                 self._first.step_ended(is_due=self.is_due)

@@ -39,9 +39,13 @@ class RankProgress:
         epoch: epoch of the job's layout. step: how many steps are finished. phase: where the training thread is.
     """
 
-    epoch: int
-    step: int
-    phase: TrainerPhase = TrainerPhase.START
+    epoch: int = 0
+    step: int = 0
+    phase: TrainerPhase = TrainerPhase.RESTORE
+
+    def begin(self, epoch: int, step: int) -> None:
+        """The state is restored, or new: training goes on in this epoch, after this step."""
+        self.epoch, self.step, self.phase = epoch, step, TrainerPhase.START
 
     def step_ended(self) -> None:
         """One more step is finished."""

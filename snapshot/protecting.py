@@ -26,7 +26,7 @@ from holdfast.snapshot.delays import Delays
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.layouts import Layouts
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.progress import RankProgress, Statistics
+from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.repairs import Repairs
 from holdfast.snapshot.resume.restore import Restored
@@ -97,14 +97,13 @@ class Protecting:
         restored: Restored,
         capture: Capture,
         intervals: IntervalController,
-        progress: RankProgress,
         statistics: Statistics,
     ) -> None:
         self._options = options
         self._rank = rank
         self._capture = capture
         self._intervals = intervals
-        self._progress = progress
+        self._progress = rank.progress
         self._statistics = statistics
         self.ledger = Ledger.after(
             options.slots_with_generations,
@@ -130,12 +129,11 @@ class Protecting:
             restored.run,
             capture,
             intervals,
-            progress,
             self.episodes,
             lambda text: self.copier.say(text),
             self._wait_for_copies,
         )
-        self._repairs = Repairs(rank, restored.order_repairs, progress, self.episodes, self._wait_for_copies)
+        self._repairs = Repairs(rank, restored.order_repairs, self.episodes, self._wait_for_copies)
         self.copier = Copier(
             rank.client, rank.smp.sealing, rank.engine, self.pace, self.layouts.attach_again, self._over, rank.system
         )

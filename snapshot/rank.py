@@ -1,4 +1,4 @@
-"""One rank of a job, and its connections to the others and to its SMP."""
+"""One rank of a job: how far it is, and its connections to the others and to its SMP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from holdfast.snapshot.copy.devices import DeviceEngines, numa_node
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.own_smp import OwnSmp
+from holdfast.snapshot.progress import RankProgress
 from holdfast.snapshot.resume.arrange import parse_domains
 from holdfast.snapshot.state.adapter import Adapter
 
@@ -18,7 +19,7 @@ class Rank:
     """Making one is a collective call. It blocks until this node's SMP answers, and starts it if that is allowed.
 
     Attributes:
-        coord: its coordinate. domains: the failure domains of its node.
+        coord: its coordinate. domains: the failure domains of its node. progress: how far it is.
         agreement: collectives with the other ranks. Used by the training thread; any thread may call results of
             `minimum`.
         smp: this node's SMP. engine: copies between live tensors and slots. system: threads, clock, files, sockets.
@@ -29,6 +30,7 @@ class Rank:
 
     def __init__(self, adapter: Adapter, options: Options, system: System = MACHINE) -> None:
         self.system = system
+        self.progress = RankProgress()
         self.agreement = default_agreement()
         if self.agreement.rank == 0:
             warn_of_stale_store()
@@ -43,6 +45,10 @@ class Rank:
     def client(self) -> SmpClient:
         """The connection to the SMP that the training thread uses, and the copy thread while a copy runs."""
         return self.smp.client
+
+    def heartbeat(self) -> None:
+        """Tell the SMP that this process is alive, and where it is."""
+        self.client.heartbeat(self.progress.phase, self.progress.step)
 
     def close(self) -> None:
         """Release everything. No collective call; the SMP stays.

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.errors import HoldfastError, failure_of
 from holdfast.smp_daemon.shared.logs import Episodes
-from holdfast.snapshot.progress import RankProgress
 from holdfast.snapshot.rank import Rank
 
 REPAIR_EVERY_S = 1.0
@@ -22,14 +21,13 @@ class Repairs:
         self,
         rank: Rank,
         order: Callable[[], bool] | None,
-        progress: RankProgress,
         episodes: Episodes,
         wait_for_copies: Callable[[], None],
     ) -> None:
         """`order`: orders this rank's part of its SMP, and returns whether it has one; None: nothing was restored."""
         self._rank = rank
         self._order = order
-        self._progress = progress
+        self._progress = rank.progress
         self._episodes = episodes
         self._wait_for_copies = wait_for_copies
         self._ordered: tuple[int | None, int | None] | None = None  # in which epoch, and on which connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, TrainerPhase
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
@@ -16,7 +16,7 @@ from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.interval.recording import leave, recording_from_environment
 from holdfast.snapshot.loop import Loop
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.progress import RankProgress, Statistics
+from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.blocks import describe, to_tree
@@ -39,7 +39,7 @@ def enter(
         HoldfastError: as `restore`, and as making a `Rank`. Nothing stays open.
     """
     rank = Rank(adapter, options, system)
-    rank.client.heartbeat(TrainerPhase.RESTORE, 0)
+    rank.heartbeat()
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
         restored = restore(
@@ -81,7 +81,9 @@ class Session:
         self._pid = os.getpid()
         self._adapter = adapter
         step = restored.snapshot.step if restored.snapshot else 0
-        self.progress = progress = RankProgress(restored.epoch, step)
+        self.progress = progress = rank.progress
+        progress.begin(restored.epoch, step)
+        rank.heartbeat()
         # Log lines name the epoch and the step at the time of logging. These functions must not keep the state alive.
         identify(epoch=lambda: epoch_text(progress.epoch), step=lambda: progress.step)
         self._recording = recording_from_environment(options.slots, rank.client.outcome)
@@ -109,15 +111,14 @@ class Session:
             restored.run.id,
             rank.system,
         )
-        self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
-        self._ending = Ending(options, rank, self.protecting, progress)
+        self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, statistics)
+        self._ending = Ending(options, rank, self.protecting)
         self._auditor = self._auditor_if_ordered(Theirs(checks.restored_by_themselves))
         self._first = FirstTurns(restored, checks, progress, self.position)
         self.loop = Loop(
             adapter,
             rank,
             self.position,
-            progress,
             self._first,
             self.capture,
             self.protecting,
@@ -126,7 +127,6 @@ class Session:
             options.deadline_s,
             self._step_ended,
         )
-        self.loop.heartbeat()
         self._is_over = False  # the loop says that training is over, wherever it is left
 
     def look_at_first_turns(self) -> None:
