@@ -13,9 +13,10 @@ from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.lending import Lender
 from holdfast.smp_daemon.recovery.rebuild import recover, verify
+from holdfast.smp_daemon.shared.deadlines import STUCK_S
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES, move_deadline
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
@@ -193,9 +194,9 @@ class TrainerConversation:
         layout = request.layout
         count = self._store.configure(layout)
         self._smp.persister.configured(layout)
-        if count < layout.slots and request.wait:
-            limit_s = move_deadline(layout.node(self._store.node).state_bytes)
-            count = self._store.await_reserved(layout.epoch, layout.slots, limit_s)
+        seen = -1
+        while request.wait and count < layout.slots and (moves := self._store.board.moves) != seen:
+            seen, count = moves, self._store.await_reserved(layout.epoch, layout.slots, STUCK_S)
         return Reserved(count=count)
 
     def _begin(self, request: Begin) -> SlotFile:

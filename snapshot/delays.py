@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery
 from holdfast.snapshot.step.orders import SnapshotCopy
 
 STARVED_S = 30.0
-"""How long a snapshot may stay pending while no slot is free for another, in seconds, before that is logged."""
+"""How long a snapshot may stay pending while no slot is free for another, in seconds, before that is logged;
+longer for one of many bytes."""
 
 
 class Delays:
@@ -48,7 +50,7 @@ class Delays:
                 "protected before take all slots; with slots=3 or more, one more is free"
             )
             self._episodes.begin("repaired", text, ledger.restored)
-        if oldest is not None and now_s - oldest.begun_s > STARVED_S:
+        if oldest is not None and now_s - oldest.begun_s > STARVED_S + slowest_s(oldest.order.form.total_bytes):
             text = (
                 "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
                 "slow or stopped? `holdfast status` tells"

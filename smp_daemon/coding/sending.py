@@ -329,8 +329,10 @@ class _Lane:
     def _broken(self, owner: Node, error: SmpUnavailable | DeadlineExceeded) -> None:
         """A connection broke: let other lanes send its unacknowledged units.
 
-        If no other lane reaches the peer, this one reconnects, or raises `error` if that is a timeout.
+        If no other lane reaches the peer, this one reconnects, or raises `error` if that is a timeout. Raises as
+        `_Supply.check`: connections are closed on purpose when a newer epoch begins.
         """
+        self._supply.check()
         address = self._address(owner)
         self.links.drop(address)
         mine = [unit for unit in self._sent if unit.owner.name == owner.name]

@@ -100,7 +100,12 @@ def hold_shard(
     store.keep_layout(source.layout)
     with store.receiving_shard(key, source.layout) as view:
         count = -(-view.nbytes // source.layout.unit_bytes)
-        source.all(_unless_over(source.shard(coord, view), count, source.snapshot.step, go_on), count)
+
+        def moved() -> None:
+            store.counters.moved()  # for whoever waits for this shard
+            go_on()
+
+        source.all(_unless_over(source.shard(coord, view), count, source.snapshot.step, moved), count)
     return _recovered(store, key, source.how(coord), source.bytes_received)
 
 

@@ -149,8 +149,8 @@ class SmpClient:
         self._coord = coord
         self._row: int | None = None
         self._job = job
-        # Guards `_maps`, and is held while a slot is mapped. The threads that reserve slots and that copy take it. No
-        # other lock is taken under it.
+        # Guards `_maps`, and is held while a file is mapped, but not while its pages are touched, which takes a minute
+        # for a large slot. The threads that reserve slots and that copy take it. No other lock is taken under it.
         self._mapping = system.Lock()
         # Held from a request to its reply, so that the messages of several threads do not mix on the connection. The
         # training thread and those that copy, reserve and restore take it; `_call` says how long they wait for it.
@@ -244,7 +244,8 @@ class SmpClient:
             ArenaTooSmall: there is not enough room.
             DeadlineExceeded: not all of the memory was reserved in time.
         """
-        reply = self._call(Configure(layout=layout, wait=wait), move_deadline(layout.node(self.node).state_bytes))
+        message = Configure(layout=layout, wait=wait)
+        reply = self._call_to_move(message, 0) if wait else self._call(message, MOVE_DEADLINE_S)
         count = _reserved(reply, layout.slots)
         if wait and count < layout.slots:
             raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots in time")
@@ -377,7 +378,7 @@ class SmpClient:
                 at once for such a shard, and the caller must compare each unit with its digest before using it.
         """
         message = Recover(epoch=self.epoch, sources=sources, coord=coord, check=check)
-        reply = self._call(message, sources.layout.move_deadline(coord))
+        reply = self._call_to_move(message, sources.layout.shard_bytes(coord))
         got = from_plain(Recovered, reply, "a shard that is held again")
         return RecoveredShard(self._map(got, touch=False), got.how, got.bytes_fetched, got.unit_bytes, got.digests)
 
@@ -537,6 +538,27 @@ class SmpClient:
         finally:
             self._lock.release()
 
+    def _call_to_move(self, message: Request, count: int) -> Message:
+        """Send a request and return its reply, however long the SMP works on it, as long as bytes move.
+
+        `count`: most bytes that the SMP works on without saying so, as when it digests them.
+        """
+        board = self._board
+        seen = board.moves
+
+        def moves() -> bool:
+            nonlocal seen
+            before, seen = seen, board.moves
+            return seen != before
+
+        with self._lock:
+            stream = self._connected()
+            stream.goes_on = moves
+            try:
+                return self._ask(message, move_deadline(count))
+            finally:
+                stream.goes_on = None
+
     def _ask(self, message: Request, deadline_s: float) -> Message:
         stream = self._connected()
         stream.set_deadline(deadline_s)
@@ -585,13 +607,22 @@ class SmpClient:
                 is read first: reading maps pages, too, many at a time and in each of the threads that load.
         """
         with self._mapping:
-            return self._map_file(slot, touch)
+            known = self._maps.get(slot.file)
+            if known is not None and known[0] == slot.inode and known[1].nbytes == slot.bytes:
+                return known[1]
+            mapped = self._map_file(slot)
+            view = memoryview(mapped)
+            self._maps[slot.file] = (slot.inode, view)
+        # Without the lock, or a copy into another slot would wait for the minute that a large slot takes.
+        try:
+            if touch:
+                self.system.populate(mapped)
+        except OSError as error:
+            log.debug("a slot is not touched ahead of time, and the first copy will be slower: %s", error)
+        return view
 
-    def _map_file(self, slot: SlotFile, touch: bool) -> memoryview:
+    def _map_file(self, slot: SlotFile) -> mmap.mmap:
         name, inode, length = slot.file, slot.inode, slot.bytes
-        known = self._maps.get(name)
-        if known is not None and known[0] == inode and known[1].nbytes == length:
-            return known[1]
         files = self.system.os
         if Path(name).name != name:
             raise ProtocolError(f"{name!r} is not a file of the arena")
@@ -607,17 +638,11 @@ class SmpClient:
                 raise StaleEpoch(f"the slot {name} was taken away before it was opened")
             if status.st_size != length or length < 1:
                 raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
-            mapped = self.system.mmap.mmap(fd, length)
+            mapped: mmap.mmap = self.system.mmap.mmap(fd, length)
         finally:
             files.close(fd)
         mapped.madvise(mmap.MADV_DONTDUMP)
-        try:
-            if touch:
-                self.system.populate(mapped)
-        except OSError as error:
-            log.debug("a slot is not touched ahead of time, and the first copy will be slower: %s", error)
-        self._maps[name] = (inode, memoryview(mapped))
-        return self._maps[name][1]
+        return mapped
 
 
 def _reserved(reply: Message, slots: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -41,18 +42,31 @@ class Counts:
     persist_failures: int = 0
 
 
+MOVES = frozenset({"bytes_sent", "bytes_received", "units_accumulated"})
+"""Counters of work that somebody waits for. Nobody does for the scrub, which never ends."""
+
+
 class Counters:
     """`Counts` that several threads add to."""
 
-    def __init__(self, system: System = MACHINE) -> None:
+    def __init__(self, system: System = MACHINE, on_move: Callable[[], None] = lambda: None) -> None:
+        """`on_move`: called by one thread at a time whenever bytes have moved; must not block."""
         self._lock = system.Lock()  # guards `_counts`; innermost: no other lock is taken under it
         self._counts = Counts()
+        self._on_move = on_move
 
     def add(self, **amounts: int) -> None:
         """Add to the named counts."""
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
+            if not MOVES.isdisjoint(amounts):
+                self._on_move()
+
+    def moved(self) -> None:
+        """Bytes have moved that no counter counts."""
+        with self._lock:
+            self._on_move()
 
     def read(self) -> dict[str, int]:
         """The current values of all counters."""

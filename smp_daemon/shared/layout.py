@@ -27,7 +27,6 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_UNITS,
     MIN_SLOTS,
     is_identifier,
-    move_deadline,
 )
 from holdfast.smp_daemon.shared.plain import Address, Count, Port, from_plain, to_plain
 
@@ -212,11 +211,6 @@ class Layout:
     def shard_bytes(self, coord: str) -> int:
         """Length of the slot file of `coord`."""
         return self.locate(coord).bytes
-
-    def move_deadline(self, coord: str) -> float:
-        """`limits.move_deadline` for the state of the node that has `coord`."""
-        place = self.locate(coord)
-        return move_deadline(self.members(place.group)[place.position].state_bytes)
 
     def ways_to(self, bulk: Address) -> tuple[Address, ...]:
         """All raw-byte addresses of the node whose first one is `bulk`; only `bulk` if no node of the layout has it."""

@@ -98,7 +98,12 @@ _IDENTIFIER = re.compile(IDENTIFIER)
 def move_deadline(state_bytes: int) -> float:
     """How long to wait, in seconds, until `state_bytes` of one node are fetched, decoded or reserved. Single steps that
     stall have deadlines of their own."""
-    return MOVE_DEADLINE_S + state_bytes / SLOWEST_BYTES_PER_S
+    return MOVE_DEADLINE_S + slowest_s(state_bytes)
+
+
+def slowest_s(count: int) -> float:
+    """How long, in seconds, work on `count` bytes may take before something is wrong with it."""
+    return count / SLOWEST_BYTES_PER_S
 
 
 def is_at_once(slots_bytes: int) -> bool:

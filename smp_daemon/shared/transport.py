@@ -90,6 +90,8 @@ class SocketStream:
     Attributes:
         patience: called while a call sends or waits for a message; None: the deadline alone decides. Not called over
             TLS.
+        goes_on: called when no message has begun to arrive by the deadline: whether to wait as long once more. None:
+            never.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class SocketStream:
         self._use = _Use(sock, system)
         self._deadline_s = deadline_s
         self.patience: WaitCallback | None = None
+        self.goes_on: Callable[[], bool] | None = None
         self._is_plain = type(sock) is socket.socket  # neither TLS nor a simulation's
         sock.settimeout(deadline_s)
 
@@ -140,7 +143,7 @@ class SocketStream:
         head = bytearray(_FRAME.size)
         with self._use:
             self._await(select.POLLIN)
-            first = self._sock.recv_into(head)
+            first = self._begin(head)
             if first == 0:
                 return None
             if self._deadline_s is None:  # the wait for a message has no limit, but the wait for its rest has
@@ -156,6 +159,14 @@ class SocketStream:
             if self._deadline_s is None:
                 self._sock.settimeout(None)
         return unpack(dict[str, Any], body, "a JSON object, as messages are"), payload
+
+    def _begin(self, head: bytearray) -> int:
+        while True:
+            try:
+                return self._sock.recv_into(head)
+            except TimeoutError:
+                if self.goes_on is None or not self.goes_on():
+                    raise
 
     def receive_into(self, payload: memoryview) -> int:
         timeout_s = self._deadline_s or CALL_DEADLINE_S

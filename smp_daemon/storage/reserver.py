@@ -40,9 +40,20 @@ class Reserver:
         short: why the rest of the arena's budget could not be reserved; empty if it could, or is yet to be.
     """
 
-    def __init__(self, arena: Arena, lock: threading.Condition, priority: str, system: System = MACHINE) -> None:
-        """`lock`: the store's lock, which guards the arena and everything here. It is not held while memory is
-        reserved."""
+    def __init__(
+        self,
+        arena: Arena,
+        lock: threading.Condition,
+        priority: str,
+        system: System = MACHINE,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            lock: the store's lock, which guards the arena and everything here. It is not held while memory is reserved.
+            moved: called whenever a slice of a slot is reserved.
+        """
+        self._moved = moved
         self.error = ""
         self.short = ""
         self.on_ready: Callable[[], None] = lambda: None
@@ -121,6 +132,7 @@ class Reserver:
                         return
                     pool.reserve(slot, count)
                 memory.reserve(start, count)
+                self._moved()
                 failpoint("reserve.slice")
             with self._lock:
                 if not given_up():

@@ -109,8 +109,8 @@ class Store:
         # step. Exceptions are of bounded length: one unit is repaired, slots are made and deleted if `is_at_once`
         # (`Arena.reserve`, `Arena.take_away`), and a slot is wiped part by part. docs/size.md lists what grows.
         self.changed = system.Condition(system.RLock())
-        self.counters = Counters(system)
-        self.reserver = Reserver(arena, self.changed, priority, system)
+        self.counters = Counters(system, lambda: self.board.note_move())
+        self.reserver = Reserver(arena, self.changed, priority, system, self.counters.moved)
         self.reserver.on_ready = self._post_ready
         self.holdings = Holdings(arena, self.changed, self.counters, backend, self.reserver, system)
         self.board = Board(arena.path / "board", create=True, system=system)

@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.slotfile import write_stamp
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -76,6 +77,7 @@ class Copier:
         self._newest: SnapshotId | None = None
         self._coord = ""
         self._stride = 0
+        self._slot_bytes = 0
         self._jobs: queue.SimpleQueue[SnapshotCopy | str | None] = system.SimpleQueue()
         self._copies: queue.SimpleQueue[SnapshotCopy | None] = system.SimpleQueue()
         self._threads = [
@@ -96,15 +98,18 @@ class Copier:
 
     def submit(self, copy: SnapshotCopy) -> None:
         """Begin `copy` as soon as the one before it is done. Returns at once."""
+        self._slot_bytes = copy.order.form.total_bytes
         self._jobs.put(copy)
 
     def close(self, deadline_s: float) -> None:
-        """Finish what was submitted, and end the threads. Raises `DeadlineExceeded` if that takes too long."""
+        """Finish what was submitted, and end the threads. Raises `DeadlineExceeded` if that takes too long: for each
+        thread `deadline_s`, and as long as the SMP may take to digest what is sealed."""
         self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(deadline_s)
+        copying, sealing = self._threads
+        for thread, limit_s in ((copying, deadline_s), (sealing, deadline_s + slowest_s(self._slot_bytes))):
+            thread.join(limit_s)
             if thread.is_alive():
-                raise DeadlineExceeded(f"the thread {thread.name} did not end within {deadline_s:.0f} s")
+                raise DeadlineExceeded(f"the thread {thread.name} did not end within {limit_s:.0f} s")
         if self._ahead is not None:
             try:
                 self._client.abandon(self._ahead[0], self._coord, unused=True)

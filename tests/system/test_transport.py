@@ -905,3 +905,22 @@ def test_the_codes_own_snapshot_ids_are_pairs_on_the_wire() -> None:
     with Pair() as pair:
         pair.stream.send({"snapshot": SnapshotId(3, 4)})
         assert json.loads(pair.bare.recv(1000)[16:]) == {"snapshot": [3, 4]}
+
+
+def test_who_knows_that_work_goes_on_waits_beyond_the_deadline() -> None:
+    mine, other = socket.socketpair()
+    stream, far = SocketStream(mine, 0.05), SocketStream(other)
+    asked: list[int] = []
+
+    def goes_on() -> bool:
+        asked.append(1)
+        if len(asked) == 3:
+            far.send({"done": True})
+        return len(asked) <= 3
+
+    stream.goes_on = goes_on
+    assert stream.receive() == ({"done": True}, 0)
+    with pytest.raises(DeadlineExceeded):
+        stream.receive()
+    stream.close()
+    far.close()
