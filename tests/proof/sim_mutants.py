@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -24,12 +24,16 @@ from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.persist import persister
 from holdfast.smp_daemon.persist.manifest import run_folder
 from holdfast.smp_daemon.persist.reading import runs_at
+from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import Run, first_after, run_id
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.plan import candidates, newest_protected, plan_restore
 from holdfast.smp_daemon.shared.runs import new_run, own_run
+from holdfast.smp_daemon.shared.transport import SocketStream
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
@@ -37,6 +41,8 @@ from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
+from holdfast.snapshot import own_smp
+from holdfast.snapshot.connect import start_here
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.loop import Loop
 from holdfast.snapshot.resume import restore
@@ -62,7 +68,8 @@ from tests.proof.sim import modules
 from tests.proof.sim.plan import DrawnFault, DrawnState, Gap, SeedPlan, draw
 from tests.proof.sim.run import play
 from tests.proof.sim.seams import installed
-from tests.proof.sim.system import SYSTEM
+from tests.proof.sim.sized import REFUSAL, draw_sized, reserve_s
+from tests.proof.sim.system import SYSTEM, SimTime
 
 SEEDS = 150
 """Number of seeds within which a mutant must be noticed."""
@@ -470,7 +477,100 @@ PLAN = "holdfast.smp_daemon.shared.plan"
 RESTORE = "holdfast.snapshot.resume.restore"
 OWN_RUN = "holdfast.snapshot.resume.own_run"
 
+# ---------------------------------------------------------------------- on nodes of real size
+
+
+def _sized(*kinds: str, **costs: float) -> Callable[[SeedPlan], SeedPlan]:
+    """Nodes of real size on which these faults strike once snapshots are taken. `costs`: those that are not drawn."""
+
+    def focus(plan: SeedPlan) -> SeedPlan:
+        large = replace(draw_sized(plan.seed), nodes=2, ranks=(0, 0, 1, 1), lengths=(1500,) * 4, final="stop")
+        assert large.costs is not None
+        large = replace(large, costs=replace(large.costs, scale=25_000_000, **costs), refused="", protect_every=1)
+        at_s = reserve_s(large)
+        return replace(large, lives=(tuple(DrawnFault(kind, at_s=at_s) for kind in kinds),), slots=3, generations=1)
+
+    return focus
+
+
+def _begin_again(self: SocketStream, head: bytearray) -> int:
+    """Wait until a message comes, or the connection ends."""
+    while True:
+        with suppress(TimeoutError):
+            return self._sock.recv_into(head)
+
+
+def _digests_first(self: Store) -> None:
+    """What a predecessor left is read before anybody is answered."""
+    _store_adopt(self)
+    for key in self.holdings.held():
+        self.holdings.damaged_units(key)
+
+
+_store_adopt = Store._adopt
+
+
+def _each_launches(job: str, node: str, arena: Any, **options: Any) -> Any:
+    """Ranks queue behind one another, and none looks whether the one before has started an SMP."""
+    with spawn._turn_to_start(arena) as is_my_turn:
+        while not is_my_turn():
+            SimTime.sleep(spawn.LOOK_EVERY_S)
+        with suppress(ConfigError):
+            spawn.launch(spawn.smp_command(job, node, arena, ""), 1000.0)
+
+
+def _swallows(arena: Any, job: str, *, start: bool, coord: str | None = None, system: Any = SYSTEM) -> SmpClient:
+    """Why an SMP could not be started is not told."""
+    with suppress(SmpUnavailable):
+        return SmpClient(arena, job, coord, system)
+    with suppress(ConfigError):
+        start_here(arena, job)
+    return SmpClient(arena, job, coord, system)
+
+
 MUTANTS: dict[str, SimMutant] = {
+    "digests-first": SimMutant(
+        "a successor digests all that its arena holds before it serves",
+        "serves",
+        ((Store, "_adopt", _digests_first),),
+        _sized("kill-smp", digest=15e9, start_s=0.5),
+    ),
+    "each-launches": SimMutant(
+        "ranks of a node that start an SMP queue behind one another, each launching one",
+        "connected",
+        (("tests.proof.sim.seams", "start_smp", _each_launches),),
+        _sized(start_s=5.0),
+    ),
+    "attach-blocks": SimMutant(
+        "the training thread waits for an SMP that is being started, however long that takes",
+        "waits",
+        ((own_smp.__name__, "ATTACH_DEADLINE_S", 120.0),),
+        _sized("kill-smp", start_s=40.0, copy=20e9),
+    ),
+    "swallowed": SimMutant(
+        "why no SMP can be started is swallowed, and the connection said to be refused",
+        "said",
+        ((own_smp.__name__, "connect", _swallows),),
+        lambda plan: replace(_sized()(plan), refused=REFUSAL),
+    ),
+    "fixed-deadline": SimMutant(
+        "whoever waits for digests waits half a minute, however many bytes there are",
+        "calm",
+        ((SmpClient, "_read_deadline", lambda self, names: 30.0),),
+        _sized(digest=1e9),
+    ),
+    "deadline-ignored": SimMutant(
+        "a call to an SMP that has not answered by its deadline waits as long once more, again and again",
+        "answered",
+        ((SocketStream, "_begin", _begin_again),),
+        _sized("pause-smp"),
+    ),
+    "capped": SimMutant(
+        "encoding waits minutes before each unit",
+        "back",
+        ((Pacer, "wait_s", lambda self, count, now: 400.0),),
+        _sized(copy=20e9, digest=20e9, populate=5e9, map=9e9, network=14e9),
+    ),
     "oldest-first": SimMutant(
         "the plan takes the oldest snapshot, whatever is protected", "promise", ((PLAN, "candidates", _oldest_first),)
     ),

@@ -23,6 +23,7 @@ from tests.proof.sim.plan import POINTS_HERE, draw
 from tests.proof.sim.run import simulate
 from tests.proof.sim.seams import installed
 from tests.proof.sim.shrink import read_case, shrink, tell
+from tests.proof.sim.sized import draw_sized
 
 SAY_EVERY_S = 10.0
 CASES = Path("build") / "sim"
@@ -40,39 +41,39 @@ def main(arguments: list[str] | None = None) -> int:
     if options.replay is not None:
         return _replay(options.replay, options.trace)
     if options.seed is not None:
-        return _one(options.seed, options.trace, options.cases)
+        return _one(options.seed, options.trace, options.cases, options.sized)
     total, began = SeedTotals(), time.perf_counter()
     said = began
-    for part in run(range(options.first, options.first + options.seeds), options.jobs):
+    for part in run(range(options.first, options.first + options.seeds), options.jobs, options.sized):
         total.join(part)
         for seed, violated in part.failures.items():
-            print(f"seed {seed}: {violated}\n  {replay(seed)}", flush=True)
+            print(f"seed {seed}: {violated}\n  {replay(seed, options.sized)}", flush=True)
         now = time.perf_counter()
         if now - said > SAY_EVERY_S:
             said = now
             print(f"{total.seeds} seeds, {total.seeds / (now - began):.1f} a second", flush=True)
-            _write(options.json, summary(total, options.first, now - began))
+            _write(options.json, summary(total, options.first, now - began, options.sized))
         if options.seconds and now - began > options.seconds:
             break
-    result = summary(total, options.first, time.perf_counter() - began)
+    result = summary(total, options.first, time.perf_counter() - began, options.sized)
     if options.again:
         result["again"] = options.again
-        result["differ"] = again(range(options.first, options.first + options.again))
+        result["differ"] = again(range(options.first, options.first + options.again), options.sized)
     print("\n".join(lines(result)))
     _write(options.json, result)
     with installed():
         for seed in list(total.failures)[:SHRUNK]:
-            _shorten(seed, options.cases)
+            _shorten(seed, options.cases, options.sized)
     return 1 if total.failures or result.get("differ") else 0
 
 
-def replay(seed: int) -> str:
+def replay(seed: int, sized: bool = False) -> str:
     """The command that shows what a seed did."""
-    return f"python -m tests.proof.sim --seed {seed} --trace"
+    return f"python -m tests.proof.sim {'--sized ' * sized}--seed {seed} --trace"
 
 
-def _shorten(seed: int, folder: Path) -> None:
-    case = shrink(draw(seed))
+def _shorten(seed: int, folder: Path, sized: bool) -> None:
+    case = shrink((draw_sized if sized else draw)(seed))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"seed-{seed}.json"
     case.write(path)
@@ -86,10 +87,11 @@ def _write(path: Path | None, result: dict[str, Any]) -> None:
         path.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
+def summary(total: SeedTotals, first: int, wall_s: float, sized: bool = False) -> dict[str, Any]:
     """All results as plain data, for the file of ``--json``."""
     return {
         "first": first,
+        "sized": sized,
         "seeds": total.seeds,
         "failures": {str(seed): str(violated) for seed, violated in total.failures.items()},
         "wall_s": round(wall_s, 1),
@@ -130,17 +132,17 @@ def lines(result: dict[str, Any]) -> Iterable[str]:
         yield f"of {result['again']} seeds run again in another interpreter, these differ: {differ}"
     for seed, text in result["failures"].items():
         yield f"seed {seed}: {text}"
-        yield f"  {replay(int(seed))}"
+        yield f"  {replay(int(seed), result['sized'])}"
 
 
-def _one(seed: int, trace: bool, cases: Path) -> int:
+def _one(seed: int, trace: bool, cases: Path, sized: bool) -> int:
     with installed():
-        report = simulate(seed, print if trace else None)
+        report = simulate(seed, print if trace else None, sized=sized)
         print(f"seed {seed}: {report.awaits} awaits, {report.turns} turns, {report.simulated_s:.1f} s simulated")
         for check, message in report.violations:
             print(f"violation of {check!r}: {message}")
         if report.violations and not trace:
-            _shorten(seed, cases)
+            _shorten(seed, cases, sized)
     return 1 if report.violations else 0
 
 
@@ -175,6 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file, also during the run")
     parser.add_argument(
         "--again", type=int, default=0, metavar="N", help="run the first N again in another interpreter, and compare"
+    )
+    parser.add_argument(
+        "--sized", action="store_true", help="nodes of real size: work on bytes and starts of processes take time"
     )
     parser.add_argument("--seed", type=int, help="run only this seed")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run the case in this file")

@@ -24,8 +24,11 @@ from tests.proof.sim.tasks import Violated
 BATCH = 256
 """Seeds per batch. With several processes, each runs one batch and ends, which frees its memory faster than `gc`."""
 
-BATCH_DEADLINE_S = 600.0
-"""Timeout for a batch. A batch takes seconds; one that takes this long hangs."""
+SIZED_BATCHES = 8
+"""How many times as few seeds a batch has on nodes of real size, as each takes a second."""
+
+BATCH_DEADLINE_S = 1200.0
+"""Timeout for a batch. A batch takes seconds to minutes; one that takes this long hangs."""
 
 PRELOAD = (__name__, "torch._dynamo")
 """Modules that are imported before a batch starts. torch imports the second one when the first optimizer is made, which
@@ -72,17 +75,17 @@ class SeedTotals:
         self.failures.update(other.failures)
 
 
-def run_batch(seeds: Iterable[int]) -> SeedTotals:
-    """Run these seeds one after another in this process."""
+def run_batch(seeds: Iterable[int], sized: bool = False) -> SeedTotals:
+    """Run these seeds one after another in this process. `sized`: on nodes of real size."""
     total, cpu = SeedTotals(), time.process_time()
     with installed():
         for seed in seeds:
-            total.add(simulate(seed))
+            total.add(simulate(seed, sized=sized))
     total.cpu_s = time.process_time() - cpu
     return total
 
 
-def again(seeds: range) -> list[int]:
+def again(seeds: range, sized: bool = False) -> list[int]:
     """Return those of `seeds` that behave differently in another interpreter with another hash order. Blocks.
 
     Raises:
@@ -91,24 +94,24 @@ def again(seeds: range) -> list[int]:
     script = (
         "import json, sys\n"
         "from tests.proof.sim.campaign import fingerprints\n"
-        "print(json.dumps(fingerprints(range(*map(int, sys.argv[1:])))))"
+        "print(json.dumps(fingerprints(range(*map(int, sys.argv[1:3])), sys.argv[3] == 'True')))"
     )
-    command = [sys.executable, "-P", "-c", script, str(seeds.start), str(seeds.stop)]
+    command = [sys.executable, "-P", "-c", script, str(seeds.start), str(seeds.stop), str(sized)]
     environment = own_environment() | {"PYTHONHASHSEED": str(1 + seeds.start % 1000)}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=BATCH_DEADLINE_S, check=True
     )
     there = json.loads(done.stdout)
-    return [seed for seed, here, other in zip(seeds, fingerprints(seeds), there, strict=True) if here != other]
+    return [seed for seed, here, other in zip(seeds, fingerprints(seeds, sized), there, strict=True) if here != other]
 
 
-def fingerprints(seeds: range) -> list[int]:
+def fingerprints(seeds: range, sized: bool = False) -> list[int]:
     """Run each seed and return its fingerprint, which tells two different runs apart."""
     with installed():
-        return [simulate(seed).fingerprint for seed in seeds]
+        return [simulate(seed, sized=sized).fingerprint for seed in seeds]
 
 
-def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
+def run(seeds: range, jobs: int, sized: bool = False) -> Iterator[SeedTotals]:
     """Yield the totals of each batch of `seeds`, in order. Blocks until a batch is done.
 
     With 1 job the batches run in this process; with more, each runs in a process of its own, `jobs` at a time. Closing
@@ -117,9 +120,10 @@ def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
     Raises:
         TimeoutError: a batch hangs, with more than 1 job; its process is killed.
     """
-    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
+    size = BATCH // SIZED_BATCHES if sized else BATCH
+    batches = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     if jobs <= 1:
-        yield from map(run_batch, batches)
+        yield from (run_batch(batch, sized) for batch in batches)
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
@@ -128,7 +132,7 @@ def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
     try:
         waiting = []
         for batch in batches:
-            waiting.append(pool.submit(run_batch, batch))
+            waiting.append(pool.submit(run_batch, batch, sized))
             if len(waiting) > 2 * jobs:
                 yield waiting.pop(0).result(BATCH_DEADLINE_S)
         for future in waiting:

@@ -33,6 +33,13 @@ CHECKS = {
     "progress": "once the faults are over, snapshots become protected",
     "free": "a job that has ended leaves nothing behind",
     "lock": "the store's lock is not held for as long as there are bytes to reserve, map, digest or overwrite",
+    "calm": "while nothing has struck, nothing warns, is given up, times out or is started again",
+    "serves": "an SMP serves soon after it has begun, whatever its arena holds",
+    "connected": "all ranks of a node have an SMP about as soon as one alone would",
+    "said": "where no SMP can be started, the job is told why",
+    "waits": "no training thread waits longer than for its copy, and for an SMP as long as it may",
+    "answered": "no call takes longer than its deadline",
+    "back": "after a start protection is back in the time that bytes over rates allow, a few times over",
     "rest": "no thread waits for ever",
     "bug": "no thread ends with an unexpected error",
 }

@@ -12,7 +12,7 @@ from tests.proof.sim.tasks import SimProcess
 from tests.proof.sim.world import SimNode, SimTrainer, World
 
 SILENT_CHANCE = 0.5
-FROZEN_S = 20.0
+FROZEN_S, LONG_FROZEN_S = 20.0, 300.0
 CUT_S = 45.0
 
 
@@ -83,6 +83,7 @@ class Faults:
         if kind in ("lose-node", "lose-nodes") and len(world.up()) < 2:
             return
         world.scheduler.note(f"strikes: {kind}")
+        world.promptness.calm = False
         {
             "kill-trainer": lambda: self._kill(self._random.choice(trainers)),
             "kill-trainers": lambda: self._kill(*trainers),
@@ -119,7 +120,8 @@ class Faults:
         scheduler, process = self._world.scheduler, node.smp_process
         assert process is not None
         scheduler.freeze(process)
-        scheduler.at(scheduler.now + self._random.random() * FROZEN_S, lambda: scheduler.thaw(process))
+        most_s = FROZEN_S if self._world.plan.costs is None else LONG_FROZEN_S
+        scheduler.at(scheduler.now + self._random.random() * most_s, lambda: scheduler.thaw(process))
 
     def _make_zombie(self, trainer: SimTrainer) -> None:
         """Make a trainer hang. Its launcher gives it up but cannot kill it, and within 10 s it goes on."""

@@ -233,6 +233,7 @@ class SeedPlan:
         protect_every: which of the snapshots are protected.
         order, span, turns: how tasks take turns, see `tests.proof.sim.turns`; `turns` is the seed of that order.
         beside: whether memory is reserved in the background, however little it is.
+        refused: why no SMP can be started at first; empty: it can.
         costs: what work on bytes costs; None: nothing, see `tests.proof.sim.sized`.
     """
 
@@ -267,6 +268,7 @@ class SeedPlan:
     links: int = 1
     beside: bool = False
     costs: Costs | None = None
+    refused: str = ""
 
     @property
     def moves(self) -> bool:

@@ -6,14 +6,18 @@ import gc
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
+from holdfast.smp_daemon.shared import limits
 from holdfast.smp_daemon.shared.errors import ConfigError
 from tests.proof.sim.faults import Faults
 from tests.proof.sim.moves import Moves
 from tests.proof.sim.plan import SeedPlan, draw
 from tests.proof.sim.scheduler import BEGAN_S, DEFAULT_TURNS, Moment, Scheduler
+from tests.proof.sim.sized import draw_sized
 from tests.proof.sim.tasks import Violated, Violation
 from tests.proof.sim.tripwires import wired
 from tests.proof.sim.turns import Priorities, Turns, Uniform
@@ -30,6 +34,9 @@ REST_S = 700.0
 
 TURNS_A_RANK = 8_000
 """Limit on the turns of a run of a large job, for each of its ranks."""
+
+LONGER = 8
+"""How many times as many turns a run may take whose bytes cost time, as it lasts days."""
 
 DECISIONS = 2
 """How often the user chooses a run or gives one up, before the job must go on."""
@@ -66,9 +73,9 @@ class SeedReport:
     history: list[Moment] = field(default_factory=list)
 
 
-def simulate(seed: int, trace: Callable[[str], None] | None = None) -> SeedReport:
-    """Run one seed; see `play`."""
-    return play(draw(seed), trace=trace)
+def simulate(seed: int, trace: Callable[[str], None] | None = None, *, sized: bool = False) -> SeedReport:
+    """Run one seed; see `play`. `sized`: on nodes of real size."""
+    return play((draw_sized if sized else draw)(seed), trace=trace)
 
 
 def order_of(plan: SeedPlan) -> Turns:
@@ -91,14 +98,14 @@ def play(
         trace: called with a line for everything that happens.
         telling: whether to record the history.
     """
-    most_turns = max(DEFAULT_TURNS, TURNS_A_RANK * len(plan.ranks))
+    most_turns = max(DEFAULT_TURNS, TURNS_A_RANK * len(plan.ranks)) * (1 if plan.costs is None else LONGER)
     scheduler = Scheduler(f"world {plan.seed}", order or order_of(plan), most_turns)
     scheduler.trace, scheduler.telling = trace, telling
     world = World(plan, scheduler)
     if trace is not None:
         logging.disable(logging.NOTSET)
     try:
-        with wired():
+        with wired(), _as_large(plan), world.promptness.listening():
             _Driver(world).drive()
     except Violation as violation:
         if not scheduler.violations:
@@ -125,6 +132,14 @@ def play(
     )
 
 
+@contextmanager
+def _as_large(plan: SeedPlan) -> Iterator[None]:
+    """What holdfast expects of bytes, it expects of those that the simulated ones stand for."""
+    scale = plan.costs.scale if plan.costs is not None else 1
+    with patch.object(limits, "SLOWEST_BYTES_PER_S", limits.SLOWEST_BYTES_PER_S / scale):
+        yield
+
+
 def _states(plan: SeedPlan) -> Counter[str]:
     state = plan.state
     if state is None:
@@ -145,6 +160,8 @@ class _Driver:
 
     def drive(self) -> None:
         """Run all lives, and the quiet time. Raises `Violation`."""
+        if self._plan.refused:
+            self._refuse(self._plan.refused)
         for faults, gap in zip(self._plan.lives, self._plan.gaps, strict=True):
             self._replace(gap.replace)
             if self._plan.moves and not faults:
@@ -166,6 +183,20 @@ class _Driver:
 
     # ------------------------------------------------------------------ lives
 
+    def _refuse(self, why: str) -> None:
+        """No SMP can be started for a reason, and every trainer must be told it. Then there is no such reason any
+        more."""
+        world = self._world
+        world.refusal, world.promptness.calm = why, False
+        world.start_trainers(1)
+        limit = self._scheduler.now + LIFE_DEADLINE_S
+        self._until(lambda: all(trainer.outcome for trainer in world.trainers), limit, self._stop_life)
+        world.oracle.checks["said"] += 1
+        for trainer in world.trainers:
+            if trainer.outcome != "killed" and why not in str(trainer.error):
+                raise Violation("said", f"no SMP starts, as {why}, and rank {trainer.rank} is told: {trainer.error}")
+        world.refusal = ""
+
     def _live(self, steps: int, *, quiet: bool = False, ends: bool = False) -> set[str]:
         """Start the trainers and wait until the last one has ended. Returns how they ended."""
         world, scheduler = self._world, self._scheduler
@@ -178,7 +209,7 @@ class _Driver:
         if not world.up():
             return {"killed"}  # the last node was lost while its SMP was started
         world.start_trainers(steps, quiet=quiet, ends=ends)
-        limit = scheduler.now + LIFE_DEADLINE_S + 10 * world.slack_s
+        limit = scheduler.now + LIFE_DEADLINE_S + 50 * world.slack_s
         self._until(lambda: any(trainer.outcome for trainer in world.trainers), limit)
         if any(trainer.outcome != "done" for trainer in world.trainers if trainer.outcome):
             self._stop_life()
@@ -188,6 +219,9 @@ class _Driver:
         world.oracle.check_same(trainer.restored for trainer in entered)
         self._check()
         world.oracle.checks["bug"] += 1
+        for node in world.up():
+            if node.smp is not None:
+                world.promptness.rested(node.name, node.smp)
         return {trainer.outcome for trainer in world.trainers}
 
     def _stop_life(self) -> None:
@@ -293,7 +327,7 @@ class _Driver:
     def _recover(self, steps: int, when: str, *, progress: bool = False) -> bool:
         """Require that the job comes back and goes on. Returns False if it rightly does not."""
         world = self._world
-        before = world.oracle.promised
+        before, began_s = world.oracle.promised, self._scheduler.now
         for decision in range(DECISIONS + 1):
             self._serve()
             outcomes = self._live(steps * self._plan.every if steps else 0, quiet=True)
@@ -311,6 +345,7 @@ class _Driver:
             raise Violation("returns", f"{when}, in quiet, the job ends with {outcomes}: {errors}")
         if progress:
             world.oracle.checks["progress"] += 1
+            world.promptness.protected(began_s - (world.promised_s - self._scheduler.now))
             if world.oracle.promised in (None, before):
                 raise Violation("progress", f"{when}, in quiet, nothing becomes protected")
         return True
@@ -340,6 +375,7 @@ class _Driver:
             world.oracle.checks["free"] += 1
             if left:
                 raise Violation("free", f"the job has ended, and its memory on {left} is not free")
+        world.promptness.calm = False
         for node in world.gone():
             if node.smp_process is not None:
                 self._scheduler.kill(node.smp_process)

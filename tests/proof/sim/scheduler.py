@@ -191,7 +191,7 @@ class Scheduler:
     def freeze(self, process: SimProcess) -> None:
         """SIGSTOP."""
         self.tell(process, "stands still")
-        process.frozen = True
+        process.frozen = process.stood = True
 
     def thaw(self, process: SimProcess) -> None:
         """SIGCONT."""

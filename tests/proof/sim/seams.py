@@ -24,12 +24,14 @@ from holdfast.smp_daemon.persist.reading import StoredShards
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.budget import wipe
+from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.records import PART, digest, digest_units, kind_of
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.spawn import start_smp
+from holdfast.smp_daemon.shared.transport import Message
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
 from holdfast.smp_daemon.storage.pool import SlotMemory
 from holdfast.snapshot.protecting import Protecting
@@ -60,6 +62,8 @@ class Hooks:
     failpoint: Callable[[str, int], None]
     start_smp: Callable[[MemoryPath], None]
     launch: Callable[[str, float], Owner]
+    connected: Callable[[float], None]
+    answered: Callable[[str, float, float], None]
     agreement: Callable[[], Any]
     captured: Callable[[Any, str, Any], None]
     begun: Callable[[Any, str], None]
@@ -164,6 +168,20 @@ def _reserve(self: SlotMemory, start: int, count: int) -> None:
 reserve = SlotMemory.reserve
 
 
+def _ask(self: SmpClient, message: Any, deadline_s: float) -> Message:
+    """`SmpClient._ask`, timed."""
+    began_s = active().now
+    try:
+        return ask(self, message, deadline_s)
+    finally:
+        stream = self._stream
+        if not active().unwinding and (stream is None or stream.goes_on is None):
+            Hooks.answered(type(message).__name__, began_s, deadline_s)
+
+
+ask = SmpClient._ask
+
+
 def _send(self: Links, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:
     """`Links.send`: of a series of units, the others take their time, too."""
     if payload is not None and active().costs is not None:
@@ -193,7 +211,12 @@ def _start_smp(job: str, node: str, arena: MemoryPath, **options: Any) -> None:
     if active().costs is None:
         Hooks.start_smp(arena)
     else:
-        start_smp(job, node, arena, **options)  # type: ignore[arg-type]  # a `MemoryPath`
+        began_s = active().now
+        try:
+            start_smp(job, node, arena, **options)  # type: ignore[arg-type]  # a `MemoryPath`
+        finally:
+            if not active().unwinding:
+                Hooks.connected(began_s)
 
 
 def _launch(command: Sequence[str], deadline_s: float) -> Owner:
@@ -315,6 +338,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.smp_daemon.storage.reserver.slices": lambda length: Hooks.slices(length),
+        "holdfast.smp_daemon.shared.client.SmpClient._ask": _ask,
         "holdfast.smp_daemon.net.links.Links.send": _send,
         "holdfast.smp_daemon.recovery.fetch.Fetcher.get": _get,
         "holdfast.smp_daemon.persist.reading.StoredShards.get": _get,

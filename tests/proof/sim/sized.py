@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from holdfast.smp_daemon.shared import limits
 from tests.proof.sim.costs import GB, draw_costs
 from tests.proof.sim.plan import DrawnFault, Gap, SeedPlan, draw
 
 NODE_GB = (76, 76, 160, 320, 640)
 """How much state a node has."""
 
-WORLDS = ((2, 1), (2, 1), (2, 2), (3, 1), (3, 1), (3, 2), (4, 1), (2, 8), (3, 8))
+WORLDS = (*((2, 1),) * 8, *((3, 1),) * 6, *((4, 1),) * 3, *((2, 2),) * 3, (3, 2), (2, 8))
 """The number of nodes, and of ranks on each. Most are small, so that many seeds can be run."""
 
 WHOLE = (16, 8)
@@ -29,6 +30,9 @@ FAULTS = (
 )
 OF_CALM = 0.3
 """The share of seeds in which no fault strikes."""
+
+OF_REFUSED, REFUSAL = 1 / 20, "HOLDFAST_SCRUB=fast is not a rate"
+"""The share of seeds in which a setting is wrong at first, and what the SMP says of it."""
 
 MOST_PARITY, MOST_DATA = 2, 3
 """Of all schemes that seeds draw. No node holds more parity than data."""
@@ -74,6 +78,8 @@ def draw_sized(seed: int) -> SeedPlan:
         quiet=1,
         final="stop" if nodes * mates > 32 else pick.choice(("stop", "stop", "lose", "finish")),
     )
+    if pick.random() < OF_REFUSED:
+        plan = replace(plan, refused=REFUSAL)
     return plan if pick.random() < OF_CALM else replace(plan, lives=((_fault(plan, pick),),))
 
 
@@ -98,8 +104,9 @@ def reserve_s(plan: SeedPlan) -> float:
 
 
 def copy_s(plan: SeedPlan) -> float:
-    """How long the longest copy takes."""
-    assert plan.costs is not None
+    """How long the longest copy takes; 0: bytes cost nothing."""
+    if plan.costs is None:
+        return 0.0
     return plan.costs.whole_s("copy", max(plan.lengths))
 
 
@@ -108,6 +115,13 @@ def protect_s(plan: SeedPlan) -> float:
     assert plan.costs is not None
     count = _node_bytes(plan)
     return copy_s(plan) + plan.costs.whole_s("digest", count) + MOST_PARITY * plan.costs.whole_s("network", count)
+
+
+def is_slow(plan: SeedPlan) -> bool:
+    """Whether a snapshot takes longer until it is protected than holdfast expects of any machine. Called during a
+    run, in which holdfast expects it of simulated bytes."""
+    count = _node_bytes(plan)
+    return plan.costs is not None and protect_s(plan) > limits.slowest_s(count)
 
 
 def rebuild_s(plan: SeedPlan) -> float:

@@ -31,13 +31,13 @@ class Violation(Exception):
 
 
 class SimProcess:
-    """Tasks that die together. The callbacks in `on_death` are called when they do."""
+    """Tasks that die together. The callbacks in `on_death` are called when they do. `stood`: it has been frozen."""
 
     def __init__(self, name: str, host: str) -> None:
         self.name = name
         self.host = host
         self.alive = True
-        self.frozen = False
+        self.frozen = self.stood = False
         self.slow_s = 0.0
         self.on_death: dict[int, Callable[[], None]] = {}
         self.frozen_tasks: list[Task] = []

@@ -36,16 +36,16 @@ from tests.proof.sim.modules import NEVER, SimScript
 from tests.proof.sim.network import Network, use
 from tests.proof.sim.oracle import Content, Oracle
 from tests.proof.sim.plan import SeedPlan
+from tests.proof.sim.promptness import CONNECTED, Promptness
 from tests.proof.sim.runs import Snapshot
 from tests.proof.sim.scheduler import Scheduler
 from tests.proof.sim.seams import Hooks
-from tests.proof.sim.sized import back_s
+from tests.proof.sim.sized import back_s, copy_s
 from tests.proof.sim.system import SYSTEM
 from tests.proof.sim.tasks import SimProcess
 from tests.proof.sim.threads import Signal
 from tests.proof.sim.trainer import (
     COLLECTIVE_DEADLINE_S,
-    PATIENCE_STEPS,
     WAIT_S,
     Bytes,
     Circle,
@@ -60,6 +60,9 @@ JOB = "job"
 PLACE = "memory://storage"
 START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
+SLOW_STEPS = 40
+"""In how many steps memory must be reserved, if bytes cost something."""
+
 AGAIN_S = 0.5
 """Pause after an SMP did not come up, before another is started, in simulated seconds."""
 
@@ -119,6 +122,9 @@ class World:
 
     Attributes:
         wanted, over: what the next start gets as ``HOLDFAST_RUN`` and ``HOLDFAST_GIVE_UP``.
+        promised_s: when the job was last told that a younger snapshot is protected.
+        refusal: why no SMP can be started now; empty: they can.
+        promptness: the checks of how long things take.
         slack_s: how much longer than a few bytes the bytes of this plan may take, in seconds.
     """
 
@@ -134,7 +140,10 @@ class World:
         self.network.break_chance = plan.break_chance
         self.network.costs = scheduler.costs = plan.costs
         self.slack_s = back_s(plan)
+        self.promised_s = 0.0
+        self.refusal = ""
         self.oracle = Oracle(scheduler.violate)
+        self.promptness = Promptness(plan, scheduler, self.oracle.checks)
         self.disk = disk
         self.changed = Signal()
         self.nodes: list[SimNode] = []
@@ -165,6 +174,8 @@ class World:
         Hooks.failpoint = self._failpoint
         Hooks.start_smp = self._start_by_trainer
         Hooks.launch = self._launch
+        Hooks.connected = lambda began_s: self.promptness.connected(str(self.scheduler.current.process), began_s)
+        Hooks.answered = lambda *call: self.promptness.answered(str(self.scheduler.current.process), *call)
         Hooks.agreement = self._agreement
         Hooks.captured = self._note_captured
         Hooks.begun = self._note_begun
@@ -249,6 +260,9 @@ class World:
     def _launch(self, arena: str, deadline_s: float) -> Owner:
         """`smp_daemon.shared.spawn.launch`: starts an SMP, and waits until it serves or says why not."""
         node = next(node for node in self.nodes if str(node.arena) == arena)
+        if node.smp_process is not None and node.smp_process.alive:
+            self._import(node, SimProcess(f"{node.name}.smp", node.host))
+            raise ConfigError(f"{arena} is in use")
         self._start(node)
         process = node.smp_process
         assert process is not None
@@ -261,6 +275,7 @@ class World:
 
     def _start(self, node: SimNode) -> None:
         process = SimProcess(f"{node.name}.smp", node.host)
+        self.promptness.launched(node.name, node.smp_process is not None)
         node.smp_process, node.smp, node.starting, node.refusal = process, None, True, None
         process.on_death[0] = lambda: self._smp_gone(node, process)
         self.scheduler.note(f"an SMP is started on {node.name}")
@@ -275,7 +290,10 @@ class World:
             persist=PersistOptions(PLACE, self.plan.persist_s) if self.plan.persist_s else None,
         )
         self._import(node, process)
+        began_s = self.scheduler.now
         try:
+            if self.refusal:
+                raise ConfigError(self.refusal)
             smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SYSTEM)  # type: ignore[arg-type]
         except HoldfastError as error:
             node.error, node.refusal = str(error), error
@@ -283,6 +301,7 @@ class World:
             self.scheduler.note(f"the SMP of {node.name} does not come up: {error}")
             self.scheduler.kill(process, ends=True)
             return
+        self.promptness.served(node.name, began_s)
         node.smp, node.starting = smp, False
         self.changed.notify()
         smp.stopped.wait()
@@ -311,6 +330,7 @@ class World:
         if not node.up:
             return
         self.scheduler.tell(node.name, "is lost")
+        self.promptness.calm = False
         node.up = False
         self.oracle.node_lost(node.name)
         if silent:
@@ -333,6 +353,7 @@ class World:
             quiet: whether there are no faults, so that every snapshot must become protected.
             ends: whether the job is done for good after these steps.
         """
+        self.promptness.starts += 1
         up = self.up()
         ranks = self._ranks_of_a_life()
         circle = Circle(len(ranks), COLLECTIVE_DEADLINE_S + self.slack_s)
@@ -416,6 +437,7 @@ class World:
             elastic=state is not None and bool(state.sizes),
             run=self.wanted,
             give_up=tuple(sorted(self.over)),
+            deadline_s=60.0 + CONNECTED * copy_s(plan),
             block=1,  # every life of a trainer is a process of its own
         )
         train = self._train_bytes if state is None else self._train_modules
@@ -440,15 +462,15 @@ class World:
             self._note_restored(trainer, hook, floor, loaded[-1] if loaded else None)
             to_do = self._steps(hook, coord, steps, drains)
             while to_do.left:
-                hook.begin()
+                self._timed(coord, hook.begin)
                 to_do.begun()
                 self._work_a_while()
                 meet(adapter.step)
-                hook.before_step()
+                self._timed(coord, hook.before_step)
                 if len(adapter.live) != self.lengths[rank]:
                     adapter.resize(self.lengths[rank])
                 adapter.train()
-                hook.after_step()
+                self._timed(coord, hook.after_step)
             hook.begin()
 
     def _train_modules(
@@ -470,11 +492,17 @@ class World:
             self._note_restored(trainer, hook, floor, script.state() if hook.restored.snapshot else None)
             script.train(hook, self._steps(hook, coord, steps, drains))
 
+    def _timed(self, coord: str, call: Callable[[], None]) -> None:
+        """Something that the training thread calls in every step."""
+        began_s = self.scheduler.now
+        call()
+        self.promptness.stepped(coord, began_s)
+
     def _steps(self, hook: SnapshotHook, coord: str, steps: int, drains: bool) -> Steps:
         if not drains and self.plan.costs is None:
             return Steps(steps)
         drain = partial(self._drain, hook, coord) if drains else lambda: None
-        wait_s = WAIT_S + self.slack_s / PATIENCE_STEPS
+        wait_s = WAIT_S + self.slack_s / SLOW_STEPS
         return QuietSteps(steps, self.plan.every, partial(_has_no_room, hook), drain, wait_s)
 
     def _meeting(self, circle: Circle, rank: int) -> Callable[[Any], list[Any]]:
@@ -512,7 +540,7 @@ class World:
             self.oracle.runs.begins(hook.restored.epoch, hook.restored.run.id, trainer.life)
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
-        drained, state = hook.drain(DRAIN_DEADLINE_S + self.slack_s), self.plan.state
+        drained, state = hook.drain(DRAIN_DEADLINE_S + 10 * self.slack_s), self.plan.state
         if state is not None and (state.gives_up or (state.grows_late and self._has_grown(hook))):
             return
         self.oracle.checks["progress"] += 1
@@ -549,6 +577,7 @@ class World:
     def _note_promise(self, ledger: Ledger) -> None:
         if ledger.protected is not None:
             if self.oracle.promised is None or ledger.protected > self.oracle.promised:
+                self.promised_s = self.scheduler.now
                 self.scheduler.tell("the job", f"is told that {ledger.protected} is protected")
             self.oracle.protected(ledger.protected)
         roomy = self.plan.slots > 2 and ledger.restored is None
