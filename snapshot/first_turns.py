@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.progress import RankProgress
-from holdfast.snapshot.resume.comparison import BY_DATA, Resumed, check_inputs, warn_of_unknown_inputs
+from holdfast.snapshot.resume.comparison import BY_CHANGE, BY_DATA, Resumed, check_inputs, warn_of_unknown_inputs
 from holdfast.snapshot.resume.rehearsal import Rehearsal
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.adapter import Adapter
@@ -135,7 +135,8 @@ class FirstTurns:
         """The first forward of a step runs on these. Raises `StateMismatch` if they are another batch than before."""
         expected, self._inputs = self._inputs, None
         if expected is not None and all(data.exact for data in self._position.sources.values()):
-            check_inputs(expected, inputs, self._progress.step, self._checks.another_batch)
+            why = BY_CHANGE if self._position.sources else self._checks.another_batch
+            check_inputs(expected, inputs, self._progress.step, why)
 
     def stepped(self) -> None:
         """An optimizer has stepped: later forwards are not compared."""

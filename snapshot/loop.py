@@ -139,6 +139,8 @@ class Loop:
 
     def begin(self) -> None:
         """The next step begins here."""
+        if self._where is TurnState.BEGUN:
+            self._gradients.come_round()
         self._begins(Event.BEGIN)
 
     def _declare(self) -> None:

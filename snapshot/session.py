@@ -212,7 +212,8 @@ class Session:
         except HoldfastError as failure:
             if self._options.strict and well:
                 raise
-            log.error("the SMP of this node was left running (`holdfast gc` removes it): %s", failure)
+            end = "`holdfast gc` removes it" if well else "it holds the job's snapshots"
+            log.error("the SMP of this node was left running (%s): %s", end, failure)
         finally:
             self.rank.close()
             protecting.let_go()

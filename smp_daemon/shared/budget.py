@@ -116,7 +116,7 @@ class Budget:
         if self.used > self.limit:
             raise ArenaTooSmall(
                 f"the arena {self._arena} holds {self.used:,} bytes, and --memory (HOLDFAST_MEMORY) allows "
-                f"{self.limit:,}: allow {self.used:,} or more, or remove the arena with `holdfast gc`"
+                f"{self.limit:,}: allow {self.used:,} or more, as these are the job's snapshots"
             )
         if self.limit > (memory := memory_bytes()):
             raise ArenaTooSmall(

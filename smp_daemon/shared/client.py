@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, RepairState, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import (
+    ConfigError,
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
@@ -68,7 +69,7 @@ from holdfast.smp_daemon.shared.messages import (
     Suspect,
     Verify,
 )
-from holdfast.smp_daemon.shared.paths import read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import not_private, read_owner, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest, read_json, record_name
 from holdfast.smp_daemon.shared.sources import Address, Sources
@@ -167,7 +168,12 @@ class SmpClient:
         """Connect again after `SmpUnavailable`. Raises the errors of the constructor, and `DeadlineExceeded`."""
         self._hang_up()
         self._connections += 1
-        if not socket_path(self.arena).exists():
+        try:
+            is_served = socket_path(self.arena).exists()
+        except PermissionError as error:
+            closed = self.arena if self.arena.parent.stat().st_uid == os.getuid() else self.arena.parent
+            raise ConfigError(f"{closed} {not_private(closed, os.getuid())}") from error
+        if not is_served:
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
         self._stream = connect(socket_path(self.arena), deadline_s, system=self.system)
         try:

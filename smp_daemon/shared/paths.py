@@ -50,6 +50,19 @@ def socket_path(arena: Path) -> Path:
     return arena / SOCKET
 
 
+def not_private(path: Path, uid: int) -> str:
+    """Why this directory is not one that user `uid` alone may use, and what to do about it; empty if it is."""
+    status = path.lstat()
+    if path.is_symlink():
+        return f"is a link: set {ARENA_ENV} to where it leads"
+    if status.st_uid != uid:
+        return (
+            f"belongs to user {status.st_uid}, and this process runs as user {uid}: start the job as that user to go "
+            f"on with its snapshots, or choose another arena with {ARENA_ENV} to begin anew"
+        )
+    return "is not for its user alone: run chmod 700 on it" if status.st_mode & 0o777 != 0o700 else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The SMP that owns an arena, as recorded in ``smp.json``.

@@ -182,6 +182,11 @@ def launch(command: Sequence[str], deadline_s: float) -> Owner:
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
+    except OSError as error:
+        raise ConfigError(
+            f"user {os.getuid()} cannot start an SMP, as it may not run {command[0]}: {error.strerror}. Install "
+            "holdfast where that user may read it, or start the SMP by other means"
+        ) from error
     return parse_report(done.stdout, done.stderr)
 
 

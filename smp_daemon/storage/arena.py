@@ -32,7 +32,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import about, get_log
-from holdfast.smp_daemon.shared.paths import GONE, OURS, SOCKET
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, GONE, OURS, SOCKET, not_private
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -469,18 +469,17 @@ def _own(path: Path, system: System) -> _Ownership:
             ) from error
         failpoint("arena.made")
         try:
-            status = path.lstat()
-            if path.is_symlink() or status.st_uid != system.os.getuid() or status.st_mode & 0o077:
-                raise ConfigError(
-                    f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
-                )
+            if wrong := not_private(path, system.os.getuid()):
+                raise ConfigError(f"the arena {path} {wrong}")
             lock = _Ownership(path, system, made)
         except FileNotFoundError:
             continue  # its last owner has just removed it
         except BlockingIOError as error:
             raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
         except OSError as error:
-            raise ConfigError(f"cannot lock the arena {path}: {error.strerror}: remove it") from error
+            raise ConfigError(
+                f"cannot lock the arena {path}: {error.strerror}; choose another with {ARENA_ENV}"
+            ) from error
         if lock.is_of(path):
             return lock
         lock.close()  # as above
@@ -524,8 +523,8 @@ def _check_parent(path: Path, uid: int) -> None:
     status = path.lstat()
     if status.st_uid not in (uid, 0, OVERFLOW_UID):
         raise ConfigError(
-            f"{path} belongs to user {status.st_uid}, who could replace the arena in it: remove it, or choose another "
-            "with HOLDFAST_ARENA"
+            f"{path} belongs to user {status.st_uid}, who could replace the arena in it: choose another with "
+            f"{ARENA_ENV}, or start the job as that user"
         )
     if not status.st_mode & 0o022 or status.st_mode & stat.S_ISVTX or stat.S_ISLNK(status.st_mode):
         return

@@ -30,6 +30,7 @@ from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import Count, Identifier, decode_json, from_plain, to_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, read_small, write_json
+from holdfast.smp_daemon.shared.settings import ARENA, NODE
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -702,10 +703,17 @@ class Store:
             return None
         self._check_format(data, ARENA_FORMAT)
         known = from_plain(_NodeFile, data, "what an SMP has written of its node")
-        if known.job != self.job or known.node != self.node:
+        if known.job != self.job:
             raise ConfigError(
-                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}: "
-                "choose another, or remove it with `holdfast gc`"
+                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}, not to job "
+                f"{self.job!r}: choose another"
+            )
+        if known.node != self.node:
+            raise ConfigError(
+                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}, and this node is "
+                f"called {self.node!r}. If its name has changed, as that of a container does, set {NODE.variable}="
+                f"{known.node}, and the job goes on with what the arena holds, perhaps the only copy; otherwise choose "
+                f"another with {ARENA.variable}"
             )
         return known
 
@@ -713,8 +721,9 @@ class Store:
         if isinstance(node, dict) and (written := node.get("format", unsaid)) != ARENA_FORMAT:
             raise VersionMismatch(
                 f"the arena {self.arena.path} was written by holdfast {node.get('release')} in format {written}, and "
-                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version, or delete the "
-                "arena with `holdfast gc` and let the other nodes rebuild it from their parity (docs/operating.md)"
+                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version. Only if other nodes "
+                "protect this one may the arena be deleted, with `holdfast gc`, and rebuilt from their parity "
+                "(docs/operating.md)"
             )
 
     def _is_ours(self) -> bool:

@@ -114,6 +114,14 @@ BY_DATA = (
 )
 """Why a loop's first batch may be another, and what to do about it."""
 
+BY_CHANGE = (
+    "its data gave the same batch as then, so what is done to it before the forward depends on something that is not "
+    "restored, such as a torch.Generator or numpy.random.Generator in a local variable (mixup, noise). Keep that in an "
+    'attribute of the model, or track it before entering: snap.track("mixup", get=generator.get_state, '
+    "set=generator.set_state)"
+)
+"""The same where the loop's sources have compared their batches."""
+
 
 def check_inputs(expected: str, given: Inputs | None, step: int, why: str) -> None:
     """Called as the first forward of a step runs, on `given`.

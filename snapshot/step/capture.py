@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import HoldfastError, IncompleteSnapshot, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
@@ -251,7 +252,7 @@ class Capture:
 
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
-            raise LayoutChanged(f"there is no room for {', '.join(new)}")
+            raise LayoutChanged(f"there is no room for {some(new, between=', ')}")
 
 
 def read_state(early: Tree) -> Tree:

@@ -29,6 +29,15 @@ NO_STEP = (
     "Give it the optimizer whose step() the loop calls"
 )
 
+MOST_TURNS = 8
+"""After so many turns without a step, in all of which gradients were zeroed, a loop has another optimizer."""
+
+ANOTHER_OPTIMIZER = (
+    "gradients were computed and zeroed in %d turns in a row, and no optimizer that the hook was given has stepped: no "
+    "snapshot is taken any more. If the loop has made another optimizer, make it before the block, and give the hook a "
+    "list of both; or end the block before it is made, and enter another one with it"
+)
+
 
 class Gradients:
     """Watches one rank's gradients. Used by the training thread; autograd may run the hooks in a thread of its own
@@ -45,6 +54,8 @@ class Gradients:
         self._say = say
         self._zeroed = zeroed
         self._times_zeroed = 0
+        self._was_zeroed = False  # in this turn
+        self._turns = 0  # since the last step, if gradients were zeroed in each
         self._said: set[str] = set()
         self._steps = 0
         self._seen: set[str] = set()
@@ -58,7 +69,14 @@ class Gradients:
     def stepped(self) -> None:
         """A step has ended."""
         self._steps += 1
+        self._turns, self._was_zeroed = 0, False
         self._seen.clear()
+
+    def come_round(self) -> None:
+        """A loop that says where its steps begin has come round, and no optimizer has stepped."""
+        self._turns, self._was_zeroed = self._turns + 1 if self._was_zeroed else 0, False
+        if self._turns == MOST_TURNS and self._steps:
+            self._once(ANOTHER_OPTIMIZER, self._turns)
 
     def unused(self) -> bool:
         """Whether gradients were computed since the last step, and not zeroed. On a GPU this waits for the device."""
@@ -94,6 +112,7 @@ class Gradients:
                 self._once(KEPT, name)
             elif not first and held is False:
                 self._times_zeroed += 1
+                self._was_zeroed = True
                 if self._steps or self._times_zeroed >= MOST_ZEROED:
                     self._zeroed()
 

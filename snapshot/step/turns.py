@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `for batch in snap.data(loader)`"
+BEGIN = (
+    "if it reads a DataLoader, go through that by `for batch in snap.data(loader)`; otherwise use `snap.steps(n)`, or "
+    "call `snap.begin()` at the top of the loop"
+)
 """The line that a loop which is not plain needs."""
 
 FIRST_TURNS = 2
@@ -95,18 +98,23 @@ class NotPlain(Enum):
         "torch.no_grad()"
     )
     EVALUATED = (
-        "between two steps random numbers were drawn, and a forward ran that does not train, in eval mode or without "
-        "gradients; a restart does not make an evaluation again, and so would go on with other random numbers"
+        "between two steps random numbers were drawn, and a forward ran in eval mode or without gradients. If that is "
+        "how the model is trained, as with frozen BatchNorm, steps look like evaluations. A restart does not make an "
+        "evaluation again, and so would go on with other random numbers"
     )
     UNEVEN = (
         "between two steps random numbers were not drawn from the same generators as before the first step: a batch "
-        "was read ahead, a forward that does not train came first, or other code draws, too"
+        "was read ahead, the iterator of a DataLoader was made, a forward that does not train came first, or other "
+        "code draws, too"
     )
     MOVED = (
         "values changed before the first forward, and again before the second, as a schedule or counter at the top of "
         "the loop does; after a restart they would change twice"
     )
-    SKIPPED = "gradients were computed and zeroed again without a step of an optimizer that the hook was given"
+    SKIPPED = (
+        "gradients were computed and zeroed again without a step of an optimizer that the hook was given. An optimizer "
+        "that is made later has to be made before the block, and given in a list with the other"
+    )
 
 
 Table = dict[tuple[TurnState, Event], tuple[TurnState, Action | NotPlain]]

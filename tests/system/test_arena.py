@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.records import JsonFile
@@ -86,7 +87,7 @@ def test_a_second_smp_on_the_same_arena_is_refused(shm: Path) -> None:
 def test_a_link_to_an_arena_is_refused(shm: Path) -> None:
     Arena(shm / "real")
     (shm / "arena").symlink_to(shm / "real")
-    with pytest.raises(ConfigError, match="not a link"):
+    with pytest.raises(ConfigError, match="is a link"):
         Arena(shm / "arena")
 
 
@@ -101,14 +102,32 @@ def test_a_link_to_nothing_is_refused_and_not_followed(shm: Path) -> None:
 def test_an_arena_that_others_may_enter_is_refused(shm: Path, mode: int) -> None:
     (shm / "arena").mkdir()
     (shm / "arena").chmod(mode)
-    with pytest.raises(ConfigError, match="mode 0700"):
+    with pytest.raises(ConfigError, match="chmod 700"):
         Arena(shm / "arena")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes two users")
+def test_a_trainer_of_another_user_is_told_whose_the_snapshots_are(shm: Path) -> None:
+    Arena(shm / "arena")._lock.close()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(12345)
+            os.setuid(12345)
+            SmpClient(shm / "arena", "test")
+        except ConfigError as error:
+            status = 0 if "belongs to user 0" in str(error) and "as user 12345" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_arena_of_another_user_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Arena(shm / "arena")._lock.close()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ConfigError, match="of this user"):
+    with pytest.raises(ConfigError, match="belongs to user 0"):
         Arena(shm / "arena")
 
 

@@ -215,3 +215,320 @@ def test_a_loop_that_carries_gradients_into_the_next_pass_is_exact(arena: Path, 
             life.close(model, optim)
 
     check(job, dies)
+
+
+# ---------------------------------------------------------------------- what is said of a loop
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
+
+
+def counted(
+    life: Life,
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    steps: int = 6,
+    batch: Callable[[int], torch.Tensor] = lambda step: torch.randn(8, 16),
+    schedule: Any = None,
+) -> None:
+    """A loop that counts its steps."""
+    with life.snapshot(model, optim, scheduler=schedule) as snap:
+        for step in snap.steps(steps):
+            optim.zero_grad()
+            loss = loss_of(model, batch(step))
+            loss.backward()
+            life.lose(step, loss)
+            optim.step()
+            if schedule is not None:
+                schedule.step()
+        life.close(model, optim)
+
+
+def test_noise_from_a_generator_that_nothing_names_is_named_as_the_cause(arena: Path) -> None:
+    """As mixup in the loop does; the data itself comes back."""
+
+    def job(life: Life) -> None:
+        model, own = net(), torch.Generator().manual_seed(3)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with life.snapshot(model, optim) as snap:
+            batches = snap.data(DataLoader(table(), batch_size=8, shuffle=True))
+            for x, y in batches:
+                share = torch.rand((), generator=own)
+                loss = loss_of(model, share * x + (1 - share) * x.flip(0), y)
+                loss.backward()
+                life.lose(batches.position - 1, loss)
+                optim.step()
+                optim.zero_grad()
+
+    live(job, dies=4)
+    with pytest.raises(StateMismatch, match=r"gave the same batch.*Generator.*snap\.track"):
+        live(job)
+
+
+def test_an_optimizer_that_is_made_anew_in_training_is_told_of(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def job(life: Life) -> None:
+        model = net()
+        optim: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with life.snapshot(model, optim) as snap:
+            for step in snap.steps(16):
+                if step == 4:
+                    optim = torch.optim.SGD(model.parameters(), lr=1e-2)
+                optim.zero_grad()
+                loss = loss_of(model, torch.randn(8, 16))
+                loss.backward()
+                life.lose(step, loss)
+                optim.step()
+            life.close(model)
+
+    live(job)
+    (said,) = [text for text in warned(caplog) if "optimizer" in text]
+    assert "no snapshot" in said and "list of both" in said
+    check(job, 10)  # it began again where the last snapshot was, and is right
+
+
+def test_steps_that_are_left_out_now_and_then_are_no_news(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def job(life: Life) -> None:
+        model = net()
+        optim = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=12)
+        with life.snapshot(model, optim) as snap:
+            for step in snap.steps(20):
+
+                def closure() -> Any:
+                    optim.zero_grad()
+                    loss = loss_of(model, torch.ones(8, 16))
+                    loss.backward()
+                    return loss
+
+                life.lose(step, closure())
+                if step % 5 == 4:
+                    optim.step(closure)  # type: ignore[no-untyped-call]
+            life.close(model, optim)
+
+    check(job, 12)
+    assert not [text for text in warned(caplog) if "gradients" in text]
+
+
+class Compiled(torch.optim.Optimizer):
+    """Keeps numbers in scalar tensors, which a compiled step would take. One is filled before each use; the other
+    lasts."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self._rate = torch.tensor(0.0)
+        self._scale = torch.tensor(1.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._scale.mul_(0.9)
+        for group in self.param_groups:
+            self._rate.fill_(group["lr"])
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * self._rate * self._scale)
+
+
+def test_numbers_in_scalar_tensors_of_an_optimizer_come_back(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def job(life: Life) -> None:
+        model = net()
+        counted(life, model, Compiled(model.parameters()), 10)
+
+    check(job, 3, 7)
+    assert warned(caplog) == []
+
+
+def test_a_default_device_that_is_not_the_data_s_disturbs_nothing(arena: Path) -> None:
+    def job(life: Life) -> None:
+        model = net()
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        batches = [torch.randn(8, 16) for _ in range(6)]
+        labels = torch.arange(8) % 4
+        torch.set_default_device("meta")
+        try:
+            with life.snapshot(model, optim) as snap:
+                data = snap.data(batches)
+                for x in data:
+                    loss = loss_of(model, x, labels)
+                    loss.backward()
+                    life.lose(data.position - 1, loss)
+                    optim.step()
+                    optim.zero_grad()
+                torch.set_default_device("cpu")
+                life.close(model, optim)
+        finally:
+            torch.set_default_device(None)
+
+    check(job, 3)
+
+
+# ---------------------------------------------------------------------- known to hold
+
+
+def cycled(life: Life) -> None:
+    """An endless generator over a shuffled loader, read for several passes."""
+    model = net()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(table(40), batch_size=8, shuffle=True)
+
+    def cycle() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    with life.snapshot(model, optim) as snap:
+        for number, (x, y) in snap.data(cycle, ahead=0).enumerate():
+            loss = loss_of(model, x, y)
+            loss.backward()
+            life.lose(number, loss)
+            optim.step()
+            optim.zero_grad()
+            if number == 16:
+                break
+        life.close(model, optim)
+        if life.hooked:
+            snap.finish()
+
+
+class Rotating(torch.optim.Optimizer):
+    """Keeps lists of matrices in its state, which are new ones after every step; empty lists for vectors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            if not state:
+                sides = parameter.shape if parameter.dim() == 2 else ()
+                state |= {"step": 0, "mean": torch.zeros_like(parameter), "sides": [torch.zeros(n, n) for n in sides]}
+            state["step"] += 1
+            if state["sides"]:
+                grams = gradient @ gradient.t(), gradient.t() @ gradient
+                state["sides"] = [side.lerp(gram, 0.1) for side, gram in zip(state["sides"], grams, strict=True)]
+            state["mean"] = state["mean"] * 0.9 + gradient * 0.1
+            parameter.add_(state["mean"], alpha=-self.param_groups[0]["lr"])
+
+
+def rotated(life: Life) -> None:
+    model = net()
+    counted(life, model, Rotating(model.parameters()))
+
+
+def normed(life: Life) -> None:
+    """Parametrisations, and their buffers."""
+    kinds = nn.utils.parametrizations
+    model = nn.Sequential(
+        kinds.spectral_norm(nn.Linear(16, 16)), kinds.weight_norm(nn.Linear(16, 16)), kinds.orthogonal(nn.Linear(16, 4))
+    )
+    counted(life, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+class Odd(nn.Module):
+    """Complex, empty and 0-dimensional parameters, a conjugated view as a buffer, and one that forward assigns."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+        self.t, self.e = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("turned", torch.randn(9, dtype=torch.cfloat).conj())
+        self.register_buffer("seen", torch.zeros(16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
+        wave = torch.fft.irfft(torch.fft.rfft(x) * self.w * self.turned, n=16)
+        return self.head(wave * self.t + 0.01 * self.seen) + self.e.sum()
+
+
+def odd(life: Life) -> None:
+    model = Odd()
+    counted(life, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def frozen_norms(life: Life) -> None:
+    """Trained in eval mode, and says where its steps begin."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    counted(life, model, optim, schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optim, 10))
+
+
+def replayed(life: Life) -> None:
+    """A replay buffer of tensors, which grows, given by `get`."""
+    model, held = net(), list[torch.Tensor]()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    snap = life.snapshot(model, optim)
+    snap.track("replay", get=lambda: list(held), set=lambda values: held.__setitem__(slice(None), values))
+    with snap:
+        for step in snap.steps(8):
+            held.append(torch.randn(16))
+            loss = loss_of(model, torch.stack([held[i] for i in torch.randint(0, len(held), (8,))]))
+            optim.zero_grad()
+            loss.backward()
+            life.lose(step, loss)
+            optim.step()
+        life.close(model, optim)
+
+
+def sparse(life: Life) -> None:
+    embedding, head = nn.Embedding(100, 16, sparse=True), nn.Linear(16, 4)
+    model = nn.ModuleList([embedding, head])
+    optims = [torch.optim.SparseAdam(embedding.parameters(), lr=1e-2), torch.optim.AdamW(head.parameters(), lr=1e-2)]
+    with life.snapshot(model, optims) as snap:
+        for step in snap.steps(6):
+            loss = loss_of(nn.Sequential(embedding, head), torch.randint(0, 100, (8,)))
+            for optim in optims:
+                optim.zero_grad()
+            loss.backward()
+            life.lose(step, loss)
+            for optim in optims:
+                optim.step()
+        life.close(model, *optims)
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "averaged": lambda optim: torch.optim.swa_utils.SWALR(optim, swa_lr=0.05, anneal_epochs=5),
+    "sequential": lambda optim: torch.optim.lr_scheduler.SequentialLR(
+        optim,
+        [
+            torch.optim.lr_scheduler.LinearLR(optim, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optim, 8),
+        ],
+        [3],
+    ),
+    "chained": lambda optim: torch.optim.lr_scheduler.ChainedScheduler(
+        [
+            torch.optim.lr_scheduler.LinearLR(optim, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(optim, 0.9),
+        ]
+    ),
+    "restarts": lambda optim: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optim, 3),
+    "cyclic": lambda optim: torch.optim.lr_scheduler.CyclicLR(optim, 0.01, 0.1, step_size_up=3, gamma=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_comes_back(arena: Path, kind: str) -> None:
+    def job(life: Life) -> None:
+        model = net()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        counted(life, model, optim, 8, schedule=SCHEDULES[kind](optim))
+
+    check(job, 5)
+
+
+@pytest.mark.parametrize(
+    ("job", "deaths"),
+    [
+        (cycled, [7, 13]),
+        (rotated, [1, 4]),
+        (normed, [3]),
+        (odd, [3]),
+        (frozen_norms, [3]),
+        (replayed, [5]),
+        (sparse, [3]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_killed_loop_goes_on_bit_for_bit(arena: Path, job: Job, deaths: list[object]) -> None:
+    check(job, *deaths)

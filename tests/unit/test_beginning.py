@@ -414,7 +414,7 @@ class Compiled(Job):
 
 NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
     (with_a_closure, Simple, "no forward"),
-    (in_eval_mode_always, Job, "does not train"),
+    (in_eval_mode_always, Job, "eval mode"),
     (stepping_twice, Job, "no forward"),
     (skipping, Job, "zeroed again"),
     (never_stepping, Job, "zeroed again"),
@@ -475,7 +475,7 @@ def drawing_alone(job: Job) -> None:
 @pytest.mark.parametrize(
     ("evaluate", "seen"),
     [
-        (forward_alone, "does not train"),
+        (forward_alone, "eval mode"),
         (drawing_for_an_evaluation, "random numbers"),
         (drawing_alone, "random numbers"),
     ],
