@@ -10,6 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.arguments import some_time
 from holdfast.cli.output import add_json, write_json
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -20,6 +21,13 @@ KINDS = {
     "prometheus": "alerting rules, and a dashboard for Grafana",
 }
 MONITORING = ("alerts.yml", "grafana.json")
+ALERTS = {
+    "old": ("> 900", "> {:g}", "15min", "least age of a safe snapshot that HoldfastSnapshotOld tells of"),
+    "idle": ("> 600", "> {:g}", "10min", "how long no trainer may be connected before HoldfastNoTrainer"),
+    "scraped_as": ('job="holdfast"', 'job="{}"', "holdfast", "the name under which Prometheus scrapes SMPs"),
+}
+"""What ``deploy prometheus`` fills into alerts.yml, by option: what stands there, and the form of what replaces it."""
+
 BIN = "/opt/train/bin"
 """The directory that the files name; `templates` replaces it with the one where holdfast is installed."""
 
@@ -39,12 +47,23 @@ def add(commands: Any) -> None:
         "--to", type=Path, default=Path(), metavar="DIR", help="directory to write to (default: the current one)"
     )
     deploy.add_argument("--force", action="store_true", help="overwrite files that are there")
+    for name, (_, form, default, what) in ALERTS.items():
+        kind, metavar = (some_time, "TIME") if ":g" in form else (str, "NAME")
+        option = f"--{name.replace('_', '-')}"
+        deploy.add_argument(option, type=kind, metavar=metavar, help=f"prometheus: {what} (default {default})")
     deploy.set_defaults(run=_deploy)
     add_json(deploy)
 
 
 def _deploy(parsed: argparse.Namespace) -> int:
     files = {parsed.to / path: text for path, text in templates(parsed.kind).items()}
+    for name, (there, form, _, _) in ALERTS.items():
+        value = getattr(parsed, name)
+        if value is not None and parsed.kind != "prometheus":
+            raise ConfigError(f"--{name.replace('_', '-')} is an option of `holdfast deploy prometheus`: leave it out")
+        if value is not None:
+            rules = parsed.to / "alerts.yml"
+            files[rules] = files[rules].replace(there, form.format(value))
     try:
         others = [path for path, text in files.items() if path.exists() and path.read_text() != text]
         if others and not parsed.force:

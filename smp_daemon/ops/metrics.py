@@ -40,6 +40,7 @@ GAUGES = {
     "holdfast_safe_age_seconds": "seconds since that step was sealed",
     "holdfast_safe_interval_seconds": "time between two protected snapshots, as trainers say; 0: unknown",
     "holdfast_tolerated_node_failures": "how many more nodes may be lost before the safe step is; -1: it is lost",
+    "holdfast_wanted_node_failures": "how many node losses the job is to survive, by its nodes and protect=; 0: none",
     "holdfast_recovery_seconds": "of the parts of the newest recovery, from the first loss to the first new step",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last attempt to persist a snapshot failed, else 0",
@@ -121,6 +122,7 @@ def _of_job(overview: Overview) -> dict[str, float | None]:
         "holdfast_safe_step": safe.snapshot.step if safe else None,
         "holdfast_safe_age_seconds": overview.age_s(safe) if safe else None,
         "holdfast_tolerated_node_failures": safe.tolerates if safe else None,
+        "holdfast_wanted_node_failures": overview.wanted,
     }
 
 

@@ -117,6 +117,7 @@ def test_a_node_that_was_drained_is_missed_by_nobody(ground: Ground, capsys: pyt
 
 EXPECTED: dict[str, set[str]] = {
     "healthy": set(),
+    "one-node": set(),
     "node-lost": {"HoldfastNodeLost", "HoldfastNoTrainer", "HoldfastSnapshotOld"},
     "trainers-died": {"HoldfastNoTrainer", "HoldfastSnapshotOld"},
     "trainer-hangs": {"HoldfastTrainerHung", "HoldfastSnapshotOld"},
@@ -139,7 +140,7 @@ def test_every_fault_is_recorded_and_every_alert_fires_for_one() -> None:
 def test_each_fault_alerts_as_it_should(tmp_path: Path) -> None:
     """Nothing fires before the fault, and at the end of its recording exactly the alerts in `EXPECTED` do."""
     firing = 'count by (alertname) (ALERTS{alertstate="firing"}) > bool 0'
-    plays = []
+    plays: list[dict[str, object]] = []
     for fault, expected in EXPECTED.items():
         lines = (RECORDINGS / f"{fault}.txt").read_text().splitlines()
         end = int(re.findall(r"of (\d+)$", lines[1])[0]) - 1
@@ -169,13 +170,50 @@ def test_each_fault_alerts_as_it_should(tmp_path: Path) -> None:
 def test_a_snapshot_is_old_by_the_jobs_own_interval(interval_s: int, age_s: int, fires: bool, tmp_path: Path) -> None:
     """A large job takes a snapshot an hour, and nobody is to be called for that."""
     series = {"holdfast_safe_age_seconds": age_s, "holdfast_safe_interval_seconds": interval_s}
+    play(tmp_path, ALERTS.read_text(), "HoldfastSnapshotOld", series, fires=fires)
+
+
+@promtool
+@pytest.mark.parametrize(
+    ("wanted", "tolerated", "fires"),
+    [(0, 0, False), (0, -1, True), (1, 0, True), (1, 1, False), (2, 1, False), (None, 0, True)],
+)
+def test_a_job_is_not_safe_by_what_it_is_to_survive(
+    wanted: int | None, tolerated: int, fires: bool, tmp_path: Path
+) -> None:
+    """A job on one node pages nobody, unless its snapshots are lost. An SMP of an older version says less."""
+    series = {"holdfast_tolerated_node_failures": tolerated}
+    series |= {} if wanted is None else {"holdfast_wanted_node_failures": wanted}
+    play(tmp_path, ALERTS.read_text(), "HoldfastNotSafe", series, fires=fires)
+
+
+@promtool
+@pytest.mark.parametrize(
+    ("option", "value", "alert", "series"),
+    [
+        ("--old", "2h", "HoldfastSnapshotOld", {"holdfast_safe_age_seconds": 7000}),
+        ("--idle", "1h", "HoldfastNoTrainer", {"holdfast_trainerless_seconds": 3000}),
+    ],
+)
+def test_the_times_of_alerts_are_options(
+    option: str, value: str, alert: str, series: dict[str, int], tmp_path: Path
+) -> None:
+    play(tmp_path, ALERTS.read_text(), alert, series, fires=True)
+    assert main(["deploy", "prometheus", "--to", str(tmp_path), option, value]) == 0
+    play(tmp_path, (tmp_path / "alerts.yml").read_text(), alert, series, fires=False)
+
+
+def play(folder: Path, rules: str, alert: str, series: dict[str, int], *, fires: bool) -> None:
+    """Have promtool check whether `alert` fires after ten minutes of these values."""
+    (folder / "rules.yml").write_text(rules)
     played = [{"series": f'{name}{{exported_job="a"}}', "values": f"{value}x40"} for name, value in series.items()]
-    expr = 'count(ALERTS{alertname="HoldfastSnapshotOld",alertstate="firing"})'
+    expr = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
     samples = [{"labels": "{}", "value": 1}] if fires else []
     check = {"expr": expr, "eval_time": "10m", "exp_samples": samples}
-    play = {"interval": "30s", "input_series": played, "promql_expr_test": [check]}
-    file = tmp_path / "tests.yml"
-    file.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "30s", "tests": [play]}))
+    one = {"interval": "30s", "input_series": played, "promql_expr_test": [check]}
+    tests = {"rule_files": [str(folder / "rules.yml")], "evaluation_interval": "30s", "tests": [one]}
+    file = folder / "tests.yml"
+    file.write_text(json.dumps(tests))
     done = subprocess.run(
         ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

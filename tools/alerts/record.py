@@ -190,6 +190,7 @@ TAKEN = socket.socket()
 
 SCENES: dict[str, tuple[Callable[[Scene], None], int, int, Callable[[Path], dict[str, str]]]] = {
     "healthy": (healthy, 2, 12, lambda base: {}),
+    "one-node": (healthy, 1, 12, lambda base: {}),
     "node-lost": (node_lost, 3, 25, lambda base: {}),
     "trainers-died": (trainers_died, 2, 25, lambda base: {}),
     "trainer-hangs": (trainer_hangs, 2, 25, lambda base: {}),
