@@ -14,13 +14,15 @@ from benchmarks.played_slots import parse_protect_every
 from holdfast.cli.arguments import Parser, output_file, rate, some_time, time
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
-from holdfast.cli.rates import add_measured, add_rates, cores_here, smp_of
+from holdfast.cli.rates import add_interference, add_measured, add_rates, cores_here, smp_of
+from holdfast.planner.costs import INTERFERENCE
 from holdfast.planner.model import parse_shape, state_bytes
 from holdfast.planner.profiles import PROFILES, profile
 from holdfast.planner.rates import basis
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
+from holdfast.smp_daemon.shared.settings import PERSIST_EVERY
 from holdfast.snapshot.resume.arrange import parse_protect
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def make_parser() -> Parser:
     parser.add_argument("--profile", default="llama3", help=f"failures: {', '.join(PROFILES)} (default llama3)")
     parser.add_argument("--bursts", type=float, default=1.0, help="Weibull shape of times between failures (default 1)")
     parser.add_argument("--strategies", default="all", help=f"of {', '.join(NAMES)} (default all)")
-    parser.add_argument("--protect", default="7+1,6+2", help="codes, k+m, of holdfast (default 7+1,6+2)")
+    parser.add_argument("--protect", default="auto,6+2", help="codes, k+m, of holdfast (default auto,6+2)")
     parser.add_argument(
         "--every", default="auto", help="steps between its snapshots, such as auto,1,10 (default auto: as trainers do)"
     )
@@ -60,10 +62,10 @@ def make_parser() -> Parser:
     parser.add_argument("--spares", default="auto", help="machines that stand by (default auto: 4 in 1,024 nodes)")
     parser.add_argument(
         "--persist",
-        default="1h",
+        default=PERSIST_EVERY.default,
         type=time,
         metavar="TIME",
-        help="between copies of memory to storage; 0: none (default 1h)",
+        help=f"between copies of memory to storage; 0: none (default {PERSIST_EVERY.default}, as of trainers)",
     )
     parser.add_argument("--model", default="405b", help="as of holdfast plan (default 405b)")
     parser.add_argument(
@@ -79,6 +81,7 @@ def make_parser() -> Parser:
     parser.add_argument("--rack", type=int, default=2, help="nodes that one shock takes (default 2)")
     add_measured(parser)
     add_rates(parser)
+    add_interference(parser)
     for option, what in (("--network-rate", "encoding sends out of a node"), ("--digest-rate", "an SMP digests")):
         parser.add_argument(
             option, type=rate, metavar="RATE", help=f"how fast {what} (default: computed from cores and --line-rate)"
@@ -147,6 +150,7 @@ def _sweep(parsed: argparse.Namespace, smp: SmpRates) -> Sweep:
     site = Site(
         network_rate=smp.network if parsed.network_rate is None else parsed.network_rate,
         rack=parsed.rack,
+        interference=parsed.interference,
         digest_rate=smp.digest if parsed.digest_rate is None else parsed.digest_rate,
     )
     return Sweep(
@@ -172,9 +176,9 @@ def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
         raise ConfigError(f"--strategies: there is no {unknown[0]!r}: choose one of {', '.join(NAMES)}")
     persist_s = parsed.persist or math.inf
     codes = [(text, parse_protect(text)) for text in parsed.protect.split(",")]
-    if unfit := [text for text, code in codes if not code.data or not code.parity]:
+    if unfit := [text for text, code in codes if not code.parity]:
         raise ConfigError(
-            f"--protect {unfit[0]}: name codes here, such as 7+1 or copies:1; for none, --strategies nothing"
+            f"--protect {unfit[0]}: name codes here, such as auto, 7+1 or copies:1; for none, --strategies nothing"
         )
     ours = [
         InMemoryCode(code.data, code.parity, every, 3 if some == 1 else 4, persist_s, protect_every=some)
@@ -204,10 +208,12 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 def _describe(sweep: Sweep, parsed: argparse.Namespace) -> str:
     shares = ", ".join(f"{share:.1%} {kind}" for kind, share in sweep.failures.shares.items())
     shape = f", in bursts (Weibull, shape {parsed.bursts:g})" if parsed.bursts != 1 else ""
+    sending = f"sending slows training down by {parsed.interference:.1%}"
+    sending += ", assumed" if parsed.interference == INTERFERENCE else ""
     return (
         f"{parsed.model}, {amount(sweep.job.state_bytes)} of state, steps of {duration(sweep.job.step_s)}, "
         f"{parsed.days:g} days; failures of {parsed.profile}: {sweep.failures.rate:g} per 1,000 node-days ({shares})"
-        f"{shape}, racks of {parsed.rack} nodes; seeds {parsed.seed}/0 to {parsed.seed}/{parsed.seeds - 1}."
+        f"{shape}, racks of {parsed.rack} nodes; {sending}; seeds {parsed.seed}/0 to {parsed.seed}/{parsed.seeds - 1}."
     )
 
 

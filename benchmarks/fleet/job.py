@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from holdfast.planner.costs import INTERFERENCE
 from holdfast.planner.rates import SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -79,6 +80,7 @@ class Site:
         replace_s: time until an available machine has taken a lost one's place.
         repair_s: time until a broken machine is repaired.
         digest_rate: at which an SMP seals a snapshot.
+        interference: training time lost while a node sends, divided by the time of sending.
     """
 
     gpu_rate: float = 25e9
@@ -89,6 +91,7 @@ class Site:
     replace_s: float = 120.0
     repair_s: float = 4 * 3600.0
     digest_rate: float = SmpRates().digest
+    interference: float = INTERFERENCE
 
     def __post_init__(self) -> None:
         for name in ("gpu_rate", "digest_rate", "network_rate", "storage_rate"):

@@ -16,9 +16,11 @@ from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.progress import Save
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.smp_daemon.shared.settings import PERSIST_EVERY
 from holdfast.snapshot.collective.routes import distances
 from holdfast.snapshot.interval.control import DEFAULT_BUDGET
 from holdfast.snapshot.interval.rule import NODE_LOST, choose
+from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
 COPY_COST = 0.09
@@ -27,9 +29,6 @@ for one rank with an idle core beside it and a snapshot every step."""
 
 ASYNC_COST = 6.3
 """The same for a checkpoint by DCP's `async_save` in a thread, every 10 steps."""
-
-NETWORK_COST = 0.05
-"""Training time lost while a node sends, divided by the time of sending. An assumption."""
 
 ROUND_S = 0.27e-3
 """Duration of one round of the ranks' agreement, which has log2(ranks) rounds. Measured between two processes by
@@ -51,8 +50,8 @@ OLD = 10**9
 SLOTS_TO_SEAL = 4
 """Slots for the protected snapshot, the one being encoded, the newest sealed one and the one being written."""
 
-PERSIST_S = 3600.0
-"""How often state in memory is also written to storage, in seconds."""
+PERSIST_S = PERSIST_EVERY.value({})
+"""How often state in memory is also written to storage, in seconds: as trainers do by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,7 @@ class InMemoryCode:
     regroup if no node replaces a lost one.
 
     Attributes:
+        data: k; 0: as the hook chooses it by the number of nodes.
         every: steps between snapshots; None: the interval that trainers choose by default. It is raised if snapshots
             would not be done in time.
         slots: slots per shard.
@@ -125,8 +125,8 @@ class InMemoryCode:
                 f"{self.slots} slots, and not every snapshot protected: use {SLOTS_TO_SEAL} or more here, so that "
                 "snapshots are sealed while one is encoded"
             )
-        if self.data < 1 or self.parity < 1:
-            raise ConfigError(f"{self.data}+{self.parity}: k and m must be at least 1")
+        if self.data < 0 or self.parity < 1:
+            raise ConfigError(f"{self.data}+{self.parity}: m must be at least 1")
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not self.regroup_after_s >= 0:
             raise ConfigError(
                 f"{self.slots} slots, regrouping after {self.regroup_after_s} s: use {MIN_SLOTS} to {MAX_SLOTS} "
@@ -136,7 +136,7 @@ class InMemoryCode:
     @property
     def name(self) -> str:
         """Such as ``holdfast 6+2, every 10``."""
-        code = f"copies:{self.parity}" if self.data == 1 else f"{self.data}+{self.parity}"
+        code = {0: "by default", 1: f"copies:{self.parity}"}.get(self.data, f"{self.data}+{self.parity}")
         some = {1: "", "auto": ", one at a time protected"}.get(
             self.protect_every, f", 1 of {self.protect_every} protected"
         )
@@ -144,7 +144,9 @@ class InMemoryCode:
 
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
-        encode_s = self.parity * job.node_bytes / site.network_rate
+        code = Protection(self.data, self.parity).for_nodes(job.nodes)
+        parity = self.parity if self.data else min(self.parity, job.nodes - 1)
+        encode_s = parity * job.node_bytes / site.network_rate
         seal_s = job.node_bytes / site.digest_rate
         agreement_s = ROUND_S * len(distances(job.gpus))
         entering_s = ENTERING_S * job.gpus
@@ -162,14 +164,14 @@ class InMemoryCode:
                 HELD_S,
                 self.protect_every,
             ),
-            groups=place(job.nodes, self.data + self.parity, self.parity, site.rack, spread=True),
+            groups=place(job.nodes, code.data + parity, parity, site.rack, spread=True) if parity else None,
             load_s={source: entering_s + load_s for source, load_s in _loads(job, site).items()},
             group_repair_s=encode_s,
             regroup_after_s=self.regroup_after_s,
             regroup_s=job.node_bytes / site.network_rate + encode_s,
             memory_bytes=job.node_bytes
-            * (self.slots + parity_slots(self.slots, self.protect_every) * self.parity / self.data),
-            network_bytes=self.parity * job.node_bytes,
+            * (self.slots + parity_slots(self.slots, self.protect_every) * parity / code.data),
+            network_bytes=parity * job.node_bytes,
             storage_bytes=job.node_bytes if self.persist_s < math.inf else 0.0,
         )
 
@@ -202,14 +204,14 @@ class PairReplication:
 
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`. There are two buffers for each copy, as in the library of GEMINI's author."""
-        others = self.copies - 1
+        others = min(self.copies, job.nodes) - 1
         send_s = others * job.node_bytes / site.network_rate
         return Design(
             saves=_in_memory(job, site, mtbf_s, send_s, self.every, 2, self.persist_s),
-            groups=place(job.nodes, self.copies, others, site.rack, spread=self.spread),
+            groups=place(job.nodes, 1 + others, others, site.rack, spread=self.spread) if others else None,
             load_s=_loads(job, site),
             group_repair_s=send_s,
-            memory_bytes=2 * self.copies * job.node_bytes,
+            memory_bytes=2 * (1 + others) * job.node_bytes,
             network_bytes=others * job.node_bytes,
             storage_bytes=job.node_bytes if self.persist_s < math.inf else 0.0,
         )
@@ -309,7 +311,7 @@ def _in_memory(
     copy_s = _copy_s(job, site)
     sealed_s = copy_s + seal_s
     protected_s = sealed_s + send_s + agreement_s
-    seal_cost_s, send_cost_s = COPY_COST * copy_s + held_s, NETWORK_COST * send_s
+    seal_cost_s, send_cost_s = COPY_COST * copy_s + held_s, site.interference * send_s
     snapshots: tuple[Save, ...]
     wanted = protect_every if isinstance(protect_every, int) else 1
     if every is None:
@@ -333,7 +335,7 @@ def _in_memory(
     write_s = sealed_s + send_s + job.state_bytes / site.storage_rate
     each = snapshots[-1].every
     rarely = max(1, round(persist_s / job.step_s / each), math.ceil(write_s / job.step_s / each))
-    return *snapshots, Save(rarely * each, 0.0, persisted_s=write_s)
+    return *snapshots, Save(rarely * each, 0.0, persisted_s=write_s)  # steps beside a write took no longer, measured
 
 
 def _loads(job: FleetJob, site: Site) -> dict[str, float]:

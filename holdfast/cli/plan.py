@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.cli.arguments import input_file, rate, size, some_time
 from holdfast.cli.output import add_json, console_of, write_json
-from holdfast.cli.rates import add_measured, add_rates, cores_here, read_measured, smp_of
+from holdfast.cli.rates import add_interference, add_measured, add_rates, cores_here, fraction, read_measured, smp_of
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
 from holdfast.planner.failures import (
     CLASSES,
@@ -71,6 +71,7 @@ def add(commands: Any) -> None:
     rates.add_argument(
         "--persist-rate", type=rate, default="0", metavar="RATE", help="a node to storage (default 0: no such tier)"
     )
+    add_interference(rates)
     failures = plan.add_argument_group("what fails, and how long it takes to come back")
     names = ", ".join(PROFILES)
     failures.add_argument("--failures", default=PUBLISHED, metavar="NAME", help=f"of {names} (default {PUBLISHED})")
@@ -228,6 +229,7 @@ def _costs(parsed: argparse.Namespace, profiled: Measured | None, smp: SmpRates,
         gpus_per_node=parsed.gpus_per_node,
         device_rate=parsed.device_rate,
         persist_rate=parsed.persist_rate,
+        interference=parsed.interference,
         restart_s=parsed.restart,
         rebuild_s=parsed.rebuild,
     )
@@ -258,24 +260,13 @@ def _targets(parsed: argparse.Namespace, nodes: int) -> Targets:
         chosen = parse_protect(parsed.protect).for_nodes(nodes)
         code = (chosen.data, chosen.parity) if chosen.parity and nodes > 1 else (0, 0)
     return Targets(
-        overhead_budget=_fraction("--overhead-budget", parsed.overhead_budget) or None,
+        overhead_budget=fraction("--overhead-budget", parsed.overhead_budget) or None,
         memory_budget=parsed.memory_budget,
-        target_survival=_fraction("--target-survival", parsed.target_survival),
+        target_survival=fraction("--target-survival", parsed.target_survival),
         code=code,
         generations=parsed.generations,
         seed=parsed.seed,
     )
-
-
-def _fraction(option: str, text: str) -> float:
-    """Parse a share such as ``1%`` or ``0.01``."""
-    try:
-        value = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{option} {text}: give 0 to 1, or 0% to 100%, such as 0.01 or 1%")
-    return value
 
 
 def _read(option: str, path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.arguments import checked, input_file, rate
+from holdfast.planner.costs import INTERFERENCE
 from holdfast.planner.rates import KIND, NodeRates, SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -26,6 +27,22 @@ def _cores(text: str) -> float:
     return count
 
 
+@checked
+def _share(text: str) -> float:
+    return fraction("--interference", text)
+
+
+def fraction(option: str, text: str) -> float:
+    """Parse a share such as ``1%`` or ``0.01``. Raises `ConfigError`."""
+    try:
+        value = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{option} {text}: give 0 to 1, or 0% to 100%, such as 0.01 or 1%")
+    return value
+
+
 def add_rates(options: Any) -> None:
     """Add the options to a parser or an argument group."""
     options.add_argument(
@@ -39,6 +56,19 @@ def add_rates(options: Any) -> None:
         type=rate,
         metavar="RATE",
         help="rate of all network cards of a node together, which limits protecting (default: no limit known)",
+    )
+
+
+def add_interference(options: Any) -> None:
+    """Add ``--interference``."""
+    options.add_argument(
+        "--interference",
+        type=_share,
+        default=f"{INTERFERENCE:.0%}",
+        metavar="SHARE",
+        help="of the time of copying, sending and persisting that training loses; holdfast profile measures it on your "
+        f"job (default {INTERFERENCE:.0%}".replace("%", "%%")
+        + ", assumed)",
     )
 
 

@@ -11,6 +11,10 @@ from holdfast.planner.waste import Level
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import duration
 
+INTERFERENCE = 0.05
+"""Training time lost while an SMP copies, sends or persists, divided by the time of that. An assumption: a job measures
+its own, and `holdfast profile` writes it down."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
@@ -35,7 +39,7 @@ class Assumptions:
     copy_rate: float = SmpRates().digest
     network_rate: float = SmpRates().network
     persist_rate: float = 0.0
-    interference: float = 0.05
+    interference: float = INTERFERENCE
     restart_s: float = 300.0
     rebuild_s: float = 600.0
 
@@ -153,14 +157,16 @@ def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
     share = measured.encode_s / busy_s if busy_s and measured.parity else 0.0
     visible_s = measured.visible_s()
     assumed = []
+    slowed = measured.interference if measured.interference is not None else assumptions.interference
     if assumptions.persist_rate:
-        assumed.append(f"that persisting slows training down by {assumptions.interference:.0%}")
+        how = "as copying and encoding did" if measured.interference is not None else "which is not measured"
+        assumed.append(f"that persisting slows training down by {slowed:.1%}, {how}")
     encode_s, encode_cost_s = measured.encode_s, visible_s * share
     if measured.parity:
         encode_s, encode_cost_s = encode_s / measured.parity, encode_cost_s / measured.parity
     else:
         encode_s = measured.state_bytes / assumptions.network_rate
-        encode_cost_s = assumptions.interference * encode_s
+        encode_cost_s = slowed * encode_s
         assumed.append("encoding")
     persist_s = measured.persist_s
     if persist_s is None:
@@ -177,7 +183,7 @@ def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
         state_bytes=measured.state_bytes,
         snapshot_cost_s=visible_s * (1.0 - share),
         encode_cost_s=encode_cost_s,
-        persist_cost_s=assumptions.interference * persist_s,
+        persist_cost_s=slowed * persist_s,
         commit_s=measured.copy_s + measured.seal_s,
         encode_s=encode_s,
         persist_s=persist_s,

@@ -83,6 +83,13 @@ class Measured:
         """
         return max(self.stall_s, (self.snapshot_step_s - self.step_s) * self.busy_steps / self.snapshots)
 
+    @property
+    def interference(self) -> float | None:
+        """Share of the time of copying, sealing and encoding that training lost, whatever took it; None: it took no
+        time. What is assumed where there is no profile."""
+        busy_s = self.copy_s + self.seal_s + self.encode_s
+        return min(1.0, self.visible_s() / busy_s) if busy_s else None
+
     def visible_error_s(self) -> float | None:
         """Standard error of `visible_s`; None if the spread was not measured."""
         if self.step_sd_s is None or self.snapshot_step_sd_s is None:

@@ -30,7 +30,7 @@ def test_a_small_sweep_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Ca
     rows = rows_of([*SMALL, "--markdown", str(page), "--plot", str(plot)], tmp_path)
     names = [row["strategy"] for row in rows if row["gpus"] == 1024]
     assert names == [
-        *("holdfast 7+1", "holdfast 6+2", "gemini 2 copies", "gemini 2 copies over racks"),
+        *("holdfast by default", "holdfast 6+2", "gemini 2 copies", "gemini 2 copies over racks"),
         *("disk, sync", "disk, async", "nothing"),
     ]
     for row in rows:
@@ -38,7 +38,7 @@ def test_a_small_sweep_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Ca
     by_name = {row["strategy"]: row for row in rows if row["gpus"] == 4096}
     assert by_name["nothing"]["ettr"]["mean"] < by_name["disk, sync"]["ettr"]["mean"]
     assert by_name["disk, sync"]["ettr"]["mean"] < by_name["holdfast 6+2"]["ettr"]["mean"]
-    ours, pairs = by_name["holdfast 7+1"], by_name["gemini 2 copies"]
+    ours, pairs = by_name["holdfast by default"], by_name["gemini 2 copies"]
     assert ours["memory_bytes"] / pairs["memory_bytes"] == pytest.approx(3 * (8 / 7) / 4)
     assert by_name["holdfast 6+2"]["network_bytes"] == 2 * pairs["network_bytes"]
     printed = capsys.readouterr().out
@@ -62,12 +62,20 @@ def test_codes_intervals_and_spares_are_multiplied(tmp_path: Path) -> None:
     assert rarely["lost_steps"]["mean"] > often["lost_steps"]["mean"]
 
 
-@pytest.mark.parametrize("gpus", [64, 1024, 16384])
-def test_the_default_loses_less_than_every_step_and_than_checkpoints_on_disk(gpus: int, tmp_path: Path) -> None:
-    options = ["--gpus", str(gpus), "--model", "70b", "--protect", "7+1", "--every", "auto,1", "--seeds", "4"]
-    rows = rows_of([*options, "--strategies", "holdfast,disk-async"], tmp_path)
-    ours, always, disk = (row["ettr"]["mean"] for row in rows)
-    assert ours > max(always, disk)
+@pytest.mark.parametrize(
+    ("gpus", "model", "seeds"), [(8, "7b", 60), (64, "70b", 40), (1024, "70b", 8), (16384, "70b", 4)]
+)
+def test_the_default_loses_less_than_every_other_strategy(gpus: int, model: str, seeds: int, tmp_path: Path) -> None:
+    """Copies placed over racks and taken at our own interval, which nobody has published, are the same thing in more
+    memory: as good within a hundredth of a percent. On one node, copies of others are no copies."""
+    options = ["--gpus", str(gpus), "--model", model, "--protect", "auto", "--every", "auto,1", "--seeds", str(seeds)]
+    ours, *others = rows_of(options, tmp_path)
+    assert ours["strategy"] == "holdfast by default"
+    alike = {"gemini 2 copies over racks"} | ({"gemini 2 copies"} if gpus <= 64 else set())
+    for other in others:
+        ahead = ours["ettr"]["mean"] - other["ettr"]["mean"]
+        assert ahead > (-1e-4 if other["strategy"] in alike else 0), other["strategy"]
+        assert other["strategy"] not in alike or gpus == 8 or ours["memory_bytes"] < other["memory_bytes"]
 
 
 def test_racks_and_bursts_and_times_to_restart_change_what_comes_out(tmp_path: Path) -> None:
@@ -102,7 +110,8 @@ def test_published_numbers_are_repeated_on_request(
         (["--gpus", "0"], "0 GPUs"),
         (["--gpus", "32"], "groups of 8 nodes"),
         (["--profile", "mine"], "'mine' is not"),
-        (["--protect", "auto"], "--protect auto"),
+        (["--protect", "none"], "--protect none"),
+        (["--interference", "2"], "--interference"),
         (["--protect", "6-2"], "'6-2'"),
         (["--every", "0"], "every 0 steps"),
         (["--spares", "-1"], "-1 spares"),

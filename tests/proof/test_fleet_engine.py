@@ -15,6 +15,7 @@ from benchmarks.fleet.groups import Groups, place
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.progress import Save
 from benchmarks.fleet.strategies import (
+    PERSIST_S,
     Design,
     DiskAsync,
     DiskSync,
@@ -244,7 +245,7 @@ def test_rows_say_what_storage_gets_and_gives() -> None:
     assert ours.stored.mean == 0 < ours.restarts.mean
     assert disk.stored == disk.restarts and nothing.stored == nothing.restarts
     assert disk.storage_rate == pytest.approx(plan.job.state_bytes / (disk.every * plan.job.step_s))
-    assert ours.storage_rate == pytest.approx(plan.job.state_bytes / 3600, rel=0.2)
+    assert ours.storage_rate == pytest.approx(plan.job.state_bytes / PERSIST_S, rel=0.2)
     assert (nothing.storage_rate, nothing.network_rate, nothing.every) == (0, 0, 0)
     assert ours.network_rate == pytest.approx(ours.network_bytes / (ours.every * plan.job.step_s))
 
@@ -279,7 +280,7 @@ def test_a_quarter_of_a_year_of_131072_gpus_takes_seconds() -> None:
         (lambda: FailureProcess(1.0, memory=0.6, drain=0.6), "no more than 1"),
         (lambda: FailureProcess(1.0, shape=0.0), "shape of 0.0"),
         (lambda: InMemoryCode(6, 2, every=0), "every 0 steps"),
-        (lambda: InMemoryCode(0, 2), "at least 1"),
+        (lambda: InMemoryCode(6, 0), "at least 1"),
         (lambda: InMemoryCode(6, 2, slots=1), "2 to 16 slots"),
         (lambda: InMemoryCode(6, 2, slots=3, protect_every=8), "use 4 or more"),
         (lambda: InMemoryCode(6, 2, protect_every=0), "of 0 snapshots"),
@@ -290,7 +291,6 @@ def test_a_quarter_of_a_year_of_131072_gpus_takes_seconds() -> None:
         (lambda: Save(0, 1.0), "every 0 steps"),
         (lambda: Save(1, -1.0), "takes -1.0 s"),
         (lambda: InMemoryCode(6, 2).design(FleetJob(7), Site(), 1.0), "groups of 8 nodes.* 7"),
-        (lambda: PairReplication().design(FleetJob(1), Site(), 1.0), "groups of 2 nodes.* 1"),
         (lambda: simulate(JOB, SITE, DESIGN, [], 0.0), "0.0 s to simulate"),
         (lambda: simulate(JOB, SITE, DESIGN, [process(1.0, 8)], 9.0), "the job has 8"),
         (lambda: replace(sweep(), gpus=(1001,)), "1001 GPUs"),

@@ -12,7 +12,6 @@ from benchmarks.fleet.strategies import (
     COPY_COST,
     ENTERING_S,
     HELD_S,
-    NETWORK_COST,
     ROUND_S,
     DiskAsync,
     DiskSync,
@@ -50,7 +49,7 @@ def test_a_snapshot_is_sealed_when_it_is_digested_and_protected_when_it_is_sent(
     agreed_s = math.log2(JOB.gpus) * ROUND_S
     assert (save.sealed_s, save.persisted_s) == (1 + 2, math.inf)
     assert save.protected_s == pytest.approx(19 + agreed_s)
-    assert save.stall_s == pytest.approx(COPY_COST * 1 + NETWORK_COST * 16 + HELD_S)
+    assert save.stall_s == pytest.approx(COPY_COST * 1 + SITE.interference * 16 + HELD_S)
 
 
 def test_the_default_interval_is_the_one_that_trainers_choose() -> None:
@@ -73,12 +72,12 @@ def test_a_given_interval_is_kept_if_snapshots_are_done_in_time() -> None:
 def test_a_snapshot_is_done_before_its_slot_is_needed() -> None:
     """If nothing costs training time, only durations count: 1 s to copy, 2 s to digest and 16 s to send."""
     quick = replace(JOB, step_s=1.0)
-    free = {"COPY_COST": 0.0, "NETWORK_COST": 0.0}
+    free, quiet = {"COPY_COST": 0.0}, replace(SITE, interference=0.0)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in free.items():
             patch.setattr(f"benchmarks.fleet.strategies.{name}", value)
-        assert InMemoryCode(6, 2, every=1).design(quick, SITE, 1e5).saves[0].every == 16
-        assert InMemoryCode(6, 2, every=1).design(JOB, SITE, 1e5).saves[0].every == 2
+        assert InMemoryCode(6, 2, every=1).design(quick, quiet, 1e5).saves[0].every == 16
+        assert InMemoryCode(6, 2, every=1).design(JOB, quiet, 1e5).saves[0].every == 2
 
 
 def test_snapshots_go_to_storage_as_often_as_asked_and_as_it_can_take() -> None:

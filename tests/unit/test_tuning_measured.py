@@ -77,10 +77,11 @@ def test_a_snapshot_costs_what_its_busy_steps_take_beyond_quiet_ones() -> None:
 
 def test_measured_costs_are_shared_out_by_time_and_go_with_the_parity() -> None:
     costs = from_measured(FULL, Assumptions(interference=0.1))
+    assert FULL.interference == pytest.approx(0.2 / 2.4), "so nothing of the 10 % that were assumed is left"
     assert costs.snapshot_cost_s == pytest.approx(0.2 * 0.6 / 2.4)
     assert costs.encode_cost_s == pytest.approx(0.2 * 1.8 / 2.4 / 2)
     assert costs.encode_s == pytest.approx(0.9)
-    assert (costs.commit_s, costs.persist_s, costs.persist_cost_s) == pytest.approx((0.6, 30.0, 3.0))
+    assert (costs.commit_s, costs.persist_s, costs.persist_cost_s) == pytest.approx((0.6, 30.0, 30.0 * 0.2 / 2.4))
     assert (costs.restart_s, costs.rebuild_s) == (20.0, 90.0)
     for parity in (1, 2, 4):
         total = sum(level.cost_s for level in costs.levels(parity, 1e-5, 1e-6, 1e-7)[:2])
