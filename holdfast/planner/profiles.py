@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.rule import SEVERAL_LOST
 
-SHOCK = 0.01
-"""Share of failures that hit several hosts at once, if a study does not report it: 1 to 2 % (3-5 % of Meta RSC's
-hardware failures come with another one)."""
+SHOCK = SEVERAL_LOST
+"""Share of failures that hit several hosts at once, if a study does not report it. (3-5 % of Meta RSC's hardware
+failures come with another one.)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ NODE_MTBF_S = 1000 / 2.3 * 86400.0
 NODE_LOST = 0.13
 """Share of failures that take the memory of a node with them, in the same study."""
 
+SEVERAL_LOST = 0.01
+"""Share of failures that hit several nodes at once, such as a rack: 1 to 2 % where studies report it."""
+
 REMEMBERED = 8
 """Number of failures of the job itself that are remembered, the newest, so that a changing rate is followed."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.ec import choose_unit_bytes, crowded, plan_groups
@@ -14,9 +15,14 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
 from holdfast.smp_daemon.shared.plain import Address, Count, Port
+from holdfast.smp_daemon.shared.quantities import duration
+from holdfast.snapshot.interval.rule import NODE_MTBF_S, SEVERAL_LOST
 from holdfast.snapshot.step.ledger import ProtectEvery
 
 LARGEST_AUTO_GROUP = 8
+
+TARGET, MONTH_S = 0.999, 30 * 86400.0
+"""How likely snapshots in memory are to survive 30 days, at least, as `holdfast plan` aims at, and that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +159,12 @@ def arrange(
     )
 
 
-def shortfalls(layout: Layout) -> list[str]:
-    """What an operator should know: where the nodes protect less than was requested."""
+def shortfalls(layout: Layout, node_mtbf_s: float = NODE_MTBF_S) -> list[str]:
+    """What an operator should know: where the nodes protect less than was requested, or than is usual.
+
+    Args:
+        node_mtbf_s: mean time between failures of one node, in seconds.
+    """
     if not layout.parity:
         return ["protect='none': snapshots survive the death of processes, not the loss of a node"]
     found = []
@@ -167,15 +177,28 @@ def shortfalls(layout: Layout) -> list[str]:
             found.append(
                 f"a group of {len(members)} nodes ({names}) takes {data}+{parity}, not {layout.data}+{layout.parity}"
             )
-    if layout.parity == 1 and len(layout.groups) > 1 and not any(node.domains for node in layout.nodes):
-        found.append(
-            f"{layout.data}+1 without HOLDFAST_DOMAINS: two nodes of a group that fail together, as in one rack, "
-            f"lose what is in memory. Say which nodes fail together, or protect='{max(1, layout.data - 1)}+2', or set "
-            f"HOLDFAST_PERSIST; `holdfast plan --nodes {len(layout.nodes)}` says how likely memory is to survive"
-        )
+    found += _odds(layout, node_mtbf_s)
     limits = [max(1, layout.code(group)[1]) for group in range(len(layout.groups))]
     crowdings = crowded(layout.groups, [node.domains for node in layout.nodes], limits)
     return found + [str(crowding) for crowding in crowdings]
+
+
+def _odds(layout: Layout, node_mtbf_s: float) -> Iterator[str]:
+    """How likely memory is to survive, if one parity unit makes that less than `TARGET`. Two nodes that fail at once
+    are what loses most: with labels of domains they are in different groups, or `crowded` names them."""
+    nodes = len(layout.nodes)
+    labelled = any(node.domains for node in layout.nodes)
+    several = len(layout.groups) > 1
+    survives = math.exp(-nodes * SEVERAL_LOST / node_mtbf_s * MONTH_S)
+    if layout.parity != 1 or nodes < 3 or labelled or survives >= TARGET:
+        return
+    fixes = ["say with HOLDFAST_DOMAINS which nodes fail together"] if several else []
+    fixes += [f"protect='{max(1, layout.data - 1)}+2' survives that", "HOLDFAST_PERSIST goes back to storage"]
+    yield (
+        f"{layout.data}+1 on {nodes} nodes keeps what is in memory for 30 days with {survives:.1%}, if a node fails "
+        f"every {duration(node_mtbf_s)} and {SEVERAL_LOST:.0%} of failures take two of a group at once: "
+        f"{'; '.join(fixes)} (`holdfast plan --nodes {nodes}`)"
+    )
 
 
 def parse_domains(text: str, coord: str) -> tuple[str, ...]:

@@ -24,7 +24,9 @@ from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import is_at_once
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
+from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.interval.rule import NODE_MTBF_S
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shortfalls
 from holdfast.snapshot.step.ledger import ProtectEvery
 
@@ -124,7 +126,7 @@ def lay_out(
     _together(agreement, begin)
     if layout.coords[0] == coord:
         is_meant = len(layout.nodes) == 1 or not layout.parity  # there is no other node, or no protection was asked for
-        for shortfall in shortfalls(layout):
+        for shortfall in shortfalls(layout, MTBF.value() or NODE_MTBF_S):
             log.log(logging.INFO if is_meant else logging.WARNING, "%s", shortfall)
     told = agreement.gather(str(there).encode())
     return layout, int(told[next(rank for rank, info in enumerate(everyone) if info.coord == speaker)])

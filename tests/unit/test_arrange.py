@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ec.stripes import DEFAULT_UNIT_BYTES
+from holdfast.planner.failures import from_profile
+from holdfast.planner.profiles import PUBLISHED, profile
+from holdfast.planner.survival import Domains, judge
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.snapshot.resume.arrange import (
+    TARGET,
     Protection,
     RankInfo,
     arrange,
@@ -136,9 +141,7 @@ def test_auto_keeps_groups_at_eight_nodes_and_gives_each_a_parity(nodes: int) ->
     assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 8
     assert {layout.code(g) for g in range(len(sizes))} == {(min(sizes) - 1, 1)}
     assert layout.data == min(sizes) - 1, "as much data to a parity as there is room for"
-    assert len(shortfalls(layout)) == (len(sizes) > 1), (
-        "of several groups it is told that nobody said what fails together"
-    )
+    assert len(shortfalls(layout)) == (nodes > 2), "what one parity does not survive is told"
 
 
 @pytest.mark.parametrize("nodes", range(1, 41))
@@ -252,13 +255,27 @@ def test_a_layout_that_protects_as_asked_has_no_shortfalls() -> None:
     assert shortfalls(arranged(job(3, 1), Protection(1, 2))) == []
 
 
-def test_one_parity_without_domains_is_told_what_it_does_not_survive() -> None:
+def test_one_parity_is_told_with_what_it_gives_and_what_would_give_more() -> None:
     (said,) = shortfalls(arranged(job(128, 1), parse_protect("auto")))
-    for word in ("7+1", "HOLDFAST_DOMAINS", "6+2", "HOLDFAST_PERSIST", "--nodes 128"):
+    for word in ("7+1", "91.5%", "HOLDFAST_DOMAINS", "6+2", "HOLDFAST_PERSIST", "--nodes 128"):
         assert word in said
+    (said,) = shortfalls(arranged(job(8, 1), parse_protect("auto")))
+    assert "99.4%" in said and "HOLDFAST_DOMAINS" not in said, "one group has both nodes, whatever they are called"
     assert shortfalls(arranged(job(128, 1), parse_protect("6+2"))) == []
+    assert shortfalls(arranged(job(8, 1), parse_protect("auto")), 1e9) == [], "its nodes fail once in 30 years"
     racks = [rank(i, f"node{i}", domains=(f"rack=r{i // 2}",)) for i in range(128)]
     assert shortfalls(arranged(racks, parse_protect("auto"))) == []
+
+
+@pytest.mark.parametrize("nodes", [8, 64, 128, 512])
+def test_what_is_told_is_what_the_plan_says(nodes: int) -> None:
+    code = parse_protect("auto").for_nodes(nodes)
+    judged = judge(code.data, 1, nodes, from_profile(profile(PUBLISHED)), Domains(), 600.0)
+    (said,) = shortfalls(arranged(job(nodes, 1), parse_protect("auto")))
+    (told,) = re.findall(r"([\d.]+)%, if", said)
+    assert float(told) == pytest.approx(100 * judged.survival, abs=0.1)
+    two = judge(code.data - 1, 2, nodes, from_profile(profile(PUBLISHED)), Domains(), 600.0)
+    assert two.survival > TARGET, "as is said of m = 2"
 
 
 def test_without_protection_that_is_said_once_however_many_nodes_there_are() -> None:
