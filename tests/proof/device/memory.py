@@ -11,6 +11,7 @@ import ctypes
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +37,16 @@ class MemoryBlock:
     stream: object
 
 
+def _new(size: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * size).from_buffer(bytearray(DUST * size))
+
+
 class DeviceMemory:
     """All blocks of all devices. Blocks are never returned to the host, so an address always means the same block."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], ctypes.Array[ctypes.c_char]] = _new) -> None:
+        """`allocate` makes memory of that length, filled with `DUST`."""
+        self._allocate = allocate
         self._addresses: list[int] = []
         self._blocks: list[MemoryBlock] = []
         self._free: dict[tuple[int, object, int], list[MemoryBlock]] = defaultdict(list)
@@ -55,6 +62,11 @@ class DeviceMemory:
         storage = torch.frombuffer(lease, dtype=dtype).untyped_storage()
         made = torch.empty(0, dtype=dtype)
         return made.set_(storage, 0, shape, strides)  # not a view: a view would keep its base alive
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was ever made on a device."""
+        return bool(self._blocks)
 
     def find(self, address: int) -> MemoryBlock | None:
         """The block that contains an address; None: the address is in host memory."""
@@ -83,7 +95,7 @@ class DeviceMemory:
         free = self._free[device, stream, size]
         if free:
             return free.pop()
-        raw = (ctypes.c_char * size).from_buffer(bytearray(DUST * size))
+        raw = self._allocate(size)
         block = MemoryBlock(raw, ctypes.addressof(raw), size, device, stream)
         place = bisect_right(self._addresses, block.address)
         self._addresses.insert(place, block.address)

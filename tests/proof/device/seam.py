@@ -34,6 +34,9 @@ DRAINED = 3
 
 DRAIN_S = 10.0
 
+LATE_S = 0.03
+"""How long a device that copies late rests before it does, in seconds."""
+
 State = dict[str, bytes]
 
 
@@ -118,8 +121,10 @@ class Emulated:
 
     name = "cuda:0"
 
-    def __init__(self, standin: EmulatedCuda) -> None:
+    def __init__(self, standin: EmulatedCuda, *, late_copies: bool = False) -> None:
+        """`late_copies`: see `Real`; only with a driver."""
         self.standin = standin
+        self._late_copies = late_copies
 
     def installed(self) -> AbstractContextManager[object]:
         return self.standin.installed()
@@ -128,7 +133,7 @@ class Emulated:
         return self.standin.stream(self.standin.queues.stream(0))
 
     def broken(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return copying_late(lambda engine: engine.stream.hold(LATE_S)) if self._late_copies else nullcontext()
 
     def batch(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.name)
@@ -140,7 +145,7 @@ class Emulated:
         self.standin.synchronize()
 
     def event(self) -> DeviceEvent:
-        event = self.standin.current(0).record_event()
+        event: DeviceEvent = self.standin.current(0).record_event()
         self.standin.wait_for(self.standin.current(0))  # nobody else does its work
         return event
 
@@ -183,20 +188,11 @@ class Real:
     def engines(self) -> DeviceEngines:
         return DeviceEngines({torch.device(self.name)})
 
-    @contextmanager
-    def broken(self) -> Iterator[None]:
-        """What is copied too late shows only on a device that copies late."""
-        if not self._late_copies:
-            yield
-            return
-        queue = CudaEngine.queue
-
-        def late(engine: CudaEngine, *given: Any) -> Iterator[Any]:
+    def broken(self) -> AbstractContextManager[object]:
+        def rest(engine: CudaEngine) -> None:
             torch.cuda._sleep(3 * self.cycles)  # type: ignore[no-untyped-call]
-            return queue(engine, *given)
 
-        with patch.object(CudaEngine, "queue", late):
-            yield
+        return copying_late(rest) if self._late_copies else nullcontext()
 
     def batch(self, values: torch.Tensor) -> torch.Tensor:
         return values.pin_memory().to(self.name, non_blocking=True)
@@ -210,6 +206,19 @@ class Real:
 
     def graph(self) -> Any:
         return torch.cuda.CUDAGraph()
+
+
+@contextmanager
+def copying_late(rest: Callable[[Any], None]) -> Iterator[None]:
+    """Let the stream of an engine `rest` before each of its copies: on a device, work on it comes as soon as it can."""
+    queue = CudaEngine.queue
+
+    def late(engine: CudaEngine, *given: Any) -> Iterator[Any]:
+        rest(engine)
+        return queue(engine, *given)
+
+    with patch.object(CudaEngine, "queue", late):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

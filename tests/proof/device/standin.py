@@ -24,10 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.system import System
 from holdfast.snapshot.copy.cuda import CudaEngine
+from holdfast.snapshot.copy.cuda_runtime import _own_stream
 from holdfast.snapshot.copy.devices import DeviceEngines, engine_of
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.runs import Runs
+from tests.proof.device.driver import Driver, DriverGraph, DriverStream
 from tests.proof.device.memory import DeviceMemory
 from tests.proof.device.queues import DeviceQueue, Queues, RecordedGraph
 
@@ -50,6 +52,7 @@ class EmulatedCuda:
     Args:
         order: `queues.LAZY`, `queues.EAGER`, or a seed.
         devices: number of devices.
+        driver: does the work in place of `order`. holdfast then uses it as it uses a real one.
 
     Attributes:
         defaults: the default stream of each device.
@@ -60,10 +63,13 @@ class EmulatedCuda:
         fail_at: number of the copy that fails; None: none does.
     """
 
-    def __init__(self, order: str | int = "lazy", devices: int = 1) -> None:
-        self.memory = DeviceMemory()
-        self.queues = Queues(order)
-        self.defaults = [self.queues.stream(number) for number in range(devices)]
+    def __init__(self, order: str | int = "lazy", devices: int = 1, driver: Driver | None = None) -> None:
+        self.driver = driver
+        self.queues: Any = driver or Queues(order)
+        self.memory = DeviceMemory(self._allocate) if driver else DeviceMemory()
+        self.defaults: list[Any] = (
+            list(driver.defaults) if driver else [self.queues.stream(number) for number in range(devices)]
+        )
         self.registered: dict[int, int] = {}
         self.refused: Callable[[int], bool] = lambda nth: False
         self.log: list[tuple[str, int]] = []
@@ -93,13 +99,13 @@ class EmulatedCuda:
             strides = torch.empty(tuple(shape), device="meta").stride() if strides is None else strides
             return self.memory.tensor(device, self.current(device), tuple(shape), tuple(strides), dtype)
 
-    def current(self, device: int) -> DeviceQueue:
+    def current(self, device: int) -> Any:
         """This thread's current stream of a device."""
-        found: DeviceQueue = getattr(self._local, f"stream{device}", self.defaults[device])
+        found: Any = getattr(self._local, f"stream{device}", self.defaults[device])
         return found
 
     @contextmanager
-    def stream(self, stream: DeviceQueue) -> Iterator[DeviceQueue]:
+    def stream(self, stream: Any) -> Iterator[Any]:
         """Make a stream this thread's current one in this block."""
         name = f"stream{stream.device}"
         before = self.current(stream.device)
@@ -119,9 +125,9 @@ class EmulatedCuda:
         self.queues.run()
         self.queues.fail_if_broken()
 
-    def graph(self, device: int = 0) -> RecordedGraph:
+    def graph(self, device: int = 0) -> Any:
         """Make an empty graph."""
-        return RecordedGraph(self.queues, lambda: self.current(device))
+        return DriverGraph() if self.driver else RecordedGraph(self.queues, lambda: self.current(device))
 
     @contextmanager
     def capture(self, device: int = 0) -> Iterator[RecordedGraph]:
@@ -146,6 +152,8 @@ class EmulatedCuda:
 
     def engines(self, devices: Collection[torch.device] = ()) -> DeviceEngines:
         """Copy engines for these devices."""
+        if self.driver is not None:
+            return DeviceEngines(devices)
 
         def made(device: torch.device, pages: Pages) -> CopyEngine:
             if device.type != "cuda":
@@ -165,28 +173,70 @@ class EmulatedCuda:
                     super().run()
 
         with ExitStack() as stack:
-            for place in ("rank", "writer"):
-                stack.enter_context(patch(f"holdfast.snapshot.{place}.DeviceEngines", self.engines))
-            stack.enter_context(patch("holdfast.snapshot.rank.numa_node", lambda devices: None))
-            stack.enter_context(patch("holdfast.snapshot.state.rng.uses_cuda", lambda: True))
-            for name, replacement in self._generators().items():
+            stack.enter_context(patch.object(torch.backends.cuda, "is_built", lambda: True))
+            for name, replacement in self._functions().items():
                 stack.enter_context(patch.object(torch.cuda, name, replacement))
+            if self.driver is None:
+                for place in ("rank", "writer"):
+                    stack.enter_context(patch(f"holdfast.snapshot.{place}.DeviceEngines", self.engines))
+            else:
+                stack.callback(_own_stream.cache_clear)
+                stack.callback(self.driver.rest)
+                stack.enter_context(patch.object(torch, "empty", self._empty(torch.empty)))
+                stack.enter_context(patch.object(DriverGraph, "current", lambda: self.current(0), create=True))
             stack.enter_context(patch.object(System, "Thread", Thread))
-            stack.enter_context(patch("holdfast.snapshot.step.graphs.kind_of_graph", lambda: RecordedGraph))
-            stack.enter_context(patch("holdfast.snapshot.step.graphs.capturing", self.capturing))
-            stack.enter_context(patch("holdfast.snapshot.step.boundary.capturing", self.capturing))
             stack.enter_context(_ReportDevice(self))
             stack.enter_context(_QueueOperations(self))
             yield self
 
-    def _generators(self) -> dict[str, Callable[..., Any]]:
+    def _functions(self) -> dict[str, Callable[..., Any]]:
         """Replacements for functions of `torch.cuda`: all devices draw from the host's generator."""
-        return {
+        driver = self.driver
+        found: dict[str, Callable[..., Any]] = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: self.memory.used,
+            "is_current_stream_capturing": self.capturing,
+            "CUDAGraph": DriverGraph if driver else RecordedGraph,
             "current_device": lambda: 0,
             "device_count": lambda: len(self.defaults),
+            "get_device_properties": lambda device: None,
             "get_rng_state_all": lambda: [torch.get_rng_state() for _ in self.defaults],
             "set_rng_state": lambda state, device: torch.set_rng_state(state),
+            "manual_seed_all": lambda seed: None,
         }
+        if driver is not None:
+            found |= {
+                "current_device": lambda: driver.number,
+                "set_device": lambda device: driver.bind(torch.device(device).index),
+                "device": driver.device,
+                "stream": self.stream,
+                "current_stream": lambda device=None: self.current(driver.number if device is None else device.index),
+                "ExternalStream": lambda handle, device: DriverStream(driver, device.index, handle),
+                "cudart": driver.cudart,
+            }
+        return found
+
+    def _allocate(self, size: int) -> Any:
+        assert self.driver is not None
+        return (ctypes.c_char * size).from_address(self.driver.memory("cuMemAlloc_v2", size))
+
+    def _empty(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """``torch.empty``, in any thread: memory of a device, or pinned."""
+
+        def empty(*shape: Any, **options: Any) -> torch.Tensor:
+            place = torch.device(options.get("device") or "cpu")
+            if options.get("pin_memory"):
+                assert self.driver is not None
+                count = int(shape[0])
+                memory = (ctypes.c_char * count).from_address(self.driver.memory("cuMemHostAlloc", count))
+                return torch.frombuffer(memory, dtype=torch.uint8)
+            if place.type != "cuda":
+                return plain(*shape, **options)
+            sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+            dtype = options.get("dtype") or torch.get_default_dtype()
+            return self.empty(tuple(sizes), None, dtype, place.index or 0)
+
+        return empty
 
     # ------------------------------------------------------------------ what torch is asked to do
 

@@ -1,0 +1,328 @@
+"""holdfast's own calls into CUDA, on a driver of ours with a device that works in a thread; see `device/libcuda.c`.
+
+What a device does not show in an order that it has is not counted: `test_what_is_broken_on_purpose_is_noticed` gives
+each fault the order that shows it, and the same loop without the fault must be exact in that order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.system import MACHINE
+from holdfast.snapshot.copy import cuda_driver, cuda_runtime, runs
+from holdfast.snapshot.copy.cuda import CudaEngine
+from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
+from holdfast.snapshot.copy.engines import SlotTensor, address_of
+from holdfast.snapshot.copy.pages import Pages
+from holdfast.snapshot.state import rng
+from tests.deadlines import DEADLINE_S
+from tests.proof.device import driver
+from tests.proof.device.driver import Driver
+from tests.proof.device.queues import EAGER, LAZY
+from tests.proof.device.seam import (
+    FAULTS,
+    SHOWN_BY,
+    SHOWN_LATE,
+    Cpu,
+    Emulated,
+    SeamLoop,
+    SeamOutcome,
+    observe,
+    twin,
+)
+from tests.proof.device.standin import EmulatedCuda
+
+SEED = 7
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    try:
+        driver.library()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def arena() -> Iterator[Path]:
+    base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    yield base / "seam"
+    shutil.rmtree(base)
+
+
+@pytest.fixture
+def gpu() -> Iterator[EmulatedCuda]:
+    with EmulatedCuda(driver=Driver(SEED)).installed() as made:
+        yield made
+
+
+def driver_of(gpu: EmulatedCuda) -> Driver:
+    assert gpu.driver is not None
+    return gpu.driver
+
+
+def engine_on(gpu: EmulatedCuda) -> CudaEngine:
+    gpu.tensor(torch.ones(1))
+    return CudaEngine(TorchRuntime(torch.device("cuda", 0)), Pages())
+
+
+def copied(engine: CudaEngine, *tensors: torch.Tensor) -> list[bool]:
+    """Copy tensors to a slot that the device may write to, if it can; return which of them are there as they were."""
+    wanted = [tensor.cpu() for tensor in tensors]
+    pieces: list[SlotTensor] = []
+    for tensor in tensors:
+        at = pieces[-1].offset + pieces[-1].bytes if pieces else 4096
+        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
+    slot = memoryview(mmap.mmap(-1, pieces[-1].offset + pieces[-1].bytes))
+    engine.prepare([slot], nullcontext)
+    transfer = engine.mark()
+    transfer.copy(tuple(pieces), slot, lambda count: None)
+    transfer.guard()
+    transfer.fence()
+    for tensor in tensors:
+        tensor.fill_(9)
+    transfer.finish()
+    return [
+        bytes(slot[piece.offset : piece.offset + piece.bytes]) == value.contiguous().numpy().tobytes()
+        for piece, value in zip(pieces, wanted, strict=True)
+    ]
+
+
+def seen(
+    loop: SeamLoop, arena: Path, order: str | int, connections: int = 8, *, late: bool = False, **how: int
+) -> tuple[SeamOutcome, Driver]:
+    made = Driver(order, connections=connections)
+    for name, value in how.items():
+        made.set(name, value)
+    device = Emulated(EmulatedCuda(order, driver=made), late_copies=late)
+    with device.broken():
+        return observe(device, loop, twin(Cpu(), loop), arena, "seam"), made
+
+
+# ---------------------------------------------------------------------- the whole way
+
+
+@pytest.mark.parametrize(
+    ("order", "own_stream", "ring", "one_queue"),
+    [
+        (LAZY, False, False, False),
+        (LAZY, True, True, True),
+        (EAGER, True, False, True),
+        (EAGER, False, True, False),
+        (1, False, False, True),
+        (2, True, True, False),
+        (3, True, False, False),
+    ],
+)
+def test_every_slot_is_what_a_twin_that_synchronises_has(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, order: str | int, own_stream: bool, ring: bool, one_queue: bool
+) -> None:
+    monkeypatch.setenv(ONE_QUEUE, "1" if one_queue else "8")
+    loop = SeamLoop(steps=12, own_stream=own_stream)
+    connections = 1 if one_queue else 8
+    outcome, made = seen(loop, arena, order, connections, refuse_from=1 if ring else 1 << 30)
+    assert outcome.exact, outcome
+    assert bool(made.get("waited_kernels")) is not one_queue, "kernels of training must not wait for copies"
+
+
+@pytest.mark.parametrize("order", [LAZY, EAGER])
+def test_so_it_is_where_an_optimizer_is_replayed_from_a_graph(arena: Path, order: str) -> None:
+    outcome, _ = seen(SeamLoop(steps=12, captured=4), arena, order)
+    assert outcome.exact, outcome
+
+
+def test_a_device_that_takes_no_host_addresses_gets_none(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, made = seen(SeamLoop(steps=9), arena, EAGER, sees_host=0)
+    assert outcome.exact, outcome
+    assert made.get("sticky") == 0
+    monkeypatch.setattr(cuda_driver, "takes_host_addresses", lambda number: True)
+    outcome, _ = seen(SeamLoop(steps=9), arena.with_name("other"), EAGER, sees_host=0)
+    assert "illegal memory access" in outcome.failure
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_broken_on_purpose_is_noticed(arena: Path, name: str) -> None:
+    broken, loop = FAULTS[name]
+    loop = replace(loop, steps=15)
+    order, late = SHOWN_BY.get(name, LAZY), name in SHOWN_LATE
+    whole, _ = seen(loop, arena.with_name("whole"), order, late=late)
+    assert whole.exact, whole
+    with broken():
+        outcome, _ = seen(loop, arena, order, late=late)
+    assert not outcome.exact, outcome
+
+
+# ---------------------------------------------------------------------- calls into the driver
+
+
+def test_without_a_context_the_driver_refuses_and_a_thread_that_has_entered_has_one(gpu: EmulatedCuda) -> None:
+    runtime = TorchRuntime(torch.device("cuda", 0))
+    source, target = gpu.tensor(torch.arange(8.0)), gpu.empty((8,), None, torch.float32)
+    stream = runtime.own_stream("copies")
+    table = runs.make_runs([(source.data_ptr(), target.data_ptr(), 32)])
+    said: list[str] = []
+
+    def work(enter: bool) -> None:
+        try:
+            if enter:
+                runtime.enter_thread()
+            cuda_driver.queue_copies(table, stream.cuda_stream)  # type: ignore[attr-defined]
+            said.append("queued")
+        except RuntimeError as error:
+            said.append(str(error))
+
+    for enter in (False, True):
+        thread = threading.Thread(target=work, args=(enter,))
+        thread.start()
+        thread.join(DEADLINE_S)
+    assert "invalid device context" in said[0]
+    assert said[1:] == ["queued"]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own stream", "default stream"])
+def test_copies_are_queued_in_one_batch_or_one_by_one(gpu: EmulatedCuda, own: bool) -> None:
+    """CUDA batches nothing on its default stream."""
+    runtime = TorchRuntime(torch.device("cuda", 0))
+    sources = [gpu.tensor(torch.arange(n)) for n in (1, 9, 300)]
+    targets = [runtime.pinned(tensor.nbytes) for tensor in sources]
+    table = runs.make_runs([(s.data_ptr(), t.data_ptr(), s.nbytes) for s, t in zip(sources, targets, strict=True)])
+    gpu.synchronize()
+    stream = runtime.own_stream("copies") if own else gpu.defaults[0]
+    with runtime.on(stream):
+        runtime.copy_runs(table)
+        runtime.wait(stream.record_event())
+    assert [target.tolist() for target in targets] == [list(s.cpu().numpy().tobytes()) for s in sources]
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_threads_of_ours_break_no_capture_and_others_do(gpu: EmulatedCuda, mode: str) -> None:
+    engine = engine_on(gpu)
+    live = gpu.tensor(torch.ones(500))
+    sample = engine.sample((SlotTensor(live, 0, live.nbytes),), 1)
+    slot = memoryview(mmap.mmap(-1, 8192))
+    engine.prepare([slot], nullcontext)
+    transfer = engine.mark()
+
+    def ours() -> None:
+        engine.enter_thread()
+        transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: None)
+        transfer.finish()
+
+    def careless() -> None:
+        engine.enter_thread()
+        event = gpu.current(0).record_event()
+        with pytest.raises(RuntimeError, match="capturing") if mode == "global" else nullcontext():
+            event.query()
+
+    own = gpu.queues.stream(0)
+    works: list[tuple[Callable[[], object], bool]] = [(sample.read, False), (ours, False), (careless, mode == "global")]
+    for work, ruined in works:
+        graph = gpu.graph()
+        with gpu.stream(own):
+            graph.capture_begin(mode)
+            assert engine.capturing()
+            live.mul_(2)
+            thread = MACHINE.Thread(target=work)
+            thread.start()
+            thread.join(DEADLINE_S)
+            with pytest.raises(RuntimeError, match="during capture") if ruined else nullcontext():
+                graph.capture_end()
+    assert bytes(slot[: live.nbytes]) == torch.ones(500).numpy().tobytes()
+    gpu.synchronize()
+
+
+def test_a_refused_registration_and_one_that_others_made(gpu: EmulatedCuda) -> None:
+    runtime = TorchRuntime(torch.device("cuda", 0))
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    address = address_of(memoryview(memory))
+    assert runtime.register(address, mmap.PAGESIZE) == 0
+    assert runtime.register(address, mmap.PAGESIZE) == 712
+    driver_of(gpu).set("refuse_from", 1)
+    assert runtime.register(address + mmap.PAGESIZE, mmap.PAGESIZE) == 2
+    assert driver_of(gpu).get("registered") == 1
+    assert runtime.unregister(address) == 0
+    assert runtime.unregister(address) == 713
+
+
+def test_no_memory_on_the_device_fails_the_copy_and_nothing_else(gpu: EmulatedCuda) -> None:
+    engine = engine_on(gpu)
+    turned, plain = gpu.tensor(torch.randn(300, 200)).t(), gpu.tensor(torch.randn(400))
+    assert copied(engine, turned, plain) == [True, True]
+    turned, plain = gpu.tensor(torch.randn(3000, 200)).t(), gpu.tensor(torch.randn(400))
+    driver_of(gpu).set("memory_left", 0)
+    with pytest.raises(HoldfastError, match="out of memory"):
+        copied(engine, turned, plain)
+    driver_of(gpu).set("memory_left", 1 << 30)
+    engine.settle()
+    assert copied(engine, turned, plain) == [True, True]
+
+
+def test_an_error_of_the_device_surfaces_and_sticks(gpu: EmulatedCuda) -> None:
+    engine = engine_on(gpu)
+    live = gpu.tensor(torch.ones(100))
+    driver_of(gpu).set("fail_copy", 1)
+    with pytest.raises(HoldfastError, match="illegal memory access"):
+        copied(engine, live)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        gpu.synchronize()
+
+
+def test_a_device_that_is_busy_with_training_is_waited_for_and_one_that_is_stuck_is_not(
+    gpu: EmulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(gpu)
+    monkeypatch.setattr(cuda_runtime, "DEADLINE_S", 0.05)
+    live, slot = gpu.tensor(torch.ones(100)), memoryview(mmap.mmap(-1, 8192))
+    engine.prepare([slot], nullcontext)
+    gpu.synchronize()
+    going = threading.Event()
+    gpu.current(0).queue(lambda: going.wait(DEADLINE_S))  # a step that takes long
+    transfer = engine.mark()
+    transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: None)
+    said: list[str] = []
+
+    def finish() -> None:
+        transfer.finish()
+        said.append("there")
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    thread.join(0.2)
+    assert not said
+    going.set()
+    thread.join(DEADLINE_S)
+    assert said == ["there"]
+    assert bytes(slot[:400]) == torch.ones(100).numpy().tobytes()
+    transfer = engine.mark()
+    gpu.synchronize()
+    driver_of(gpu).set("stuck", 1)
+    transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: None)
+    with pytest.raises(DeadlineExceeded):
+        transfer.finish()
+    driver_of(gpu).set("stuck", 0)
+    transfer.settle()
+    engine.close()
+    assert driver_of(gpu).get("registered") == 0
+
+
+def test_a_process_uses_the_device_once_it_has_something_there() -> None:
+    made = EmulatedCuda(driver=Driver(SEED))
+    with made.installed():
+        found: list[Any] = [sorted(rng.capture())]
+        made.tensor(torch.ones(1))
+        found.append(sorted(rng.capture()))
+    assert found == [["numpy", "python", "torch"], ["cuda", "numpy", "python", "torch"]]
+    assert not cuda_runtime.uses_cuda()
