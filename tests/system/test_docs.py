@@ -134,6 +134,25 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
             assert is_ours(name), name
 
 
+def test_the_picture_of_a_snapshot_is_small_and_names_what_is_there() -> None:
+    picture = (ROOT / "ARCHITECTURE.md").read_text().partition("## One snapshot")[2].split("```")[1]
+    assert picture.count("┌") <= 8
+    product = [
+        ast.parse(path.read_text()) for room in ("snapshot", "smp_daemon") for path in (ROOT / room).rglob("*.py")
+    ]
+    there = {
+        f"{thing.name}.{member.name}"
+        for tree in product
+        for thing in tree.body
+        if isinstance(thing, ast.ClassDef)
+        for member in thing.body
+        if isinstance(member, ast.FunctionDef)
+    }
+    named = re.findall(r"[A-Z]\w+\.\w+", picture)
+    assert len(named) > 8
+    assert set(named) <= there
+
+
 def options() -> dict[str, set[str]]:
     """The options of each command, aliases included."""
     found: dict[str, set[str]] = {}
