@@ -863,7 +863,11 @@ MUTANTS: dict[str, SimMutant] = {
     "repair-in-the-way": SimMutant(
         "parity of what was given up is repaired all the same, and who waits for its slot hears nothing",
         "progress",
-        ((Holdings, "stop_repairs", _never), (Holdings, "give_back", _give_back_silently)),
+        (
+            (Holdings, "stop_repairs", _never),
+            (Holdings, "give_back", _give_back_silently),
+            (Store, "is_given_up", lambda self, snapshot: False),
+        ),
         _dies_as_it_encodes,
     ),
     "place-forgotten": SimMutant(
