@@ -15,11 +15,12 @@ from benchmarks.fleet.groups import Groups, place
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.progress import Save
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.failures import NODE_LOST
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.smp_daemon.shared.settings import PERSIST_EVERY
 from holdfast.snapshot.collective.routes import distances
 from holdfast.snapshot.interval.control import DEFAULT_BUDGET
-from holdfast.snapshot.interval.rule import NODE_LOST, choose
+from holdfast.snapshot.interval.rule import choose
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 

@@ -18,8 +18,9 @@ from holdfast.planner.periods import LONGEST_STEPS, slots_needed, young
 from holdfast.planner.survival import Code, Domains, candidates, judge
 from holdfast.planner.waste import ENCODE_EVERY, Level, first_order, lost, overhead
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.failures import NODE_LOST
 from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS
-from holdfast.snapshot.interval.rule import NODE_LOST, Spacing, choose
+from holdfast.snapshot.interval.rule import Spacing, choose
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.step.ledger import parity_slots
 

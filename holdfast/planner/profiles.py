@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.rule import SEVERAL_LOST
+from holdfast.smp_daemon.shared.failures import SEVERAL_LOST
 
 SHOCK = SEVERAL_LOST
 """Share of failures that hit several hosts at once, if a study does not report it. (3-5 % of Meta RSC's hardware

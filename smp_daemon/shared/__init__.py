@@ -16,6 +16,7 @@ __all__ = [
     "deadlines",
     "errors",
     "failpoints",
+    "failures",
     "handshake",
     "identity",
     "interpreter",

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.failures import NODE_LOST, NODE_MTBF_S
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.snapshot.interval.recording import Recording
-from holdfast.snapshot.interval.rule import NODE_LOST, NODE_MTBF_S, SHORTEST, IntervalRule
+from holdfast.snapshot.interval.rule import SHORTEST, IntervalRule
 from holdfast.snapshot.step.ledger import ProtectEvery
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.failures import NODE_MTBF_S
 from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.snapshot.interval.cost import SnapshotCost
 
@@ -23,15 +24,6 @@ AT_RISK = 0.1
 
 YOUNG_S = 600.0
 """Age of a job from which the overhead budget holds strictly, in seconds."""
-
-NODE_MTBF_S = 1000 / 2.3 * 86400.0
-"""Assumed time between failures of one node: 2.3 per 1,000 node-days on 32,768 GPUs (FT-HSDP, arXiv 2602.00277)."""
-
-NODE_LOST = 0.13
-"""Share of failures that take the memory of a node with them, in the same study."""
-
-SEVERAL_LOST = 0.01
-"""Share of failures that hit several nodes at once, such as a rack: 1 to 2 % where studies report it."""
 
 REMEMBERED = 8
 """Number of failures of the job itself that are remembered, the newest, so that a changing rate is followed."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from holdfast.ec import choose_unit_bytes, crowded, plan_groups
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.failures import NODE_MTBF_S, SEVERAL_LOST
 from holdfast.smp_daemon.shared.identity import UNNAMED, Run
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
 from holdfast.smp_daemon.shared.plain import Address, Count, Port
 from holdfast.smp_daemon.shared.quantities import duration
-from holdfast.snapshot.interval.rule import NODE_MTBF_S, SEVERAL_LOST
 from holdfast.snapshot.step.ledger import ProtectEvery
 
 LARGEST_AUTO_GROUP = 8

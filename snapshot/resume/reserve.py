@@ -19,6 +19,7 @@ from holdfast.smp_daemon.shared.errors import (
     StaleEpoch,
     failure_of,
 )
+from holdfast.smp_daemon.shared.failures import NODE_MTBF_S
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import is_at_once
@@ -26,7 +27,6 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.interval.rule import NODE_MTBF_S
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shortfalls
 from holdfast.snapshot.step.ledger import ProtectEvery
 

@@ -34,8 +34,9 @@ from holdfast.planner.reasons import reasons, survival_text
 from holdfast.planner.survival import Domains, candidates, judge
 from holdfast.planner.waste import first_order, overhead
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.failures import NODE_LOST
 from holdfast.smp_daemon.shared.settings import MTBF
-from holdfast.snapshot.interval.rule import NODE_LOST, choose
+from holdfast.snapshot.interval.rule import choose
 from holdfast.snapshot.options import Options
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_tuning_measured import FULL
