@@ -7,8 +7,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -32,6 +35,7 @@ UNITS = sorted(DEPLOY.glob("systemd/**/*.service"))
 SCRIPTS = sorted(DEPLOY.glob("slurm/*.sh"))
 MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
 MARGIN_S = 5
+SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 KIB = {"Mi": 2**20, "Gi": 2**30}
 
 
@@ -179,6 +183,7 @@ def test_the_job_script_tells_smps_and_trainers_the_same(tmp_path: Path) -> None
         "NOTES": str(notes),
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NODELIST": "node[1-5]",
+        "SLURM_CPUS_ON_NODE": "96",
         "TRAINING": "3",
     }
     script = str(DEPLOY / "slurm/job.sh")
@@ -194,8 +199,91 @@ def test_the_job_script_tells_smps_and_trainers_the_same(tmp_path: Path) -> None
     for i, line in enumerate(trainers):
         assert line.startswith(f"trainer node{i % 3 + 1} 10.0.0.{i % 3 + 1} 4711 45 --nnodes=3 "), line
         assert "--rdzv-endpoint=node1:29500" in line
+    assert said.count("srun --cpus-per-task=4") == 1 and said.count("srun --gres=none") == 1, "the SMPs' step"
+    assert said.count("srun --cpus-per-task=92") == said.count("srun --gpus-per-node=8") == 2, "the trainers' attempts"
     assert said.count("srun --no-kill") == 3 and "#SBATCH --no-kill" in Path(script).read_text()
     assert not list(tmp_path.glob(".holdfast-*")), "the token goes with the job"
+
+
+SLURM = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+GresTypes=gpu
+ProctrackType=proctrack/linuxproc
+SwitchType=switch/none
+MpiDefault=none
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=300
+NodeName=node[1-8] CPUs=96 RealMemory=1000000 Gres=gpu:8 State=CLOUD
+PartitionName=gpu Nodes=ALL Default=YES State=UP
+"""
+"""A cluster of eight nodes that would be booted when a job needs them: only the controller runs."""
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A controller of Slurm's own, with munge; gives the environment in which its commands find it."""
+    if missing := [name for name in ("slurmctld", "munged", "sbatch") if shutil.which(name, path=SBIN) is None]:
+        pytest.skip(f"{', '.join(missing)} not installed (Debian: apt-get install slurmctld slurm-client munge)")
+    if os.getuid():
+        pytest.skip("slurmctld and munged are run as root here")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    (folder / "munge").mkdir(mode=0o755)
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o400)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    host = socket.gethostname().partition(".")[0]
+    (folder / "slurm.conf").write_text(SLURM.format(host=host, port=port, folder=folder))
+    environment = {"PATH": SBIN, "SLURM_CONF": str(folder / "slurm.conf")}
+    paths = {"--key-file": "key", "--socket": "munge/socket", "--pid-file": "munge/pid", "--log-file": "munge/log"}
+    munge = ["munged", "--force", "--foreground", f"--seed-file={folder}/munge/seed"]
+    munge += [f"{option}={folder}/{path}" for option, path in paths.items()]
+    log = (folder / "log").open("wb")
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in (munge, ["slurmctld", "-D"]):
+            running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        limit = time.monotonic() + DEADLINE_S
+        while subprocess.run(
+            ["sinfo"], env=environment, capture_output=True, timeout=DEADLINE_S, check=False
+        ).returncode:
+            assert time.monotonic() < limit, (folder / "log").read_text()[-2000:]
+        yield environment
+    finally:
+        for process in running:
+            process.terminate()
+            process.wait(DEADLINE_S)
+        log.close()
+        shutil.rmtree(folder)
+
+
+def test_slurm_takes_the_job(slurm: dict[str, str], tmp_path: Path) -> None:
+    """A real controller would start it on five nodes, with all cores; it refuses a GPU more than a node has."""
+    script = DEPLOY / "slurm/job.sh"
+    done = sbatch(script, slurm)
+    assert done.returncode == 0 and re.search(r"480 processors on nodes node\[1-5\]", done.stderr), done.stderr
+    more = tmp_path / "more.sh"
+    more.write_text(script.read_text().replace("--gpus-per-node=8", "--gpus-per-node=9"))
+    assert sbatch(more, slurm).returncode
+
+
+def sbatch(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = ["sbatch", "--test-only", str(script)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def test_the_task_prolog_tells_trainers_where_they_are(tmp_path: Path) -> None:
@@ -364,9 +452,33 @@ def test_an_smps_pod_has_time_to_drain_and_memory_for_its_budget(name: str) -> N
     budget = parse_size(said["HOLDFAST_MEMORY"])
     assert size_of(smp["resources"]["limits"]["memory"]) >= budget + 2**30
     for volume in pod["volumes"]:
-        if "emptyDir" in volume:
+        if "emptyDir" in volume and volume["name"] == "arena":
             assert volume["emptyDir"]["medium"] == "Memory"
             assert size_of(volume["emptyDir"]["sizeLimit"]) > budget
+
+
+@pytest.mark.parametrize("name", ["trainer.yaml", "jobset.yaml", "sidecar.yaml"])
+def test_trainers_have_all_gpus_of_a_node_and_shared_memory(name: str) -> None:
+    for pod in pods(DEPLOY / "kubernetes" / name):
+        trainer = containers(pod)["trainer"]
+        resources = trainer["resources"]
+        assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == "8"
+        assert "--nproc-per-node=8" in trainer["command"]
+        (shared,) = [mount["name"] for mount in trainer["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+        (volume,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == shared]
+        assert volume["medium"] == "Memory" and size_of(volume["sizeLimit"]) >= 2**34
+        assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
+
+
+def test_an_smp_has_the_cores_that_the_plan_says(tmp_path: Path) -> None:
+    """For the job that README and docs plan: 70B parameters on eight nodes."""
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--model", "70b", "--nodes", "8", "--step", "12s", "--json", str(out)]) == 0
+    cores = json.loads(out.read_text())["smp_cores"]
+    for name in ("daemonset.yaml", "sidecar.yaml"):
+        (pod,) = pods(DEPLOY / "kubernetes" / name)
+        assert int(containers(pod)["smp"]["resources"]["requests"]["cpu"]) == cores
+    assert f"smp_cores=${{SMP_CORES:-{cores:g}}}" in (DEPLOY / "slurm/job.sh").read_text()
 
 
 @pytest.mark.parametrize("name", ["trainer.yaml", "jobset.yaml"])
@@ -376,8 +488,8 @@ def test_trainers_meet_the_daemonsets_smp(name: str) -> None:
     for name in ("HOLDFAST_JOB", "HOLDFAST_ARENA"):
         assert settings(smp)[name] == settings(trainer)[name]
     assert smp["securityContext"]["runAsUser"] == trainer["securityContext"]["runAsUser"]
-    assert smp["volumeMounts"] == trainer["volumeMounts"]
-    assert smp_pod["volumes"] == trainer_pod["volumes"]
+    (mount,), (volume,) = smp["volumeMounts"], smp_pod["volumes"]
+    assert mount in trainer["volumeMounts"] and volume in trainer_pod["volumes"]
 
 
 # ---------------------------------------------------------------------- `holdfast deploy`
