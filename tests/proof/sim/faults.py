@@ -70,6 +70,7 @@ class Faults:
                 self._world.scheduler.kill(process)
 
     def _count(self, kind: str) -> None:
+        self._world.promptness.calm = False
         self._world.faults[kind] += 1
 
     def _strike(self, kind: str) -> None:
@@ -83,7 +84,6 @@ class Faults:
         if kind in ("lose-node", "lose-nodes") and len(world.up()) < 2:
             return
         world.scheduler.note(f"strikes: {kind}")
-        world.promptness.calm = False
         {
             "kill-trainer": lambda: self._kill(self._random.choice(trainers)),
             "kill-trainers": lambda: self._kill(*trainers),

@@ -50,13 +50,13 @@ class Promptness(logging.Handler):
     """The checks of one run. It also is the handler of its log.
 
     Attributes:
-        calm: whether nothing has struck, been lost or been stopped so far.
+        calm: whether bytes cost something, and nothing has struck, been lost or been stopped so far.
         starts: how often the job was started.
     """
 
     def __init__(self, plan: SeedPlan, scheduler: Scheduler, checks: Counter[str]) -> None:
         super().__init__(logging.WARNING)
-        self.calm = True
+        self.calm = plan.costs is not None
         self.starts = 0
         self._plan = plan
         self._scheduler = scheduler
@@ -93,7 +93,7 @@ class Promptness(logging.Handler):
 
     def launched(self, node: str, before: bool) -> None:
         """An SMP is started. `before`: whether the node had one."""
-        self._checks["calm"] += 1
+        self._checks["calm"] += self.calm
         if self.calm and before:
             self._violate("calm", f"nothing has struck, and the SMP of {node} is started again")
 
@@ -111,7 +111,8 @@ class Promptness(logging.Handler):
 
     def connected(self, who: str, began_s: float) -> None:
         """A rank has an SMP, for which it has asked from that time on."""
-        if self.calm and self._plan.costs is not None:
+        if self.calm:
+            assert self._plan.costs is not None
             mates = len(self._plan.ranks) // self._plan.nodes
             limit_s = CONNECTED * self._plan.costs.starting_s(1 + mates) + SERVES_S + 2 * LOOK_EVERY_S
             self._within("connected", began_s, limit_s, f"{who} has an SMP")
