@@ -127,10 +127,16 @@ GPU ?= A A-jobs B B-steps C
 GPU_PYTHON ?= 3.12
 WHEELS := build/gpu-wheels
 
-gpu gpu-dry: $(if $(wildcard $(READY)),,setup)  # an environment of gpu-offline stays, whatever the times of files
+# An environment of gpu-offline stays, whatever the times of files.
+GPU_NEEDS := $(if $(wildcard $(READY)),,setup)
+
+gpu: $(GPU_NEEDS)
 	@failed=; for part in $(GPU); do \
-		$(BIN)/python -m benchmarks.gpu $$part $(if $(filter gpu-dry,$@),--dry) $(if $(OUT),--out $(OUT)) || failed=1; \
+		$(BIN)/python -m benchmarks.gpu $$part $(DRY) $(if $(OUT),--out $(OUT)) || failed=1; \
 	done; test -z "$$failed"
+
+gpu-dry: $(GPU_NEEDS)
+	@$(MAKE) --no-print-directory gpu DRY=--dry
 
 gpu-wheels: setup
 	@$(BIN)/pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \

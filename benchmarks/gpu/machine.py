@@ -20,6 +20,7 @@ import torch
 
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_arenas, remove
+from tests.proof.device.driver import Driver
 from tests.proof.device.queues import LAZY
 from tests.proof.device.seam import SHOWN_BY, SHOWN_LATE, Cpu, Emulated, Real, SeamDevice
 from tests.proof.device.standin import EmulatedCuda
@@ -40,7 +41,12 @@ class Machine:
 
     def device_that_shows(self, fault: str) -> SeamDevice:
         """A device on which a given fault of `FAULTS` becomes visible."""
-        return Emulated(EmulatedCuda(SHOWN_BY.get(fault, LAZY))) if self.dry else Real(late_copies=fault in SHOWN_LATE)
+        late = fault in SHOWN_LATE
+        if not self.dry:
+            return Real(late_copies=late)
+        order = SHOWN_BY.get(fault, LAZY)
+        connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+        return Emulated(EmulatedCuda(driver=Driver(order, connections=connections)), late_copies=late)
 
     @property
     def beside(self) -> SeamDevice:
