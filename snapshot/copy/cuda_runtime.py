@@ -85,11 +85,20 @@ class Runtime(Protocol):
     def unregister(self, address: int) -> int: ...
 
 
+@contextmanager
+def _context_of(device: torch.device) -> Iterator[None]:
+    """Make a device this thread's current one, and its context too: the driver needs one. ``torch.cuda.device`` makes
+    none if the device is the current one already."""
+    with torch.cuda.device(device):
+        torch.cuda.set_device(device)
+        yield
+
+
 @cache
 def _own_stream(device: torch.device, name: str) -> DeviceStream:
     """A stream of our own: torch has only 32, and another library may have been given the same one. It lives as long as
     the process, since torch keeps memory for it."""
-    with torch.cuda.device(device):
+    with _context_of(device):
         handle = cuda_driver.new_stream(FIRST)
     return cast(DeviceStream, torch.cuda.ExternalStream(handle, device))  # type: ignore[no-untyped-call]
 
@@ -122,7 +131,7 @@ class TorchRuntime:
     def on(self, stream: DeviceStream) -> Iterator[None]:
         # The device first: leaving a stream makes the device current that was current when it was entered.
         with (
-            torch.cuda.device(self.device),
+            _context_of(self.device),
             torch.cuda.stream(cast(torch.cuda.Stream, stream)),
             cuda_driver.relaxed(),
         ):

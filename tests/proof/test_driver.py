@@ -192,6 +192,33 @@ def test_without_a_context_the_driver_refuses_and_a_thread_that_has_entered_has_
     assert said[1:] == ["queued"]
 
 
+def test_an_engine_is_the_first_thing_that_a_thread_makes_on_a_device(gpu: EmulatedCuda) -> None:
+    """Threads of a pool fill a device, and a program may make an engine before anything else."""
+    said: list[str] = []
+
+    def work() -> None:
+        [engine] = made
+        source, target = torch.arange(50), torch.zeros(50, dtype=torch.int64)
+        there = gpu.empty((50,), None, torch.int64)
+        filling = engine.fill()
+        filling.take(runs.make_runs([(source.data_ptr(), there.data_ptr(), 400)]))
+        filling.finish()
+        with engine.on_stream("a test"):
+            engine.ring.store(runs.make_runs([(there.data_ptr(), target.data_ptr(), 400)]))
+            engine.ring.land()
+        said.append("alike" if torch.equal(source, target) else "not alike")
+
+    def first() -> None:
+        made.append(CudaEngine(TorchRuntime(torch.device("cuda", 0)), Pages()))
+
+    made: list[CudaEngine] = []
+    for each in (first, work):
+        thread = threading.Thread(target=each)
+        thread.start()
+        thread.join(DEADLINE_S)
+    assert said == ["alike"]
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["own stream", "default stream"])
 def test_copies_are_queued_in_one_batch_or_one_by_one(gpu: EmulatedCuda, own: bool) -> None:
     """CUDA batches nothing on its default stream."""
