@@ -11,22 +11,31 @@ Used by the training thread only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import data as torch_data
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
-from holdfast.snapshot.state.live import Stateful, Tree
+from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
 from holdfast.snapshot.step import meaning
-from holdfast.snapshot.step.meaning import Meaning
+from holdfast.snapshot.step.source import (
+    Indices,
+    check,
+    complain,
+    forget_first_iterator,
+    is_loader,
+    may_draw,
+    meaning_of,
+    open_pass,
+    told,
+)
 
 ELSEWHERE = {"elsewhere": True}
 """The saved place of data that another number of ranks read."""
@@ -36,21 +45,6 @@ log = get_log(__name__)
 REMEMBERED = 2
 """How many of the last batches that drew from the global generators to remember, each with the generators' states
 before it."""
-
-_QUIET_SAMPLERS = frozenset(
-    {
-        torch_data.BatchSampler,
-        torch_data.DistributedSampler,
-        torch_data.RandomSampler,
-        torch_data.SequentialSampler,
-        torch_data.SubsetRandomSampler,
-        torch_data.WeightedRandomSampler,
-    }
-)
-"""Samplers that draw nothing from the global generators after the first batch."""
-
-_QUIET_DATA = frozenset({torch_data.TensorDataset, list, tuple, range})
-_QUIET_COLLATING = (torch_data.default_collate, torch_data.default_convert)
 
 
 @dataclass(slots=True)
@@ -148,7 +142,7 @@ class Data:
         self._given: Tree | None = None
         self._asked = False
         self._batch_digest = ""
-        self._indices: _Indices | None = None
+        self._indices: Indices | None = None
         self.source = source
 
     @property
@@ -159,31 +153,11 @@ class Data:
 
     @source.setter
     def source(self, source: Any) -> None:
-        _check(source, self.name)
-        self._meaning = self._meaning_of(source)
+        check(source, self.name)
+        self._meaning = meaning_of(source, self.name, self._heartbeat, exact=self.exact)
         self._source = source
-        self._draws = _may_draw(source)
+        self._draws = may_draw(source)
         self._own = rng.find(source)
-
-    def _meaning_of(self, source: Any) -> Meaning:
-        if not _is_stateful(source):
-            return meaning.AGAIN
-        found = meaning.examine(source, self._heartbeat)
-        if found.told:
-            return found
-        kind = type(source).__qualname__
-        if not found.anew:
-            problem = (
-                f"data {self.name!r}, a {kind}, cannot be brought back to its place after a restart: {found.why}, and "
-                "it is not known to begin each pass at its beginning. Give a function that makes a new one for each "
-                f"pass: snap.data(lambda: {kind}(...))"
-            )
-            if self.exact:
-                raise ConfigError(f"{problem}; or, if batches need not be the same after a restart, say exact=False")
-            log.warning("%s", problem)
-            return replace(found, told=True)
-        log.info("data %r, a %s, will be read again after a restart: %s", self.name, kind, found.why)
-        return found
 
     @property
     def position(self) -> int:
@@ -281,7 +255,7 @@ class Data:
                 self._given = None
             self._place.taken += 1
             self._place.last = self._batch_digest
-            self._place.history = self._told(self._place.history, self._batch_digest)
+            self._place.history = told(self._indices, self._place.history, self._batch_digest)
             given = [batch]
             del batch  # the loop alone decides how long it stays in memory
             try:
@@ -298,7 +272,8 @@ class Data:
         place.under_way, self._resumed = True, False
         place.start = rng.capture()
         place.own_start = rng.states(self._own)
-        return self._open(self._source)
+        iterator, self._indices = open_pass(self._source)
+        return iterator
 
     def _finish(self) -> None:
         """End the current pass, if there is one."""
@@ -306,16 +281,6 @@ class Data:
         self._left = False
         if place.under_way:
             self._place = _Place(place.epoch + 1, start=place.start, own=place.own, loader=place.loader)
-
-    def _open(self, source: Any) -> Iterator[Any]:
-        if isinstance(source, torch_data.DataLoader) and source.persistent_workers:
-            source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
-        iterator: Any = iter(source if _is_iterable(source) else source())
-        self._indices = None
-        if _is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
-            self._indices = iterator._sampler_iter = _Indices(iterator._sampler_iter)
-        opened: Iterator[Any] = iterator
-        return opened
 
     def _fetch(self, iterator: Iterator[Any]) -> Any:
         """The next batch. If it draws from the global generators, notes their states before. Raises `StopIteration`."""
@@ -329,13 +294,6 @@ class Data:
             place.drawn = [*place.drawn, [place.taken, before]][-remembered:]
         return batch
 
-    def _told(self, history: str, look: str) -> str:
-        """The history with one more batch. If its indices are known, only they count: a dataset makes each sample
-        independently of the others."""
-        if self._indices is not None:
-            return self._indices.history
-        return digest_of_batch((history, look))
-
     def _fetched(self) -> str:
         """Identifies the batch just read, and the random numbers drawn to read it."""
         return f"{self._batch_digest}:{_digest(rng.capture())}"
@@ -346,7 +304,7 @@ class Data:
         place = self._place
         place.own = rng.states(self._own)
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
-        if self._meaning.told and (place.under_way or not _is_loader(self._source)):
+        if self._meaning.told and (place.under_way or not is_loader(self._source)):
             place.loader = packed(copy.deepcopy(self._source.state_dict()))
         return place.to_tree()
 
@@ -356,7 +314,7 @@ class Data:
         """The iterator of the interrupted pass, at its place; None: a new pass is to begin. Leaves the global
         generators as they are. `expected`: identifies the next batch; empty if it is not known."""
         if self._place.epoch:
-            _forget_first_iterator(self._source)
+            forget_first_iterator(self._source)
         told = self._is_told(expected)
         self._resumed = self._place.under_way and self._place.taken > 0
         if self._place.under_way:
@@ -372,7 +330,7 @@ class Data:
                 f"data {self.name!r} has a state_dict now, and none was saved when the snapshot was taken: give the "
                 "job the source that it had"
             )
-        if place.loader is None or not found.told or (_is_loader(self._source) and not place.under_way):
+        if place.loader is None or not found.told or (is_loader(self._source) and not place.under_way):
             return False
         if not expected or not found.anew or self._leads_to(expected):
             return True
@@ -388,7 +346,7 @@ class Data:
                 iterator = self._rebuild(source, told=True, checked=True)
             else:
                 self._between(source, told=True)
-                iterator = self._open(source)
+                iterator, self._indices = open_pass(source)
             return self._compare(iterator, expected)[1] == ""
         finally:
             rng.restore(before)
@@ -409,7 +367,7 @@ class Data:
             rng.restore(place.start)
             if told:
                 source.load_state_dict(unpacked(place.loader))
-            iterator = self._open(source)
+            iterator, self._indices = open_pass(source)
             if not told:
                 self._read_again(iterator, checked)
             elif self._indices is not None:
@@ -438,17 +396,23 @@ class Data:
                     f"of pass {place.epoch}: give the job the data that it had"
                 ) from None
             self._heartbeat()
-            history = self._told(history, "" if self._indices is not None else digest_of_batch(batch))
+            history = told(self._indices, history, "" if self._indices is not None else digest_of_batch(batch))
         if self._ahead is None and history != place.history:
-            self._complain("its batches differ from those of the earlier run" + (DRAWN if place.drawn else ""))
+            complain(
+                self.name,
+                self.exact,
+                "its batches differ from those of the earlier run" + (DRAWN if place.drawn else ""),
+            )
         elif not checked and digest_of_batch(batch) != place.last:
-            self._complain(f"batch {place.taken} of pass {place.epoch} differs from that of the earlier run")
+            complain(
+                self.name, self.exact, f"batch {place.taken} of pass {place.epoch} differs from that of the earlier run"
+            )
 
     def _first(self, iterator: Iterator[Any], expected: str) -> Any:
         """The first batch after a restore; `_NONE` if there is none and `exact` is off."""
         batch, problem = self._compare(iterator, expected)
         if problem:
-            self._complain(problem)
+            complain(self.name, self.exact, problem)
         return batch
 
     def _compare(self, iterator: Iterator[Any], expected: str) -> tuple[Any, str]:
@@ -465,16 +429,6 @@ class Data:
             return batch, f"reading {where} drew other random numbers than before"
         return batch, f"{where} differs from that of the earlier run"
 
-    def _complain(self, problem: str) -> None:
-        text = (
-            f"data {self.name!r} is not where it was: {problem}. Either the data has changed, or what it gives depends "
-            "on something that is not restored: give the source state_dict and load_state_dict, or keep its random "
-            "generators in its attributes; if it need not be the same, say exact=False"
-        )
-        if self.exact:
-            raise StateMismatch(text)
-        log.warning("%s", text)
-
 
 _NONE = object()
 
@@ -484,86 +438,11 @@ DRAWN = (
 )
 
 
-class _Indices:
-    """Passes on the indices that a loader asks its dataset for.
-
-    Attributes:
-        history: a digest of all so far.
-    """
-
-    def __init__(self, indices: Iterator[Any]) -> None:
-        self._rest = indices
-        self.history = ""
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        index = next(self._rest)
-        self.history = digest_of_batch((self.history, index))
-        return index
-
-
 def _read(held: Tree, name: str) -> _Place:
     try:
         return _Place(**{field_name: held[field_name] for field_name in _Place.__slots__})
     except (LookupError, TypeError) as error:
         raise StateMismatch(f"data {name!r}: the snapshot does not say where it was: {error!r}") from error
-
-
-def _check(source: Any, name: str) -> None:
-    """Raise `ConfigError` unless a pass over `source` can be made again."""
-    give = "give the DataLoader, a list, or a function that returns a new iterator each time"
-    if isinstance(source, Iterator) and not _is_stateful(source):
-        kind = type(source).__qualname__
-        raise ConfigError(f"data {name!r} is a {kind}, which can be read once and not again after a restart: {give}")
-    if not _is_iterable(source) and not callable(source):
-        raise ConfigError(f"data {name!r} is a {type(source).__qualname__}, which gives no batches: {give}")
-    if _is_loader(source) and source.num_workers > 1 and not source.in_order:
-        raise ConfigError(
-            f"data {name!r} has in_order=False: its batches come in an order that no restart can repeat; leave it out"
-        )
-
-
-def _is_loader(source: Any) -> bool:
-    return isinstance(source, torch_data.DataLoader)
-
-
-def _is_stateful(source: Any) -> bool:
-    """Whether a source may save and restore its place by itself. Loaders with workers are read again instead: their
-    state_dict leaves out the workers' random generators. So are those that Accelerate has prepared: they tell it what
-    they read, copies included."""
-    if _is_loader(source) and (source.num_workers or hasattr(source, "base_dataloader")):
-        return False
-    return isinstance(source, Stateful)
-
-
-def _forget_first_iterator(source: Any) -> None:
-    """Forget an iterator that was made, and drew random numbers, before the first pass. In torchdata's loader this is
-    done by ``state_dict``, which Accelerate asks for when it prepares it. Later passes made iterators of their own."""
-    loader = getattr(source, "base_dataloader", source)
-    if getattr(loader, "_initial_iter_for_state_dict", False):
-        loader._iterator, loader._initial_iter_for_state_dict = None, False
-
-
-def _is_iterable(source: Any) -> bool:
-    return isinstance(source, Iterable) or hasattr(type(source), "__getitem__")
-
-
-def _may_draw(source: Any) -> bool:
-    """Whether reading a batch, except the first of a pass, may draw from this process's generators."""
-    if type(source) in (list, tuple, range):
-        return False
-    if not _is_loader(source):
-        return True
-    if source.num_workers == 0 and not (type(source.dataset) in _QUIET_DATA and source.collate_fn in _QUIET_COLLATING):
-        return True
-    samplers = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
-    return not _is_of_iterables(source) and any(s is not None and type(s) not in _QUIET_SAMPLERS for s in samplers)
-
-
-def _is_of_iterables(loader: Any) -> bool:
-    return isinstance(loader.dataset, torch_data.IterableDataset)
 
 
 def _digest(generators: Tree) -> str:

@@ -1,0 +1,164 @@
+"""A source of batches: whether it can be read again, what reading it draws, how its passes begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch.utils import data as torch_data
+
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.state.digests import digest_of_batch
+from holdfast.snapshot.state.live import Stateful
+from holdfast.snapshot.step import meaning
+from holdfast.snapshot.step.meaning import Meaning
+
+log = get_log(__name__)
+
+_QUIET_SAMPLERS = frozenset(
+    {
+        torch_data.BatchSampler,
+        torch_data.DistributedSampler,
+        torch_data.RandomSampler,
+        torch_data.SequentialSampler,
+        torch_data.SubsetRandomSampler,
+        torch_data.WeightedRandomSampler,
+    }
+)
+"""Samplers that draw nothing from the global generators after the first batch."""
+
+_QUIET_DATA = frozenset({torch_data.TensorDataset, list, tuple, range})
+_QUIET_COLLATING = (torch_data.default_collate, torch_data.default_convert)
+
+
+class Indices:
+    """Passes on the indices that a loader asks its dataset for.
+
+    Attributes:
+        history: a digest of all so far.
+    """
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self._rest = indices
+        self.history = ""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        index = next(self._rest)
+        self.history = digest_of_batch((self.history, index))
+        return index
+
+
+def check(source: Any, name: str) -> None:
+    """Raise `ConfigError` unless a pass over `source` can be made again."""
+    give = "give the DataLoader, a list, or a function that returns a new iterator each time"
+    if isinstance(source, Iterator) and not _is_stateful(source):
+        kind = type(source).__qualname__
+        raise ConfigError(f"data {name!r} is a {kind}, which can be read once and not again after a restart: {give}")
+    if not _is_iterable(source) and not callable(source):
+        raise ConfigError(f"data {name!r} is a {type(source).__qualname__}, which gives no batches: {give}")
+    if is_loader(source) and source.num_workers > 1 and not source.in_order:
+        raise ConfigError(
+            f"data {name!r} has in_order=False: its batches come in an order that no restart can repeat; leave it out"
+        )
+
+
+def is_loader(source: Any) -> bool:
+    """Whether it is a `DataLoader`."""
+    return isinstance(source, torch_data.DataLoader)
+
+
+def _is_stateful(source: Any) -> bool:
+    """Whether a source may save and restore its place by itself. Loaders with workers are read again instead: their
+    state_dict leaves out the workers' random generators. So are those that Accelerate has prepared: they tell it what
+    they read, copies included."""
+    if is_loader(source) and (source.num_workers or hasattr(source, "base_dataloader")):
+        return False
+    return isinstance(source, Stateful)
+
+
+def forget_first_iterator(source: Any) -> None:
+    """Forget an iterator that was made, and drew random numbers, before the first pass. In torchdata's loader this is
+    done by ``state_dict``, which Accelerate asks for when it prepares it. Later passes made iterators of their own."""
+    loader = getattr(source, "base_dataloader", source)
+    if getattr(loader, "_initial_iter_for_state_dict", False):
+        loader._iterator, loader._initial_iter_for_state_dict = None, False
+
+
+def _is_iterable(source: Any) -> bool:
+    return isinstance(source, Iterable) or hasattr(type(source), "__getitem__")
+
+
+def may_draw(source: Any) -> bool:
+    """Whether reading a batch, except the first of a pass, may draw from this process's generators."""
+    if type(source) in (list, tuple, range):
+        return False
+    if not is_loader(source):
+        return True
+    if source.num_workers == 0 and not (type(source.dataset) in _QUIET_DATA and source.collate_fn in _QUIET_COLLATING):
+        return True
+    samplers = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
+    return not _is_of_iterables(source) and any(s is not None and type(s) not in _QUIET_SAMPLERS for s in samplers)
+
+
+def _is_of_iterables(loader: Any) -> bool:
+    return isinstance(loader.dataset, torch_data.IterableDataset)
+
+
+def meaning_of(source: Any, name: str, heartbeat: Callable[[], None], *, exact: bool) -> Meaning:
+    """How `source` is brought back to its place; see `Data`. Reads a few batches of copies to find out.
+
+    Raises:
+        ConfigError: it cannot be; if it need not be `exact`, that is only logged.
+    """
+    if not _is_stateful(source):
+        return meaning.AGAIN
+    found = meaning.examine(source, heartbeat)
+    if found.told:
+        return found
+    kind = type(source).__qualname__
+    if not found.anew:
+        problem = (
+            f"data {name!r}, a {kind}, cannot be brought back to its place after a restart: {found.why}, and "
+            "it is not known to begin each pass at its beginning. Give a function that makes a new one for each "
+            f"pass: snap.data(lambda: {kind}(...))"
+        )
+        if exact:
+            raise ConfigError(f"{problem}; or, if batches need not be the same after a restart, say exact=False")
+        log.warning("%s", problem)
+        return replace(found, told=True)
+    log.info("data %r, a %s, will be read again after a restart: %s", name, kind, found.why)
+    return found
+
+
+def open_pass(source: Any) -> tuple[Iterator[Any], Indices | None]:
+    """An iterator of a new pass over `source`, and the indices it asks for, if those are known."""
+    if isinstance(source, torch_data.DataLoader) and source.persistent_workers:
+        source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
+    iterator: Any = iter(source if _is_iterable(source) else source())
+    indices = None
+    if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
+        indices = iterator._sampler_iter = Indices(iterator._sampler_iter)
+    return iterator, indices
+
+
+def complain(name: str, exact: bool, problem: str) -> None:
+    """The source is not where it was. Raises `StateMismatch`, or, if it need not be `exact`, warns."""
+    text = (
+        f"data {name!r} is not where it was: {problem}. Either the data has changed, or what it gives depends "
+        "on something that is not restored: give the source state_dict and load_state_dict, or keep its random "
+        "generators in its attributes; if it need not be the same, say exact=False"
+    )
+    if exact:
+        raise StateMismatch(text)
+    log.warning("%s", text)
+
+
+def told(indices: Indices | None, history: str, look: str) -> str:
+    """The history of a pass with one more batch. If its indices are known, only they count: a dataset makes each sample
+    independently of the others."""
+    return digest_of_batch((history, look)) if indices is None else indices.history
