@@ -301,6 +301,12 @@ class Ground:
         self._clients.append(client)
         return client
 
+    def let_go(self) -> None:
+        """Close and forget all clients, so that this process uses no arena any more."""
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+
     def meanwhile(self, client_call: Any, *arguments: Any) -> Future[Any]:
         """Make a blocking call in another thread."""
         return self._threads.submit(client_call, *arguments)
@@ -311,8 +317,7 @@ class Ground:
         Raises:
             LeftBehind: a process or a file is still there, or an SMP has run into a bug.
         """
-        for client in self._clients:
-            client.close()
+        self.let_go()
         for smp in self._smps:
             smp.kill()
         self._threads.shutdown()
