@@ -475,7 +475,7 @@ def drawing_alone(job: Job) -> None:
 @pytest.mark.parametrize(
     ("evaluate", "seen"),
     [
-        (forward_alone, "eval mode"),
+        (forward_alone, "does not train"),
         (drawing_for_an_evaluation, "random numbers"),
         (drawing_alone, "random numbers"),
     ],
