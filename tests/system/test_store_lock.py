@@ -56,8 +56,8 @@ NAMES = {
     *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.arena.put_away"),
     *("storage.arena.Arena._delete_later", "storage.deleted.Deleted.add"),
     *("storage.pool.SlotFilePool.discard", "storage.pool.SlotFilePool.plan", "storage.pool.SlotFilePool.made"),
-    *("storage.pool.SlotFilePool.remove", "storage.pool.SlotFilePool._forget", "storage.reserver.make"),
-    *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.make.<locals>.given_up"),
+    *("storage.pool.SlotFilePool.remove", "storage.pool.SlotFilePool._forget", "storage.reserver.Reserver.make"),
+    *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.Reserver.make.<locals>.given_up"),
 }
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
 those that are being made are still open."""
@@ -113,7 +113,11 @@ TAKERS = {
         "storage.store.Store.retire",
     ),
     *("storage.holdings.Holdings.make", "storage.holdings.Holdings.repair", "storage.deleted.Deleted.free"),
-    *("storage.holdings.Holdings.receiving_shard", "storage.reserver.Reserver._wipes", "storage.reserver.make"),
+    *(
+        "storage.holdings.Holdings.receiving_shard",
+        "storage.reserver.Reserver._wipes",
+        "storage.reserver.Reserver.make",
+    ),
     *("storage.reserver.Reserver._tops_up", "node.monitor.Monitor._regroup", "ops.status.take_status"),
     *("persist.persister.Persister._await_order", "storage.store.Store.keep_layout"),
 }
