@@ -76,7 +76,7 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
                 raise ConfigError(f"trainers of run {store.run} are connected to {store.node}: end them first")
             store.give_up(request.runs)
         case Adopt() | Encode() | Release():
-            smp.reconciler.obey(request)
+            return smp.reconciler.obey(request)
         case Drain():
             drained = smp.drain(request.deadline_s, request.spares, request.wait)
             at_end(partial(smp.stop, remove=True))  # nobody needs what is here any more, so its memory goes back

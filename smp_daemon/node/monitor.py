@@ -14,12 +14,14 @@ from holdfast.smp_daemon.coding.regroup import Regrouping, plan_regroup
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.inventories import AT_ONCE, addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.reconcile import clutter
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.deadlines import Progress
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import Enlist, Move, Phase, Regroup
+from holdfast.smp_daemon.shared.messages import Enlist, Move, Obeyed, Phase, Regroup
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
@@ -269,16 +271,20 @@ class Monitor:
                 self._spares.discard(address)
 
     def _everywhere(self, regrouping: Regrouping, message: Phase) -> None:
-        """Send `message` to all nodes of a regrouping in parallel, and wait. Raises the first error of any node."""
-        deadline_s = _phase_deadline(regrouping.layout)
+        """Give all nodes of a regrouping an order in parallel, and wait. Raises the first error of any node, or
+        `DeadlineExceeded` if one does not answer or moves nothing any more."""
 
         def ask(name: str) -> None:
-            self._peers.ask(regrouping.layout.node(name).control, message, deadline_s)
+            node, moved = regrouping.layout.node(name), 0
+            # No unit moves while a shard is read, or a slot for it is made: these take as long as their bytes.
+            progress = Progress(self._system.monotonic, move_deadline(node.state_bytes))
+            while not (reply := from_plain(Obeyed, self._peers.ask(node.control, message), "how far a node is")).done:
+                if reply.moved > moved:
+                    moved = reply.moved
+                    progress.moved()
+                elif progress.is_stuck:
+                    raise DeadlineExceeded(f"{name} gets no further with its part of the regrouping")
 
         with self._system.Pool(max(AT_ONCE, len(regrouping.nodes)), "regroup") as pool:
             for done in [pool.submit(ask, name) for name in regrouping.nodes]:
                 done.result()
-
-
-def _phase_deadline(layout: Layout) -> float:
-    return move_deadline(max(node.state_bytes for node in layout.nodes))

@@ -7,6 +7,7 @@ node in charge hears how it ended; it then plans again, since others may hold so
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import Adopt, Encode, Phase, Release
+from holdfast.smp_daemon.shared.messages import Adopt, Encode, Obeyed, Phase, Release
 from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.settings import REJOIN
 from holdfast.smp_daemon.shared.sources import Sources, as_laid_out
@@ -48,6 +49,12 @@ FIRST_S, MOST_S = 0.5, 5.0
 ATTEMPTS = 3
 """Number of attempts that must fail for want of units, although all holders answered, before parity is hopeless. One
 is not enough: bytes may also be damaged on their way."""
+
+ANSWER_S = 10.0
+"""How long an order is waited for before the node in charge is told how far it is."""
+
+MOST_ORDERS = 8
+"""Most orders whose end was not told that are kept."""
 
 STAGES = {Adopt: Stage.SHARDS, Encode: Stage.PARITY, Release: Stage.RELEASE}
 
@@ -74,6 +81,17 @@ class Wish:
     parity: ParityKey | None = None
 
 
+@dataclass(eq=False, slots=True)
+class Order:
+    """A node's part in one phase of a regrouping. The thread that carries it out writes `moved` and `error`, and then
+    sets `ended`."""
+
+    phase: Phase
+    ended: threading.Event
+    moved: int = 0
+    error: Exception | None = None
+
+
 class Reconciler:
     """The reconciler of one SMP. Thread-safe."""
 
@@ -82,9 +100,11 @@ class Reconciler:
         self._store = store
         self._method = method
         self._system = system
-        # Guarded by the store's lock: how far the parity is that was ordered in the store's epoch; the newest order.
+        # Guarded by the store's lock: how far the parity is that was ordered in the store's epoch; the orders whose
+        # end was not told yet; and the newest order, the only one that is carried out.
         self._parities: dict[tuple[int, ParityKey], RepairState] = {}
-        self._order: Phase | None = None
+        self._orders: list[Order] = []
+        self._current: Order | None = None
         self._closed = False
         self._episodes = Episodes(log)
 
@@ -220,52 +240,81 @@ class Reconciler:
 
     # ------------------------------------------------------------------ orders
 
-    def obey(self, order: Phase) -> None:
-        """Carry out this node's part of a phase of a regrouping. Blocks until it is done. A newer order ends it.
+    def obey(self, phase: Phase) -> Obeyed:
+        """Carry out this node's part of a phase of a regrouping. Blocks until it is done, or for `ANSWER_S`: whoever
+        gave the order says the same again to wait on. Another order ends it.
 
         Raises:
-            StaleEpoch: trainers have begun a new epoch, in which they arrange their nodes themselves; or a newer order
+            StaleEpoch: trainers have begun a new epoch, in which they arrange their nodes themselves; or another order
                 has come.
             ProtocolError: the layout is not of this job and the snapshot's epoch, or does not name this node; or an
                 earlier phase is not done here.
             HoldfastError: the phase failed.
         """
-        store, layout, snapshot = self._store, order.layout, order.sources.snapshot
-        stage = STAGES[type(order)]
-        store.check_epoch(order.epoch)
-        if layout.job != store.job or not layout.epoch == order.sources.layout.epoch == snapshot.epoch <= order.epoch:
+        changed = self._store.changed
+        with changed:
+            known = next((each for each in self._orders if each.phase == phase), None)
+            order = Order(phase, self._system.Event()) if known is None else known
+            if known is None:
+                self._orders = [*self._orders[1 - MOST_ORDERS :], order]
+                self._current = order
+        if known is None:
+            self._system.Thread(target=self._carry_out_order, args=(order,), name="phase", daemon=True).start()
+        if not order.ended.wait(ANSWER_S):
+            return Obeyed(done=False, moved=order.moved)
+        with changed:  # whoever says the same again wants it done again
+            self._orders = [each for each in self._orders if each is not order]
+        if order.error is not None:
+            raise order.error
+        return Obeyed(done=True, moved=order.moved)
+
+    def _carry_out_order(self, order: Order) -> None:
+        phase = order.phase
+        try:
+            failpoint(f"regroup.{type(phase).__name__.lower()}", phase.sources.snapshot.step)
+            self._carry_out_phase(phase, partial(self._next_unit, order))
+            if isinstance(phase, Release):
+                self._store.counters.add(regroups=1)
+                failpoint("regroup.done", phase.sources.snapshot.step)
+        except HoldfastError as error:
+            order.error = error
+        except Exception as error:
+            order.error = error
+            raise
+        finally:
+            order.ended.set()
+
+    def _next_unit(self, order: Order) -> None:
+        self._store.check_epoch(order.phase.epoch)
+        if self._closed or self._current is not order:
+            raise StaleEpoch("the SMP ends, or another order has come")
+        order.moved += 1
+
+    def _carry_out_phase(self, phase: Phase, go_on: GoOn) -> None:
+        store, layout, snapshot, stage = self._store, phase.layout, phase.sources.snapshot, STAGES[type(phase)]
+        store.check_epoch(phase.epoch)
+        if layout.job != store.job or not layout.epoch == phase.sources.layout.epoch == snapshot.epoch <= phase.epoch:
             raise ProtocolError(
                 f"a layout of job {layout.job!r} in epoch {epoch_text(layout.epoch)} is not for {snapshot}"
             )
         layout.node(store.node)
-        failpoint(f"regroup.{type(order).__name__.lower()}", snapshot.step)
         with store.changed:
-            store.check_epoch(order.epoch)
+            store.check_epoch(phase.epoch)
             if stage is Stage.SHARDS:
                 store.keep_layout(layout)
             elif store.arena.layouts.get((layout.epoch, layout.revision)) != layout:
                 raise ProtocolError(f"node {store.node!r} has adopted no such layout: it does nothing for it")
-            self._order = order
-
-        def go_on() -> None:
-            store.check_epoch(order.epoch)
-            if self._closed or self._order is not order:
-                raise StaleEpoch("the SMP ends, or a newer order has come")
-
         # Before anything is encoded from them, all shards are read; so none counts as held.
         held = self._held(snapshot) if stage is not Stage.SHARDS else {}
         todo = lacking(layout, store.node, snapshot, held)
         for action in todo:
             if Stage.SHARDS <= action.stage < stage:
                 raise ProtocolError(f"{action} is yet to be done: nothing that depends on it is")
-        sources = order.sources if stage is Stage.SHARDS else as_laid_out(snapshot, layout)
+        sources = phase.sources if stage is Stage.SHARDS else as_laid_out(snapshot, layout)
         for action in todo:
             if action.stage is stage:
                 go_on()
                 self._carry_out(action, sources, go_on)
-        if stage is Stage.RELEASE:
-            store.counters.add(regroups=1)
-            failpoint("regroup.done", snapshot.step)
 
     # ------------------------------------------------------------------ actions
 

@@ -467,6 +467,14 @@ class Release(Phase, tag="release", kw_only=True):
     """Drop the parity of the old groups."""
 
 
+class Obeyed(Reply, kw_only=True):
+    """Whether the phase is done on this node. If not, the same message is sent again, as long as `moved` grows: the
+    number of units that were wanted so far."""
+
+    done: bool
+    moved: Count
+
+
 class Accumulate(PeerRequest, tag="accumulate", kw_only=True):
     """Add the unit that follows to the parity of a stripe."""
 

@@ -1,0 +1,105 @@
+"""Orders of a regrouping: whoever gave one asks again while units move, and another order ends it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast.smp_daemon.recovery import reconciler
+from holdfast.smp_daemon.recovery.reconciler import Reconciler
+from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable, StaleEpoch
+from holdfast.smp_daemon.shared.messages import Encode, Release
+from holdfast.smp_daemon.shared.sources import as_laid_out
+from holdfast.smp_daemon.storage.holdings import ShardKey
+from tests.deadlines import DEADLINE_S
+from tests.unit.test_reconcile import SNAPSHOT, layout_of
+
+LAYOUT = layout_of(4, 3, 1)
+SOURCES = as_laid_out(SNAPSHOT, LAYOUT)
+
+
+class Ordered:
+    """A node that has adopted a layout. The test says how computing its parity goes on: by a unit (True), or an end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes: SimpleQueue[bool | Exception] = SimpleQueue()
+        self.attempts = 0
+        store: Any = SimpleNamespace(
+            job="job",
+            node="node0",
+            changed=threading.Condition(threading.RLock()),
+            check_epoch=lambda epoch: None,
+            arena=SimpleNamespace(layouts={(LAYOUT.epoch, LAYOUT.revision): LAYOUT}),
+            holdings=SimpleNamespace(held=lambda: [ShardKey(SNAPSHOT, "dp0")], known_damage=lambda key: []),
+        )
+        self.reconciler = Reconciler(store, "chain")
+        monkeypatch.setattr(reconciler, "repair_parity", self.work)
+
+    def work(self, store: Any, sources: Any, group: int, position: int, go_on: Callable[[], None]) -> int:
+        self.attempts += 1
+        while (how := self.goes.get(timeout=DEADLINE_S)) is True:
+            go_on()
+        if isinstance(how, Exception):
+            raise how
+        return 7
+
+    def encode(self, epoch: int = SNAPSHOT.epoch) -> Encode:
+        return Encode(job="job", epoch=epoch, sources=SOURCES, layout=LAYOUT)
+
+    def until_moved(self, count: int) -> None:
+        while self.reconciler.obey(self.encode()).moved < count:
+            assert self.attempts == 1
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ordered]:
+    monkeypatch.setattr(reconciler, "ANSWER_S", 0.01)
+    made = Ordered(monkeypatch)
+    yield made
+    made.reconciler.close()
+    for thread in threading.enumerate():
+        if thread.name == "phase":
+            made.goes.put(False)
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+def test_whoever_asks_again_hears_how_many_units_moved_and_starts_nothing_new(ordered: Ordered) -> None:
+    before = ordered.reconciler.obey(ordered.encode())
+    assert not before.done
+    ordered.goes.put(True)
+    ordered.until_moved(before.moved + 1)
+    ordered.goes.put(False)
+    while not ordered.reconciler.obey(ordered.encode()).done:
+        assert ordered.attempts == 1
+
+
+def test_what_failed_is_told_once_and_is_tried_again_if_it_is_ordered_again(ordered: Ordered) -> None:
+    ordered.goes.put(SmpUnavailable("away"))
+    with pytest.raises(SmpUnavailable):
+        while True:
+            assert not ordered.reconciler.obey(ordered.encode()).done
+    ordered.goes.put(False)
+    while not ordered.reconciler.obey(ordered.encode()).done:
+        assert ordered.attempts <= 2
+
+
+def test_another_order_ends_the_one_before_and_who_gave_that_hears_so(ordered: Ordered) -> None:
+    assert not ordered.reconciler.obey(ordered.encode()).done
+    ordered.reconciler.obey(ordered.encode(SNAPSHOT.epoch + 1))
+    with pytest.raises(StaleEpoch):
+        while True:
+            ordered.goes.put(True)  # either of the two takes it
+            assert not ordered.reconciler.obey(ordered.encode()).done
+
+
+def test_nothing_is_released_before_new_parity_is_here(ordered: Ordered) -> None:
+    release = Release(job="job", epoch=SNAPSHOT.epoch, sources=SOURCES, layout=LAYOUT)
+    with pytest.raises(ProtocolError, match="yet to be done"):
+        while True:
+            assert not ordered.reconciler.obey(release).done
