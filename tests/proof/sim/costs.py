@@ -18,8 +18,8 @@ from holdfast.ec.stripes import DEFAULT_UNIT_BYTES
 
 GB = 10**9
 
-RATES = {"copy": 6.9, "digest": 7.9, "populate": 0.5, "map": 0.9, "wipe": 10.0, "network": 1.4, "storage": 1.0}
-"""What the development machine does, in GB a second, as docs/size.md says; storage is any. Each seed has others."""
+RATES = {"copy": 6.9, "digest": 7.9, "populate": 0.5, "map": 0.9, "wipe": 10.0, "network": 1.4}
+"""What the development machine does, in GB a second, as docs/size.md says. Each seed has others."""
 
 FASTER = 10.0
 """The rates of a seed are drawn between a tenth of these, and ten times as much."""
@@ -51,7 +51,6 @@ class Costs:
     map: float
     wipe: float
     network: float
-    storage: float
     start_s: float
 
     def whole_s(self, what: str, count: int) -> float:

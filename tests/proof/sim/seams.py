@@ -75,7 +75,7 @@ class Hooks:
     unit_bytes: Callable[[int, int], int]
     at_once: Callable[[int], bool]
     works: Callable[[str, int, bool], None]
-    fetched: Callable[[int], None]
+    fetched: Callable[[int, Callable[[], None]], None]
     slices: Callable[[int], Iterable[tuple[int, int]]]
     is_due: Callable[[str], bool]
     enters: Callable[[], None]
@@ -199,7 +199,7 @@ def _get(self: UnitSource, unit: WantedUnit, *arguments: Any) -> int:
     """`Fetcher.get` and `StoredShards.get`: of a series of units, the others take their time, too."""
     found = GETS[type(self)](self, unit, *arguments)
     if active().current.name == "fetch":
-        Hooks.fetched(unit.out.nbytes)
+        Hooks.fetched(unit.out.nbytes, self._counters.moved if isinstance(self, Fetcher) else lambda: None)
     return found
 
 

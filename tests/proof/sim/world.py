@@ -63,6 +63,9 @@ DRAIN_DEADLINE_S = 60.0
 SLOW_STEPS = 40
 """In how many steps memory must be reserved, if bytes cost something."""
 
+COMES_S = 60.0
+"""How often at least a unit comes, of those that a simulated unit stands for."""
+
 AGAIN_S = 0.5
 """Pause after an SMP did not come up, before another is started, in simulated seconds."""
 
@@ -206,12 +209,17 @@ class World:
         else:
             self.scheduler.work(what, count)
 
-    def _note_fetched(self, count: int) -> None:
-        """A unit has come, of all those that it stands for."""
+    def _note_fetched(self, count: int, moved: Callable[[], None]) -> None:
+        """A unit has come, of all those that it stands for. `moved` is called now and then while the others come."""
         costs, host = self.plan.costs, self.scheduler.current.process.host
-        if costs is not None:
-            with self.network.stream("", host) as share:
-                self.scheduler.sleep(share * costs.rest_s("network", count))
+        if costs is None:
+            return
+        with self.network.stream("", host) as share:
+            left_s = share * costs.rest_s("network", count)
+            while left_s > 0:
+                self.scheduler.sleep(min(left_s, COMES_S))
+                left_s -= COMES_S
+                moved()
 
     # ------------------------------------------------------------------ nodes
 
