@@ -238,8 +238,7 @@ class Fleet:
         self.layout = arrange(JOB, 1, ranks, parse_protect(protect), 2)
         self._each(lambda i: self.clients[i].join(1))
         self._each(lambda i: self.clients[i].configure(self.layout))
-        self._each(self._write)
-        self._each(lambda i: self.clients[i].seal(SnapshotId(1, 1), f"dp{i}"))
+        self._each(self._write_and_seal)
         for client in self.clients:
             if client.await_outcome(SnapshotId(1, 1), DEADLINE_S) is not SnapshotOutcome.PROTECTED:
                 raise DeadlineExceeded("the snapshot was not protected")
@@ -252,14 +251,16 @@ class Fleet:
         with ThreadPoolExecutor(len(self.nodes)) as pool:
             list(pool.map(work, range(len(self.nodes))))
 
-    def _write(self, index: int) -> None:
-        slot, form = self.clients[index].begin(SnapshotId(1, 1), f"dp{index}", [], None), self.forms[index]
+    def _write_and_seal(self, index: int) -> None:
+        taken, form = self.clients[index].take(f"dp{index}", []), self.forms[index]
+        slot = taken.view
         slot[: len(form.header)] = form.header
         write_stamp(slot, SnapshotId(1, 1))
         offset, leaf = form.offsets["state"]
         np.copyto(as_array(slot[offset : offset + leaf.bytes]), as_array(self.content))
         offset, capacity = form.record
         slot[offset : offset + capacity] = b"{}".ljust(capacity)
+        self.clients[index].seal(SnapshotId(1, 1), f"dp{index}", taken, [])
 
     def replace(self, index: int, *, module: str = WITH) -> None:
         """Lose a node and start an empty replacement, which runs `module` as its SMP."""

@@ -71,14 +71,15 @@ class _Shard:
 
     def take(self, snapshot: SnapshotId, keep: list[SnapshotId], protected: SnapshotId | None) -> Answer:
         clock = [time.perf_counter()]
-        slot = self._client.begin(snapshot, self._coord, keep, protected)
+        taken = self._client.take(self._coord, keep)
+        slot = taken.view
         clock.append(time.perf_counter())
         slot[: len(self.form.header)] = self.form.header
         write_stamp(slot, snapshot)
         self._stamp(snapshot.step)
         np.copyto(self._state(slot), self._content)
         clock.append(time.perf_counter())
-        self._client.seal(snapshot, self._coord, protected)
+        self._client.seal(snapshot, self._coord, taken, keep, protected)
         clock.append(time.perf_counter())
         outcome = self._client.await_outcome(snapshot, DEADLINE_S)
         clock.append(time.perf_counter())

@@ -15,11 +15,9 @@ from holdfast.smp_daemon.recovery.lending import Lender
 from holdfast.smp_daemon.recovery.rebuild import recover, verify
 from holdfast.smp_daemon.shared.deadlines import STUCK_S
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
-from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
-    Abandon,
     Accepted,
     AskCounters,
     AskInventories,
@@ -29,7 +27,6 @@ from holdfast.smp_daemon.shared.messages import (
     AskSlots,
     AskUnit,
     Await,
-    Begin,
     Configure,
     Ended,
     Finish,
@@ -76,14 +73,13 @@ log = get_log(__name__)
 class TrainerConversation:
     """The connection of one trainer of this node, used by the connection's thread alone.
 
-    Slots that the trainer began and did not seal are freed when it disconnects.
+    Slots that the trainer has taken stay its own when it disconnects, as it may come back; a new epoch replaces them.
     """
 
     def __init__(self, smp: Core, pid: int) -> None:
         self._smp = smp
         self._store = smp.store
         self._pid = pid
-        self._writing: set[tuple[SnapshotId, str]] = set()
         self._greeted = False
         self._coord: str | None = None
         self._epoch: int | None = None
@@ -97,9 +93,7 @@ class TrainerConversation:
             Join: self._join,
             Configure: self._configure,
             AskSlots: self._slots,
-            Begin: self._begin,
             Seal: self._seal,
-            Abandon: self._abandon,
             Await: self._await,
             Recover: self._recover,
             Lend: self._lend,
@@ -132,8 +126,6 @@ class TrainerConversation:
         return to_plain(self._handlers[type(request)](request)) or {}, self._lent
 
     def ended(self) -> None:
-        for snapshot, coord in sorted(self._writing):
-            self._store.abandon(snapshot, coord)
         if self._hang_up is not None:
             self._smp.watchdog.left(self._pid, self._hang_up, self._coord, self._note_end)
         if self._lender is not None:
@@ -199,28 +191,23 @@ class TrainerConversation:
             seen, count = moves, self._store.await_reserved(layout.epoch, layout.slots, STUCK_S)
         return Reserved(count=count)
 
-    def _begin(self, request: Begin) -> SlotFile:
-        snapshot, coord = request.snapshot, request.coord
-        pool, slot = self._store.begin(
-            snapshot, coord, request.keep, request.protected, request.with_parity, ahead=request.ahead
-        )
-        self._writing = {begun for begun in self._writing if begun[0] in request.keep} | {(snapshot, coord)}
-        return _slot_file(pool, slot)
-
     def _slots(self, request: AskSlots) -> SlotFiles:
         found = self._store.slots(request.epoch, request.coord)
         return SlotFiles(slots=tuple(_slot_file(pool, slot) for pool, slot in found))
 
     def _seal(self, request: Seal) -> None:
         self._store.seal(
-            request.snapshot, request.coord, request.protected, encode=request.encode, digests=request.digests
+            request.snapshot,
+            request.coord,
+            request.slot,
+            request.taken,
+            request.keep,
+            request.protected,
+            request.with_parity,
+            encode=request.encode,
+            digests=request.digests,
         )
         self._smp.next_s = request.next_s
-        self._writing.discard((request.snapshot, request.coord))
-
-    def _abandon(self, request: Abandon) -> None:
-        self._store.abandon(request.snapshot, request.coord, unused=request.unused)
-        self._writing.discard((request.snapshot, request.coord))
 
     def _await(self, request: Await) -> Outcome:
         return Outcome(outcome=int(self._store.await_outcome(request.snapshot, request.deadline_s)))

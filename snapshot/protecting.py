@@ -402,4 +402,3 @@ class Protecting:
         many."""
         self.newest = None
         self.copies.clear()
-        self.copier.let_go()

@@ -126,8 +126,8 @@ class SlotWriter:
         self, snapshot: SnapshotId, form: SlotFormat, tensors: Mapping[str, torch.Tensor], record: bytes
     ) -> None:
         keep = {each for each in (self._kept, self._protected) if each is not None}
-        slot = self._client.begin(snapshot, self._coord, keep, self._protected)
-        transfer = self._engine.mark()
+        taken = self._client.take(self._coord, keep)
+        slot, transfer = taken.view, self._engine.mark()
         try:
             slot[: len(form.header)] = form.header
             write_stamp(slot, snapshot)
@@ -136,10 +136,14 @@ class SlotWriter:
             offset, capacity = form.record
             slot[offset : offset + capacity] = record.ljust(capacity)
         except BaseException:
-            transfer.settle()  # or the SMP would give the slot away while a device still writes to it
-            self._client.abandon(snapshot, self._coord)
+            transfer.settle()  # nothing may write to a slot that is taken again
+            self._client.give_back(taken)
             raise
-        self._client.seal(snapshot, self._coord, self._protected)
+        try:
+            self._client.seal(snapshot, self._coord, taken, keep, self._protected)
+        except HoldfastError:
+            self._client.give_back(taken)
+            raise
         outcome = self._client.await_outcome(snapshot, self._deadline_s)
         if outcome is not SnapshotOutcome.PROTECTED:
             raise HoldfastError(f"{snapshot} is not protected: {outcome.name.lower()}")

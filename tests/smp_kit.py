@@ -29,7 +29,7 @@ import psutil
 
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient, TakenSlot
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.identity import Run as JobRun
@@ -448,6 +448,7 @@ class Trainer:
         """The shard has a leaf of `elements` floats, and leaves of other types and odd sizes. `run`: id of its run."""
         self.coord = coord
         self.client = smp.client()
+        self.begun: dict[SnapshotId, tuple[TakenSlot, Any, Any, Any]] = {}
         leaves = [
             Leaf("weight", "F32", (elements,)),
             Leaf("moment", "BF16", (elements // 7 + 1, 3)),
@@ -471,13 +472,25 @@ class Trainer:
     def write(
         self, snapshot: SnapshotId, keep: Collection[SnapshotId] = (), protected: SnapshotId | None = None
     ) -> memoryview:
-        """Begin a slot and fill it, without sealing it."""
-        slot = self.client.begin(snapshot, self.coord, keep, protected)
+        """Take a slot and fill it, without sealing it."""
+        slot = self.begin(snapshot, keep, protected)
         slot[:] = self.image(snapshot)
         return slot
 
-    def seal(self, snapshot: SnapshotId) -> None:
-        self.client.seal(snapshot, self.coord)
+    def begin(
+        self,
+        snapshot: SnapshotId,
+        keep: Collection[SnapshotId] = (),
+        protected: SnapshotId | None = None,
+        with_parity: Collection[SnapshotId] | None = None,
+    ) -> memoryview:
+        """Take a slot. `seal` says the rest."""
+        slot = self.client.take(self.coord, keep)
+        self.begun[snapshot] = slot, keep, protected, with_parity
+        return slot.view
+
+    def seal(self, snapshot: SnapshotId, **options: Any) -> None:
+        self.client.seal(snapshot, self.coord, *self.begun[snapshot], **options)
 
     def take(
         self, snapshot: SnapshotId, keep: Collection[SnapshotId] = (), protected: SnapshotId | None = None

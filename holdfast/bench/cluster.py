@@ -24,7 +24,7 @@ from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.client import SmpClient, TakenSlot
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore
@@ -114,6 +114,7 @@ class Cluster:
             node.namespace = namespace
         self.clients: list[SmpClient] = []
         self._formats: list[SlotFormat] = []
+        self._slots: dict[int, TakenSlot] = {}
         self._layout: Layout
         self._newest: SnapshotId | None = None
         self._step = 0
@@ -146,13 +147,15 @@ class Cluster:
         snapshot = SnapshotId(self._epoch, self._step)
         keep = [self._newest] if self._newest else []
         for i, client in enumerate(self.clients):
-            self._write(client.begin(snapshot, f"dp{i}", keep, self._newest), i, snapshot)
+            slot = self._slots[i] = client.take(f"dp{i}", keep)
+            self._write(slot.view, i, snapshot)
         return snapshot
 
     def seal(self, snapshot: SnapshotId) -> None:
         """Seal the snapshot, node by node: its SMP digests and commits it."""
+        keep = [self._newest] if self._newest else []
         for i, client in enumerate(self.clients):
-            client.seal(snapshot, f"dp{i}")
+            client.seal(snapshot, f"dp{i}", self._slots[i], keep, self._newest)
 
     def await_protected(self, snapshot: SnapshotId) -> None:
         """Wait until every node says that the snapshot is protected. Raises `DeadlineExceeded`."""

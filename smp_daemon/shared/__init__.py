@@ -26,6 +26,7 @@ __all__ = [
     "logs",
     "memory",
     "messages",
+    "owners",
     "pacer",
     "paths",
     "pidfds",

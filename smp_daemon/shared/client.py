@@ -19,6 +19,7 @@ from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
+    NoFreeSlot,
     ProtocolError,
     SmpUnavailable,
     StaleEpoch,
@@ -33,7 +34,6 @@ from holdfast.smp_daemon.shared.limits import (
 )
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
-    Abandon,
     Accepted,
     AskCounters,
     AskInventories,
@@ -43,7 +43,6 @@ from holdfast.smp_daemon.shared.messages import (
     AskSlots,
     AskUnit,
     Await,
-    Begin,
     Configure,
     Ended,
     Finish,
@@ -69,6 +68,7 @@ from holdfast.smp_daemon.shared.messages import (
     Suspect,
     Verify,
 )
+from holdfast.smp_daemon.shared.owners import BUSY, Owners, choices, in_words, taken
 from holdfast.smp_daemon.shared.paths import not_private, read_owner, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest, read_json, record_name
@@ -86,6 +86,11 @@ ANSWER_S = 5.0
 AWAIT_S = 600.0
 """Longest wait that one message asks for; a longer one takes several, as a large snapshot takes hours to protect."""
 
+BUSY_S = 0.2
+"""How long `take` waits for a slot that the SMP writes, in seconds: it repairs a unit, or wipes a part, in
+milliseconds."""
+
+BUSY_POLL_S = 1e-3
 END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
 """Timeout for queries of the storage of persisted snapshots."""
@@ -123,6 +128,19 @@ class RecoveredShard:
         return digest(self.view[offset : offset + self.unit_bytes]) == self.digests[unit]
 
 
+@dataclass(frozen=True, slots=True)
+class TakenSlot:
+    """A slot that a trainer has taken to write into.
+
+    Attributes:
+        file: its file in the arena. number: see `owners.taken`. view: its bytes.
+    """
+
+    file: str
+    number: int
+    view: memoryview
+
+
 class SmpClient:
     """A connection to this node's SMP. Calls from several threads take turns; each blocks until the answer.
 
@@ -150,13 +168,18 @@ class SmpClient:
         self._coord = coord
         self._row: int | None = None
         self._job = job
-        # Guards `_maps`, and is held while a file is mapped, but not while its pages are touched, which takes a minute
-        # for a large slot. The threads that reserve slots and that copy take it. No other lock is taken under it.
+        # Guards `_maps`, `_taken` and `_given_back`, and is held while a file is mapped, but not while its pages are
+        # touched, which takes a minute for a large slot. The threads that reserve slots, copy or seal take it. No
+        # other lock is taken under it.
         self._mapping = system.Lock()
         # Held from a request to its reply, so that the messages of several threads do not mix on the connection. The
         # training thread and those that copy, reserve and restore take it; `_call` says how long they wait for it.
         self._lock = system.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
+        self._lengths: dict[str, tuple[int, int]] = {}  # the epoch and length of each shard's slots; see `slots`
+        self._owners = Owners(arena)
+        self._taken = 0
+        self._given_back: set[tuple[str, str]] = set()
         self._stream: SocketStream | None = None
         self._connections = 0
         self._process: Any = None
@@ -209,7 +232,7 @@ class SmpClient:
     @property
     def connection(self) -> int | None:
         """Number of the current connection; None once it is over, as far as a call or the SMP's end has shown. One
-        system call; never blocks. Only the training thread may use it."""
+        system call; never blocks. While another thread reconnects, it may be None although there is one again."""
         stream, process = self._stream, self._process
         if stream is None or stream.closed or (process is not None and self.system.await_end(process, 0)):
             return None
@@ -237,7 +260,10 @@ class SmpClient:
             self._call(message)
         else:
             self._call(message, deadline_s, turn_s=deadline_s)
-        self.epoch = epoch
+        if epoch != self.epoch:
+            with self._mapping:
+                self._given_back.clear()
+        self.epoch = self._owners.epoch = epoch
         self._board = Board(self.arena / "board", system=self.system)
 
     def configure(self, layout: Layout, *, wait: bool = True) -> int:
@@ -262,84 +288,125 @@ class SmpClient:
         why. Reads shared memory; never blocks."""
         return self._board.ready(epoch)
 
-    def begin(
-        self,
-        snapshot: SnapshotId,
-        coord: str,
-        keep: Collection[SnapshotId],
-        protected: SnapshotId | None,
-        with_parity: Collection[SnapshotId] | None = None,
-        *,
-        ahead: bool = False,
-    ) -> memoryview:
-        """A slot to write `coord` of `snapshot` into. Frees snapshots that are not in `keep`, and parity of those that
-        are not in `with_parity`.
-
-        Args:
-            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
-            ahead: `snapshot` is a guess, so nothing younger than all of `keep` is freed for it.
-        """
-        message = Begin(
-            snapshot=snapshot,
-            coord=coord,
-            keep=tuple(keep),
-            protected=protected,
-            with_parity=None if with_parity is None else tuple(with_parity),
-            ahead=ahead,
-        )
-        return self._map(from_plain(SlotFile, self._call(message), "a slot"))
-
     def slots(self, epoch: int, coord: str) -> list[memoryview]:
-        """All slots that `begin` may return for `coord` in that epoch, mapped. Mappings of other slots are dropped. May
+        """All slots that `take` may return for `coord` in that epoch, mapped. Mappings of other slots are dropped. May
         take as long as touching all pages of the slots."""
         reply = self._call(AskSlots(epoch=epoch, coord=coord), MOVE_DEADLINE_S)
         there = from_plain(SlotFiles, reply, "the slots of a shard").slots
         names = {slot.file for slot in there}
         with self._mapping:
             self._maps = {name: known for name, known in self._maps.items() if name in names}
+        if there:
+            self._lengths[coord] = epoch, there[0].bytes
         return [self._map(slot) for slot in there]
+
+    def take(self, coord: str, keep: Collection[SnapshotId]) -> TakenSlot:
+        """A slot of the epoch that was joined, to write a shard into: one that is free, or that holds a snapshot which
+        is not in `keep`. The SMP is not asked once `slots` has told of one. Blocks for `BUSY_S` at most.
+
+        Raises:
+            NoFreeSlot: there is none.
+            StaleEpoch: a newer epoch has begun.
+        """
+        epoch = self.epoch or 0
+        if self._lengths.get(coord, (0, 0))[0] != epoch:
+            self.slots(epoch, coord)
+        limit_s, before = self.system.monotonic() + BUSY_S, None
+        while True:
+            marks = self._marks(coord, epoch)
+            with self._mapping:
+                given_back = set(self._given_back)
+            for file, owner in choices(marks, keep, given_back):
+                if (slot := self._take(file, owner)) is not None:
+                    return slot
+            if self._board.epoch != epoch:
+                raise StaleEpoch(f"epoch {epoch} of this trainer is over")
+            is_steady = marks == before and BUSY not in marks.values()
+            if is_steady or self.system.monotonic() > limit_s:
+                raise NoFreeSlot(f"no slot of {coord} is free: {in_words(marks.values())}")
+            before = marks
+            self.system.Event().wait(BUSY_POLL_S)
+
+    def _marks(self, coord: str, epoch: int) -> dict[str, str]:
+        """The owner of each slot of the epoch's layout."""
+        of, length = self._lengths.get(coord, (0, 0))
+        marks = {}
+        for file, owners in self._owners.found().items():
+            mine = [owner for owner, since in owners if since == of == epoch and file.rsplit(".", 2)[0] == coord]
+            with suppress(FileNotFoundError):  # it is deleted meanwhile
+                if mine and (self.arena / file).stat().st_size == length:
+                    marks[file] = mine[-1]
+        return marks
+
+    def _take(self, file: str, owner: str) -> TakenSlot | None:
+        """Take a slot from its owner; None if somebody else was faster, or it has another file by now."""
+        with self._mapping:
+            self._taken += 1
+            number = self._taken
+            self._given_back.discard((file, owner))
+        if not self._owners.change(file, owner, taken(number)):
+            return None
+        try:
+            status = (self.arena / file).stat()
+            view = self._map(SlotFile(file=file, inode=status.st_ino, bytes=status.st_size))
+        except (FileNotFoundError, StaleEpoch):
+            return None
+        return TakenSlot(file, number, view)
+
+    def give_back(self, slot: TakenSlot) -> None:
+        """A slot that was not sealed, or perhaps was, may be taken again if it is still this trainer's. Nothing may
+        write into it any more. Returns at once."""
+        with self._mapping:
+            self._given_back.add((slot.file, taken(slot.number)))
 
     def seal(
         self,
         snapshot: SnapshotId,
         coord: str,
+        slot: TakenSlot,
+        keep: Collection[SnapshotId],
         protected: SnapshotId | None = None,
+        with_parity: Collection[SnapshotId] | None = None,
         *,
         encode: bool = True,
         next_s: float = 0.0,
         digests: tuple[int, ...] = (),
     ) -> None:
-        """Have the SMP check and commit a shard whose bytes are all written.
+        """Have the SMP check and commit a shard whose bytes are all written. Frees older snapshots that are not in
+        `keep`, and parity of those that are not in `with_parity`.
 
         Args:
-            protected: as for `begin`.
+            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
             encode: whether the snapshot is to be protected; the same on every rank.
             next_s: how long after it the next one is to be protected, in seconds, for operators; 0: unknown.
             digests: digests of all units, taken as they were written; empty: the SMP reads the slot for them.
         """
         request = Seal(
-            snapshot=snapshot, coord=coord, protected=protected, encode=encode, next_s=next_s, digests=digests
+            snapshot=snapshot,
+            coord=coord,
+            slot=slot.file,
+            taken=slot.number,
+            keep=tuple(keep),
+            protected=protected,
+            with_parity=None if with_parity is None else tuple(with_parity),
+            encode=encode,
+            next_s=next_s,
+            digests=digests,
         )
         self._call(request, self._read_deadline(f"{coord}.*.safetensors"))
 
-    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:
-        """The shard that was sealed in `slot`, which `begin` returned, with the digests from its commit record. Reads
-        a file of the arena, and does not ask the SMP. Thread-safe.
+    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: TakenSlot) -> RecoveredShard:
+        """The shard that was sealed in `slot`, with the digests from its commit record. Reads a file of the arena, and
+        does not ask the SMP. Thread-safe.
 
         Raises:
             StaleEpoch: the slot does not hold that shard any more.
         """
-        with self._mapping:
-            name = next((name for name, (_, view) in self._maps.items() if view is slot), None)
-        data = None if name is None else read_json(self.arena / record_name(name), self.system)
+        data = read_json(self.arena / record_name(slot.file), self.system)
         record = None if data is None else from_plain(ShardRecord, data, "a commit record")
         if record is None or (record.snapshot, record.coord) != (snapshot, coord):
             raise StaleEpoch(f"the slot of {coord} does not hold {snapshot} any more")
-        return RecoveredShard(slot, "held", 0, record.unit_bytes, record.digests)
-
-    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
-        """Give back a slot that will not be sealed. `unused`: it was not needed after all; else the snapshot fails."""
-        self._call(Abandon(snapshot=snapshot, coord=coord, unused=unused))
+        return RecoveredShard(slot.view, "held", 0, record.unit_bytes, record.digests)
 
     def outcome(self, snapshot: SnapshotId) -> SnapshotOutcome:
         """What became of a snapshot, as far as this node knows. Reads shared memory; never blocks."""
@@ -524,7 +591,7 @@ class SmpClient:
             self.close()
 
     def close(self) -> None:
-        """Close the connection and drop all mappings. Slots that were begun but not sealed become free."""
+        """Close the connection and drop all mappings."""
         self.heartbeat(TrainerPhase.GONE, 0)
         self._row = None
         self._hang_up()

@@ -30,10 +30,19 @@ SMP_FAILPOINTS = (
     *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done"),
     *("start.adopted", "start.bound", "start.serving", "adopt.verify", "rejoin.before", "rejoin.done"),
     # a start of the job, or a change of its layout
-    *("join.fenced", "join.noted", "join.done", "configure.reserved", "configure.done", "slot.opened", "slot.made"),
+    *(
+        "fence.marked",
+        "join.fenced",
+        "join.noted",
+        "join.done",
+        "configure.reserved",
+        "configure.done",
+        "slot.opened",
+        "slot.made",
+    ),
     "reserve.slice",
     # a snapshot
-    *("begin.released", "begin.done", "seal.before", "seal.digested", "seal.committed", "seal.done", "abandon.done"),
+    *("seal.released", "seal.before", "seal.digested", "seal.committed", "seal.done"),
     *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.accumulated", "parity.complete"),
     *("parity.committed", "parity.announced", "parity.told", "outcome.protected", "outcome.failed"),
     *("slot.freed", "slot.removed", "layout.removed"),

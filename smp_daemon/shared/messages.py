@@ -128,25 +128,6 @@ class Reserved(Reply, kw_only=True):
     count: Count | None = None
 
 
-class Begin(Request, tag="begin", kw_only=True):
-    """Ask for a slot to write a shard into.
-
-    Attributes:
-        keep: the snapshots to keep; all others may be freed.
-        protected: the newest snapshot that the whole job knows to be protected.
-        with_parity: those of `keep` that keep their parity, or are still to get it; None: all.
-        ahead: `snapshot` is a guess. Snapshots younger than all of `keep` then stay, as another rank may have begun one
-            that comes before it.
-    """
-
-    snapshot: SnapshotId
-    coord: Identifier
-    keep: tuple[SnapshotId, ...]
-    protected: SnapshotId | None = None
-    with_parity: tuple[SnapshotId, ...] | None = None
-    ahead: bool = False
-
-
 class SlotFile(Reply, kw_only=True):
     """A slot: the name of its file in the arena, and the inode, as a file may be replaced by another of that name."""
 
@@ -169,10 +150,13 @@ class SlotFiles(Reply, kw_only=True):
 
 
 class Seal(Request, tag="seal", kw_only=True):
-    """Seal a shard: all its bytes are written.
+    """Seal a shard: all its bytes are written. Snapshots older than this one that are not kept may be freed.
 
     Attributes:
-        protected: as in `Begin`.
+        slot, taken: the file of the slot, and the number under which the trainer has taken it; see `owners.taken`.
+        keep: the snapshots to keep.
+        protected: the newest snapshot that the whole job knows to be protected.
+        with_parity: those of `keep` that keep their parity, or are still to get it; None: all.
         encode: whether the snapshot is to be protected.
         next_s: how long after it the next one is to be protected; 0: unknown.
         digests: digests of the shard's units, taken as they were written; empty: the SMP reads the slot for them.
@@ -180,18 +164,14 @@ class Seal(Request, tag="seal", kw_only=True):
 
     snapshot: SnapshotId
     coord: Identifier
+    slot: str
+    taken: Count
+    keep: tuple[SnapshotId, ...]
     protected: SnapshotId | None = None
+    with_parity: tuple[SnapshotId, ...] | None = None
     encode: bool = True
     next_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     digests: tuple[Unsigned, ...] = ()
-
-
-class Abandon(Request, tag="abandon", kw_only=True):
-    """Give back a slot that will not be sealed. `unused`: it was not needed after all; else the snapshot fails."""
-
-    snapshot: SnapshotId
-    coord: Identifier
-    unused: bool = False
 
 
 class Await(Request, tag="await", kw_only=True):
@@ -337,9 +317,7 @@ TrainerRequest = (
     | Join
     | Configure
     | AskSlots
-    | Begin
     | Seal
-    | Abandon
     | Await
     | Recover
     | Lend

@@ -22,7 +22,7 @@ SOCKET = "smp.sock"
 GONE = "gone-"
 """Begins the names of files in an arena that were deleted, and whose memory is still to be given back."""
 
-OURS = re.compile(r"(lock|turn|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity))(\.part)?")
+OURS = re.compile(r"(lock|turn|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity|own))(\.part)?")
 """Names in an arena. Format 1 had a file `lock`."""
 
 log = get_log(__name__)

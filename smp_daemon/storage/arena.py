@@ -9,6 +9,7 @@
       layout-<epoch>-<revision>.json     the job's layout in that epoch; each regrouping adds a revision
       board                   outcomes of recent snapshots; mapped by the trainers (`smp_daemon.shared.board`)
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
+      <same>.<owner>.<epoch>.own  who owns that slot (`smp_daemon.shared.owners`)
       <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record
       gone-<n>.<suffix>.part      a large slot that was deleted, and whose memory is still to be given back (`deleted`)
 
@@ -32,12 +33,13 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, GONE, OURS, SOCKET, not_private
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.deleted import Deleted
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, room, too_small
+from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, room, too_small
 
 OVERFLOW_UID = 65534
 """The uid that the kernel reports in a container for a host user that is not mapped there."""
@@ -78,7 +80,8 @@ class Arena:
         self._lock = _own(path, system)
         self._clear_the_way()
         self.budget = Budget(path, memory)
-        self.shards: dict[str, SlotFilePool] = {}
+        self.owners = Owners(path)
+        self.shards: dict[str, ShardPool] = {}
         self.parities: dict[tuple[str, int], SlotFilePool] = {}
         self.layouts: dict[tuple[int, int], Layout] = {}
         self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
@@ -113,21 +116,23 @@ class Arena:
         log.warning("%s is lost, and is removed: %s", path, why, extra=about(file=path.name))
         put_away(path, self._system)
 
-    def shard_pool(self, coord: str) -> SlotFilePool:
+    def shard_pool(self, coord: str) -> ShardPool:
         """The pool of a shard, empty if it is new."""
         pool = self.shards.get(coord)
-        return self.shards.setdefault(coord, self._new_pool(coord, SHARD_SUFFIX)) if pool is None else pool
+        if pool is None:
+            pool = self.shards[coord] = ShardPool(*self._of_pool(coord, SHARD_SUFFIX), owners=self.owners)
+        return pool
 
     def parity_pool(self, tag: str, position: int) -> SlotFilePool:
         """The pool of the parity of one position of the group with that tag, empty if it is new."""
         pool = self.parities.get((tag, position))
         if pool is None:
-            pool = self.parities.setdefault((tag, position), self._new_pool(f"{tag}-{position}", PARITY_SUFFIX))
+            pool = self.parities[tag, position] = SlotFilePool(*self._of_pool(f"{tag}-{position}", PARITY_SUFFIX))
         return pool
 
-    def _new_pool(self, name: str, suffix: str) -> SlotFilePool:
+    def _of_pool(self, name: str, suffix: str) -> tuple[Any, ...]:
         on_given_up = (lambda: self.on_given_up()) if self._zero else None
-        return SlotFilePool(self.path, name, suffix, self.budget, on_given_up, self._system, self._delete_later)
+        return self.path, name, suffix, self.budget, on_given_up, self._system, self._delete_later
 
     def _delete_later(self, path: Path, mapped: mmap.mmap | None, unwiped: int) -> bool:
         """Delete a file whose memory takes long to give back; see `Deleted.add`. Returns False if it is small."""
@@ -311,21 +316,31 @@ class Arena:
         for _, pool, slot in sorted(spare, key=lambda item: -item[0]):
             if freed >= length:
                 break
-            if slot.state is SlotState.FREE and not slot.claimed:
+            if slot.state is SlotState.FREE and not slot.claimed and pool.remove(slot):
                 freed += slot.bytes
-                pool.remove(slot)
         return freed
 
-    def fence(self) -> None:
-        """Take every slot that somebody writes, or may still write, away from its writer."""
+    def fence(self, epoch: int) -> None:
+        """Enter `epoch`: no process of an older one can take a slot from then on, and every slot that somebody writes
+        is taken away from its writer."""
+        for shards in self.shards.values():
+            shards.fence(epoch)
+        failpoint("fence.marked")
+        self.owners.epoch = epoch
         for pool in self.pools():
+            for slot in [slot for slot in pool.slots if slot.is_being_filled]:
+                self.take_away(pool, slot)
+
+    def own(self, epoch: int) -> None:
+        """Mark who owns the slots that a predecessor left, as of `epoch`. Its trainer may be taking some of them."""
+        self.owners.epoch = epoch
+        found = self.owners.found()
+        for pool in self.shards.values():
             for slot in list(pool.slots):
-                if pool.is_abandoned(slot):
-                    pool.remove(slot)
-                elif slot.is_being_filled and is_at_once(slot.bytes):
-                    pool.replace(slot)
-                elif slot.is_being_filled:
-                    pool.remove(slot)  # too large to make again at once: `reserve` plans another
+                if not pool.adopted(slot, found.pop(pool.path(slot).name, [])):
+                    self.take_away(pool, slot)
+        for file in found:
+            self.owners.clear(file)  # its slot was lost
 
     def take_away(self, pool: SlotFilePool, slot: Slot) -> None:
         """Take a slot away from whoever fills it, who writes into a file from then on that no slot uses. If it is too
@@ -361,16 +376,18 @@ class Arena:
         """Find the slots that a predecessor left, and yield each that has a commit record with that record. The caller
         accepts or discards the slot.
 
-        Slots without a commit record become free. A damaged record counts as missing.
+        Slots without a commit record become free; those that their trainer has taken stay as they are. A damaged record
+        counts as missing, and so does one whose slot is not marked as sealed.
         """
+        marks = self.owners.found()
         for suffix in (SHARD_SUFFIX, PARITY_SUFFIX):
             for path in sorted(self.path.glob(f"*.*.{suffix}")):
-                yield from self._adopt_file(path, suffix)
+                yield from self._adopt_file(path, suffix, [owner for owner, _ in marks.get(path.name, [])])
             for path in list(self.path.glob(f"*.{suffix}.json")):
                 if not path.with_suffix("").exists():
                     path.unlink()  # its slot was lost
 
-    def _adopt_file(self, path: Path, suffix: str) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
+    def _adopt_file(self, path: Path, suffix: str, marks: list[str]) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
         name, index, _ = path.name.rsplit(".", 2)
         tag, _, position = name.rpartition("-")
         length = path.lstat().st_size
@@ -382,13 +399,17 @@ class Arena:
         slot = Slot(int(index), length)
         pool.slots.append(slot)
         self.budget.note(slot.bytes)
+        if any(map(is_taken, marks)):
+            slot.state = SlotState.WRITING
+            return
         try:
             record = read_json(pool.record_path(slot), self._system)
         except ProtocolError as error:
             self.note_lost(pool.record_path(slot), error)
             record = None
-        if record is None:
-            pool.abandon(slot)
+        if record is None or (marks and _snapshot_of(record) not in map(snapshot_in, marks)):
+            slot.state = SlotState.RECEIVING  # somebody may have been filling it
+            pool.discard(slot)
         else:
             yield pool, slot, record
 
@@ -412,7 +433,7 @@ class Arena:
         (self.path / "node.json").unlink(missing_ok=True)
         for pool in self.pools():
             for slot in list(pool.slots):
-                pool.remove(slot)
+                pool.remove(slot)  # what its trainer takes at this moment is removed by `destroy`
 
     def destroy(self) -> None:
         """Remove the directory and everything in it. The file that says who owns the arena goes last, so that
@@ -493,6 +514,12 @@ def _missing(wanted: dict[SlotFilePool, tuple[int, int]]) -> list[tuple[SlotFile
         if length
         for _ in range(count - sum(slot.bytes == length for slot in pool.slots))
     ]
+
+
+def _snapshot_of(record: Any) -> Any:
+    """The snapshot of a commit record that has not been checked yet."""
+    snapshot = record.get("snapshot") if isinstance(record, dict) else None
+    return tuple(snapshot) if isinstance(snapshot, list) else None
 
 
 def put_away(path: Path, system: System = MACHINE) -> None:

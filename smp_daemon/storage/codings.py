@@ -100,7 +100,7 @@ class Codings:
                         gathering = self._gather(coding)
                         break
                     except NoFreeSlot:
-                        pass  # the next `begin` releases a slot
+                        pass  # the next `seal` releases a slot
                 left = deadline - self._system.monotonic()
                 if left <= 0 or not self.changed.wait(left):
                     raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")

@@ -14,7 +14,7 @@ Every public method is thread-safe; `lock` is the store's own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, overload
@@ -40,7 +40,7 @@ from holdfast.smp_daemon.shared.records import (
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, too_small
+from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, too_small
 from holdfast.smp_daemon.storage.reserver import Reserver
 
 log = get_log(__name__)
@@ -127,15 +127,34 @@ class Holdings:
         self._repairs: dict[ParityKey, GatheringSlot] = {}  # the newest attempt for each; see `receiving_parity`
         self._episodes = Episodes(log)
 
+    def look(self) -> None:
+        """Forget the shards whose slots their trainers have taken."""
+        with self._lock:
+            for coord, pool in self.arena.shards.items():
+                self._look(coord, pool)
+
+    def _look(self, coord: str, pool: ShardPool) -> None:
+        pool.look()
+        there = {slot.snapshot for slot in pool.slots if slot.state is SlotState.SEALED}
+        for key in [key for key in self._records if isinstance(key, ShardKey) and key.coord == coord]:
+            if key.snapshot not in there:
+                self._forget(key)
+
     def held(self) -> list[Key]:
         """The keys of everything held."""
         with self._lock:
+            self.look()
             return list(self._records)
 
     def holds(self, key: Key) -> bool:
         """Whether the shard or parity is here, sealed."""
         with self._lock:
+            self._look_at(key)
             return key in self._records
+
+    def _look_at(self, key: Key) -> None:
+        if isinstance(key, ShardKey) and key in self._records:
+            self._look(key.coord, self.arena.shard_pool(key.coord))
 
     @overload
     def open(self, key: ShardKey) -> tuple[memoryview, ShardRecord]: ...
@@ -147,6 +166,7 @@ class Holdings:
         """The mapped bytes and the commit record, of bytes that may be believed: every path that reads what is held
         here comes through this. Raises `ProtocolError` if `key` is not held here, `NotOurs` if it is not believed."""
         with self._lock:
+            self._look_at(key)
             record = self._records.get(key)
             slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
             if record is None or slot is None:
@@ -266,8 +286,9 @@ class Holdings:
             offset, length = record.unit(index)
             if content.nbytes != length or digest(content) != record.digests[index]:
                 raise DamagedSnapshot(f"the recomputed unit {index} of {key} does not match its digest")
-            failpoint("repair.before", key.snapshot.step)
-            np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
+            with self._keeping(key):
+                failpoint("repair.before", key.snapshot.step)
+                np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
             self._damaged.discard((key, index))
             self._repair_count += 1
             left = any(of == key for of, _ in self._damaged)
@@ -275,6 +296,39 @@ class Holdings:
         self.counters.add(units_repaired=1)
         if not left:
             self._episodes.end(key, "all units of %s are whole again", key, extra=about(key.snapshot))
+
+    @contextmanager
+    def _keeping(self, key: Key) -> Iterator[None]:
+        """Keep the trainer from taking a slot during the block. Raises `ProtocolError` if it has just taken it."""
+        pool = self._pool(key)
+        slot = pool.find(key.snapshot, SlotState.SEALED)
+        was_held = slot is not None and slot.held
+        if slot is None or not (was_held or pool.hold(slot)):
+            raise ProtocolError(f"{key} is not held here any more")
+        yield
+        if not was_held:
+            pool.let_go(slot)
+
+    def hold(self, keys: Collection[ShardKey]) -> bool:
+        """Keep the trainers from taking these shards, until `let_go`. Returns False, and holds none, if one is not
+        here."""
+        with self._lock:
+            slots = [(self._pool(key), self._pool(key).find(key.snapshot, SlotState.SEALED)) for key in keys]
+            done = all(slot is not None and pool.hold(slot) for pool, slot in slots)
+            if not done:
+                self._let_go(slots)
+            return done
+
+    def let_go(self, snapshot: SnapshotId) -> None:
+        """Stop holding the shards of a snapshot. Harmless if they are not held."""
+        with self._lock:
+            pools = self.arena.shards.values()
+            self._let_go([(pool, pool.find(snapshot, SlotState.SEALED)) for pool in pools])
+
+    def _let_go(self, slots: Iterable[tuple[SlotFilePool, Slot | None]]) -> None:
+        for pool, slot in slots:
+            if slot is not None and slot.held:
+                pool.let_go(slot)
 
     def drop(self, key: Key) -> None:
         """Free the slot and forget its record: it is damaged beyond repair, or not needed."""
@@ -521,6 +575,7 @@ class Holdings:
         Raise `ProtocolError` if the slot was given up while the unit was read: then the unit is not damaged, but gone.
         """
         with self._lock:
+            self._look_at(key)  # its trainer may have overwritten it
             if self._records.get(key) is not record:
                 raise ProtocolError(f"{key} is not held here any more")
             if (key, index) in self._damaged:

@@ -1,4 +1,5 @@
-"""The slots of one shard, or of one parity: their life cycle (`SlotPool`) and their files on tmpfs (`SlotFilePool`).
+"""The slots of one shard, or of one parity: their life cycle (`SlotPool`) and their files on tmpfs (`SlotFilePool`,
+and `ShardPool` for those that a trainer takes without asking).
 
 ``making -> free -> writing | receiving -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a
 sealed snapshot is also protected depends on the whole group, so the `Store` records that, not the slot.
@@ -13,13 +14,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from holdfast.smp_daemon.shared import owners
 from holdfast.smp_daemon.shared.budget import Budget, wipe
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.owners import Owners
 from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.records import PART, JsonFile, record_name, write
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -45,7 +48,7 @@ class SlotState(StrEnum):
     """The slot's memory is being reserved; no file has the slot's name yet."""
     FREE = "free"
     WRITING = "writing"
-    """The trainer that owns the shard is writing it."""
+    """The trainer that owns the shard has taken it, or handed it over to be sealed."""
     RECEIVING = "receiving"
     """This SMP is receiving bytes from elsewhere. Code that takes such a slot away must give it a new file; otherwise
     two threads would write into one file."""
@@ -54,9 +57,10 @@ class SlotState(StrEnum):
 
 @dataclass(slots=True)
 class Slot:
-    """One slot of a pool. `snapshot` is None exactly while the slot is free or being made.
+    """One slot of a pool. `snapshot` is None while the slot is free, being made or taken by its trainer.
 
     Attributes:
+        held: whether the SMP keeps its trainer from taking it, although it is sealed.
         reserved: how many of the bytes are reserved so far, while the slot is being made.
         unwiped: bytes at its beginning that are to be overwritten with zeros, as it was given up.
         claimed: whether a thread makes the slot for itself: the `Reserver` does not make it, and nobody else takes or
@@ -70,6 +74,7 @@ class Slot:
     reserved: int = 0
     unwiped: int = 0
     claimed: bool = False
+    held: bool = False
 
     @property
     def is_being_filled(self) -> bool:
@@ -80,6 +85,7 @@ class Slot:
         """Mark the slot as free, whatever it holds."""
         self.state = SlotState.FREE
         self.snapshot = None
+        self.held = False
 
 
 class SlotPool:
@@ -109,7 +115,8 @@ class SlotPool:
         if earlier is not None:
             earlier.free()
         for slot in self.slots:
-            if slot.state is SlotState.FREE and slot.bytes == length and not slot.claimed:
+            fits = slot.state is SlotState.FREE and slot.bytes == length and not slot.claimed
+            if fits and self._take(slot):
                 slot.state = state
                 slot.snapshot = snapshot
                 slot.unwiped = 0  # whoever fills it overwrites all of it, or gives it up again
@@ -118,6 +125,10 @@ class SlotPool:
         raise NoFreeSlot(
             f"no free slot of {length} bytes for {snapshot} of {self.name}: the slots hold {held or 'nothing'}"
         )
+
+    def _take(self, slot: Slot) -> bool:
+        """Make sure that nobody else takes a free slot. Returns False if somebody has."""
+        return True
 
     def seal(self, slot: Slot) -> None:
         """Mark the slot as sealed: all bytes of its snapshot are there, with digests."""
@@ -177,7 +188,6 @@ class SlotFilePool(SlotPool):
         self.arena = arena
         self.suffix = suffix
         self._maps: dict[int, mmap.mmap] = {}
-        self._abandoned: set[int] = set()
 
     def path(self, slot: Slot) -> Path:
         """The slot's file."""
@@ -278,8 +288,13 @@ class SlotFilePool(SlotPool):
             slot.state = before
             raise
 
-    def discard(self, slot: Slot) -> None:
-        """Free the slot. Its commit record is deleted first, so a crash in between leaves a free slot."""
+    def discard(self, slot: Slot) -> bool:
+        """Free the slot. Its commit record is deleted first, so a crash in between leaves a free slot. Returns False if
+        its trainer has just taken it."""
+        self._empty(slot)
+        return True
+
+    def _empty(self, slot: Slot) -> None:
         self.record_path(slot).unlink(missing_ok=True)
         was_used = slot.state is not SlotState.FREE
         failpoint("slot.freed", slot.snapshot.step if slot.snapshot else -1)
@@ -287,23 +302,23 @@ class SlotFilePool(SlotPool):
         if was_used:
             self._give_up_bytes(slot)
 
-    def abandon(self, slot: Slot) -> None:
-        """Free a slot that its writer may still write to. In this epoch nobody else writes to it; see `Arena.fence`."""
-        self.discard(slot)
-        self._give_up_bytes(slot)
-        self._abandoned.add(slot.index)
+    def hold(self, slot: Slot) -> bool:
+        """Keep the trainer from taking a sealed slot, until `let_go`. Returns False if it has just taken it."""
+        slot.held = True
+        return True
 
-    def is_abandoned(self, slot: Slot) -> bool:
-        """Whether a writer of this epoch may still write into the slot, which is free."""
-        return slot.state is SlotState.FREE and slot.index in self._abandoned
+    def let_go(self, slot: Slot) -> None:
+        """Stop holding a slot."""
+        slot.held = False
 
     def is_at(self, slot: Slot, view: memoryview) -> bool:
         """Whether `view` is still the slot's memory; False once somebody has taken the slot away."""
         return slot in self.slots and self._maps.get(slot.index) is view.obj
 
     def replace(self, slot: Slot) -> None:
-        """Free the slot and give it a new file, so that a writer that still maps the old file cannot touch the slot."""
-        self.discard(slot)
+        """Free a slot that is being filled, and give it a new file, so that a writer that still maps the old file does
+        not touch the slot."""
+        self._empty(slot)
         self._forget(slot)
         try:
             self._reserve(slot)
@@ -311,18 +326,23 @@ class SlotFilePool(SlotPool):
             self._drop(slot)
             raise
 
-    def remove(self, slot: Slot) -> None:
-        """Delete the slot and its file."""
+    def remove(self, slot: Slot) -> bool:
+        """Delete the slot and its file. Returns False if its trainer has just taken it."""
         if slot.state is SlotState.MAKING:
             self.part_path(slot).unlink(missing_ok=True)
             self._drop(slot)
             slot.free()
-            return
-        self.discard(slot)
-        if self.is_abandoned(slot):
-            self._give_up_bytes(slot)  # its writer may have written since
+            return True
+        if not self._claim(slot):
+            return False
+        self._empty(slot)
         self._forget(slot)
         self._drop(slot)
+        return True
+
+    def _claim(self, slot: Slot) -> bool:
+        """Make sure that nobody takes a slot that is to be deleted. Returns False if somebody has."""
+        return True
 
     def _reserve(self, slot: Slot) -> None:
         """Make the slot's file and allocate all of it now, so that later writes cannot fail with SIGBUS."""
@@ -361,6 +381,9 @@ class SlotFilePool(SlotPool):
 
     def wipe_next(self, slot: Slot) -> None:
         """Overwrite the next `WIPE_BYTES` of a free slot that was given up with zeros."""
+        self._wipe_part(slot)
+
+    def _wipe_part(self, slot: Slot) -> None:
         begin = max(0, slot.unwiped - WIPE_BYTES)
         wipe(self.view(slot)[begin : slot.unwiped])
         slot.unwiped = begin
@@ -370,11 +393,141 @@ class SlotFilePool(SlotPool):
         if self._delete_later(self.path(slot), self._maps.get(slot.index), slot.unwiped):
             slot.unwiped = 0
         while slot.unwiped:
-            self.wipe_next(slot)
+            self._wipe_part(slot)
         self._maps.pop(slot.index, None)
-        self._abandoned.discard(slot.index)
         self.path(slot).unlink(missing_ok=True)
         failpoint("slot.removed")
+
+
+class ShardPool(SlotFilePool):
+    """The slots of a shard. Its trainer takes them without asking, see `smp_daemon.shared.owners`: then they are
+    ``WRITING`` here, without a snapshot, once `look` or an attempt to use them has found out."""
+
+    def __init__(self, *arguments: Any, owners: Owners) -> None:
+        """`owners`: the marks of the arena. For the other arguments see `SlotFilePool`."""
+        super().__init__(*arguments)
+        self._owners = owners
+
+    def look(self) -> None:
+        """Note which slots the trainer has taken."""
+        if self._owners.epoch is not None:
+            for slot in self.slots:
+                its_own = slot.state in (SlotState.FREE, SlotState.SEALED)
+                if its_own and not self._owners.has(self.path(slot).name, self._owner(slot)):
+                    self._lose(slot)
+
+    def hand_over(self, file: str, number: int, snapshot: SnapshotId) -> Slot:
+        """Take a slot back from the trainer, which has written `snapshot` into it.
+
+        Raises:
+            StaleEpoch: it is not the trainer's, or was taken by it another time.
+        """
+        slot = next((slot for slot in self.slots if self.path(slot).name == file), None)
+        if slot is None or not self._owners.change(file, owners.taken(number), owners.BUSY):
+            raise StaleEpoch(f"{file} is not a slot of {self.name} that is being written for {snapshot}")
+        slot.state, slot.snapshot = SlotState.WRITING, snapshot
+        return slot
+
+    def made(self, slot: Slot, memory: SlotMemory) -> None:
+        super().made(slot, memory)
+        if self._owners.epoch is not None:
+            self._owners.create(self.path(slot).name, owners.FREE)
+
+    def commit(self, slot: Slot, record: JsonFile) -> None:
+        """Write the commit record: from here on the slot counts. The mark goes before it, as a record counts only with
+        its mark.
+
+        Raises:
+            ArenaTooSmall: the record cannot be written; the slot keeps its state.
+            StaleEpoch: somebody has removed the mark.
+        """
+        assert slot.snapshot is not None
+        is_sealed = owners.sealed(slot.snapshot)
+        if not self._change(slot, owners.BUSY, is_sealed):
+            raise StaleEpoch(f"{self.path(slot).name} is not owned by this SMP any more")
+        try:
+            super().commit(slot, record)
+        except ArenaTooSmall:
+            self._change(slot, is_sealed, owners.BUSY)
+            raise
+
+    def discard(self, slot: Slot) -> bool:
+        if not self._change(slot, self._owner(slot), owners.FREE):
+            return False
+        return super().discard(slot)
+
+    def hold(self, slot: Slot) -> bool:
+        before = self._owner(slot)
+        slot.held = True
+        return self._change(slot, before, self._owner(slot))
+
+    def let_go(self, slot: Slot) -> None:
+        before = self._owner(slot)
+        slot.held = False
+        self._change(slot, before, self._owner(slot))
+
+    def wipe_next(self, slot: Slot) -> None:
+        if self._take(slot):
+            super().wipe_next(slot)
+            self._change(slot, owners.BUSY, owners.FREE)
+
+    def fence(self, epoch: int) -> None:
+        """Carry the marks of the slots into a new epoch, except those that the trainer has taken."""
+        for slot in self.slots:
+            if slot.state is SlotState.MAKING or self._is_trainers(slot):
+                continue
+            if not self._owners.renew(self.path(slot).name, self._owner(slot), epoch):
+                self._lose(slot)
+
+    def adopted(self, slot: Slot, found: list[tuple[str, int]]) -> bool:
+        """Mark a slot that a predecessor left. Returns False if the trainer of an epoch that is over may still write
+        into it.
+
+        Args:
+            found: its marks. The trainer of this epoch may take it at any time.
+        """
+        file, epoch = self.path(slot).name, self._owners.epoch
+        if self._is_trainers(slot):
+            return any(owners.is_taken(owner) and of == epoch for owner, of in found)
+        owner = self._owner(slot)
+        if not found:
+            self._owners.create(file, owner)
+        elif (owner, epoch) not in found and not any(
+            self._owners.change(file, old, owner, since=of) for old, of in found
+        ):
+            self._lose(slot)
+        return True
+
+    def _is_trainers(self, slot: Slot) -> bool:
+        return slot.state is SlotState.WRITING and slot.snapshot is None
+
+    def _owner(self, slot: Slot) -> str:
+        if slot.state is SlotState.SEALED and slot.snapshot is not None:
+            return owners.held(slot.snapshot) if slot.held else owners.sealed(slot.snapshot)
+        return owners.FREE if slot.state is SlotState.FREE else owners.BUSY
+
+    def _take(self, slot: Slot) -> bool:
+        return self._change(slot, owners.FREE, owners.BUSY)
+
+    def _claim(self, slot: Slot) -> bool:
+        return slot.is_being_filled or self._change(slot, self._owner(slot), owners.BUSY)
+
+    def _change(self, slot: Slot, old: str, new: str) -> bool:
+        if self._owners.epoch is None or old == new:
+            return True
+        if self._owners.change(self.path(slot).name, old, new):
+            return True
+        self._lose(slot)
+        return False
+
+    def _lose(self, slot: Slot) -> None:
+        slot.free()
+        slot.state, slot.unwiped = SlotState.WRITING, 0
+
+    def _forget(self, slot: Slot) -> None:
+        super()._forget(slot)
+        if self._owners.epoch is not None:
+            self._owners.clear(self.path(slot).name)
 
 
 def room(path: Path, system: System = MACHINE) -> int:

@@ -18,6 +18,7 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
     ConfigError,
+    HoldfastError,
     NotOurs,
     ProtocolError,
     StaleEpoch,
@@ -212,7 +213,8 @@ class Store:
             self._never_acknowledged = self.never_acknowledged()
             self._forget(lambda snapshot: True)
             self._given_up = lambda snapshot: False
-            self.arena.fence()
+            self.arena.fence(epoch)
+            self.holdings.look()
             failpoint("join.fenced")
             self.epoch = epoch
             if start is not None:
@@ -309,51 +311,7 @@ class Store:
         # all slots are made, the spare ones are kept back from those that exist.
         return min(max(min(ready, 1), ready - self._spare), layout.slots)
 
-    # ------------------------------------------------------------------ from begin to outcome
-
-    def begin(
-        self,
-        snapshot: SnapshotId,
-        coord: str,
-        keep: Collection[SnapshotId],
-        protected: SnapshotId | None,
-        with_parity: Collection[SnapshotId] | None = None,
-        *,
-        ahead: bool = False,
-    ) -> tuple[SlotFilePool, Slot]:
-        """Hand out a slot for `coord`. Older snapshots that are not in `keep` are freed first.
-
-        Args:
-            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
-            with_parity: the snapshots of `keep` that keep their parity, or are still to get it; None: all.
-            ahead: `snapshot` is a guess. Another rank of this node may have begun an earlier snapshot, so only
-                snapshots older than the newest of `keep` are freed.
-
-        Raises:
-            StaleEpoch, NoFreeSlot, ProtocolError.
-        """
-        with self.changed:
-            layout = self._configured(snapshot.epoch)
-            if protected is not None and protected not in keep:
-                raise ProtocolError(f"{protected} is protected and must be kept")
-            length = layout.shard_bytes(coord)
-            self._note_protected(protected)
-            before = max(keep, default=snapshot) if ahead else snapshot
-            self._release(keep, keep if with_parity is None else with_parity, before)
-            failpoint("begin.released", snapshot.step)
-            pool = self.arena.shard_pool(coord)
-            for slot in [s for s in pool.slots if s.snapshot not in keep]:
-                if slot.state is SlotState.RECEIVING:
-                    self.arena.take_away(pool, slot)
-                    self.reserver.make_good()
-                elif slot.state is SlotState.WRITING:
-                    pool.discard(slot)
-            self.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
-            slot = pool.begin(snapshot, length)
-            self._progress.setdefault(snapshot, SnapshotProgress())
-            self.board.post(snapshot.step, SnapshotOutcome.PENDING)
-            failpoint("begin.done", snapshot.step)
-            return pool, slot
+    # ------------------------------------------------------------------ from seal to outcome
 
     def place(self, coord: str, near: int | None) -> None:
         """Allocate future slots for `coord` on NUMA node `near`; None: on any."""
@@ -365,42 +323,33 @@ class Store:
 
         Raises:
             StaleEpoch: `epoch` is not the current one.
+            ProtocolError: the job has no such shard.
         """
         with self.changed:
-            self.check_epoch(epoch)
+            self._configured(epoch).shard_bytes(coord)
             pool = self.arena.shard_pool(coord)
             return [(pool, slot) for slot in self.arena.reserved(pool)]
-
-    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
-        """Free the slot that the writer of `coord` has not sealed: it is gone or gave up.
-
-        The snapshot fails, unless the slot is given back `unused`. Does nothing for another epoch, whose slots were
-        taken away when this one began.
-        """
-        with self.changed:
-            if snapshot.epoch != self.epoch or coord not in self.arena.shards:
-                return
-            pool = self.arena.shard_pool(coord)
-            slot = pool.find(snapshot, SlotState.WRITING)
-            if slot is not None:
-                pool.abandon(slot)
-                failpoint("abandon.done", snapshot.step)
-                if not unused:
-                    self.fail(snapshot, f"the writer of {coord} went away")
 
     def seal(
         self,
         snapshot: SnapshotId,
         coord: str,
+        slot_file: str,
+        taken: int,
+        keep: Collection[SnapshotId],
         protected: SnapshotId | None = None,
+        with_parity: Collection[SnapshotId] | None = None,
         *,
         encode: bool = True,
         digests: tuple[int, ...] = (),
     ) -> None:
-        """Check what was written for `coord`, and commit it. Without `digests` blocks for about one read of the bytes.
+        """Free older snapshots that are not in `keep`; check what the trainer of `coord` has written, and commit it.
+        Without `digests` blocks for about one read of the bytes.
 
         Args:
-            protected: as for `begin`, which may have been called before this was known.
+            slot_file, taken: the slot, and by which mark the trainer owns it.
+            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
+            with_parity: the snapshots of `keep` that keep their parity, or are still to get it; None: all.
             encode: whether the snapshot is to be protected; the same for every shard of the job.
             digests: digests of all units, taken by the writer while it wrote them: they are compared with the bytes
                 when these are first sent, restored or scrubbed. Empty: the bytes are read for them now.
@@ -412,30 +361,42 @@ class Store:
         with self.changed:
             layout = self._configured(snapshot.epoch)
             layout.shard_bytes(coord)  # raises if the job has no such shard
-            self._note_protected(protected)
+            if protected is not None and protected not in keep:
+                raise ProtocolError(f"{protected} is protected and must be kept")
             pool = self.arena.shard_pool(coord)
-            slot = pool.find(snapshot, SlotState.WRITING)
-            if slot is None:
-                raise StaleEpoch(f"{coord} has no slot that is being written for {snapshot}")
+            self.holdings.look()
+            slot = pool.hand_over(slot_file, taken, snapshot)
+            self._note_protected(protected)
+            self._release(keep, keep if with_parity is None else with_parity, snapshot)
+            failpoint("seal.released", snapshot.step)
+            for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
+                self.arena.take_away(pool, other)
+                self.reserver.make_good()
+            self.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
+            self._progress.setdefault(snapshot, SnapshotProgress())
+            self.board.post(snapshot.step, SnapshotOutcome.PENDING)
             view = pool.view(slot)
         failpoint("seal.before", snapshot.step)
         try:
             self._check_slot(view, snapshot, coord, layout)
             if digests and len(digests) != (count := -(-slot.bytes // layout.unit_bytes)):
                 raise ProtocolError(f"{len(digests)} digests for {coord}, which has {count} units")
-        except ProtocolError:
-            self.abandon(snapshot, coord)
+            found = digests or digest_units(view, layout.unit_bytes)
+            commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
+            failpoint("seal.digested", snapshot.step)
+            with self.changed:
+                if not pool.is_at(slot, view) or slot.snapshot != snapshot:
+                    raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
+                self.holdings.commit(pool, slot, commit)
+                progress = self._progress.setdefault(snapshot, SnapshotProgress())
+                progress.sealed.add(coord)
+                whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
+        except HoldfastError as error:
+            with self.changed:
+                if pool.is_at(slot, view) and slot.snapshot == snapshot:
+                    pool.discard(slot)
+            self.fail(snapshot, f"{coord} is not sealed: {error}")
             raise
-        found = digests or digest_units(view, layout.unit_bytes)
-        commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
-        failpoint("seal.digested", snapshot.step)
-        with self.changed:
-            if pool.find(snapshot, SlotState.WRITING) is not slot:
-                raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
-            self.holdings.commit(pool, slot, commit)
-            progress = self._progress.setdefault(snapshot, SnapshotProgress())
-            progress.sealed.add(coord)
-            whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
         failpoint("seal.committed", snapshot.step)
         if whole:
             failpoint("seal.done", snapshot.step)
@@ -489,7 +450,10 @@ class Store:
 
         def outcome() -> SnapshotOutcome:
             progress = self._progress.get(snapshot)
-            return progress.outcome if progress else SnapshotOutcome.FAILED
+            if progress is not None:
+                return progress.outcome
+            over = snapshot.epoch != self.epoch or self._given_up(snapshot)
+            return SnapshotOutcome.FAILED if over else self.board.outcome(*snapshot)
 
         with self.changed:
             self.changed.wait_for(lambda: outcome() is not SnapshotOutcome.PENDING, deadline_s)
@@ -519,13 +483,16 @@ class Store:
             wanted = self.layout.node(self.node).shards if self.layout is not None else ()
             if self._held or not all(self.holdings.holds(ShardKey(snapshot, shard.coord)) for shard in wanted):
                 return False
+            if not self.holdings.hold([ShardKey(snapshot, shard.coord) for shard in wanted]):
+                return False
             self._held.add(snapshot)
             return True
 
     def let_go(self, snapshot: SnapshotId) -> None:
-        """Stop holding a snapshot, so that the next `begin` may free it. Harmless if it was not held."""
+        """Stop holding a snapshot, so that its slots may be taken. Harmless if it was not held."""
         with self.changed:
             self._held.discard(snapshot)
+            self.holdings.let_go(snapshot)
 
     def give_up(self, runs: Collection[str]) -> None:
         """Give these runs up: drop what is held of them here, and tell every later start that they are over."""
@@ -553,7 +520,8 @@ class Store:
 
     def _reserve(self, layout: Layout) -> None:
         count = layout.slots + self._spare
-        wanted = {self.arena.shard_pool(s.coord): (s.bytes, count) for s in layout.node(self.node).shards}
+        shards = layout.node(self.node).shards
+        wanted: dict[SlotFilePool, tuple[int, int]] = {self.arena.shard_pool(s.coord): (s.bytes, count) for s in shards}
         group, position = layout.place(self.node)
         if layout.protects(group):
             pool = self.arena.parity_pool(layout.tag(group), position)
@@ -604,6 +572,7 @@ class Store:
             wanted = {*keep, *self._held} if isinstance(key, ShardKey) else parities
             return key.snapshot in wanted or key.snapshot >= before
 
+        self.holdings.look()
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self._given_up = lambda snapshot: snapshot not in parities and snapshot < before
         self._leave_unprotected(self._given_up)
@@ -677,6 +646,7 @@ class Store:
             self.epoch = max([*held, *(epoch for epoch, _ in self.arena.layouts)])
             self._adopt_board()
             self._write_node()
+        self.arena.own(self.epoch)
         failpoint("adopt.done")
         self.arena.budget.check_limit(self.arena.room())  # refused before anything is deleted
         if self.layout is not None:

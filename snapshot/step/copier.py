@@ -1,8 +1,8 @@
 """Two threads: one copies snapshots into slots while the step runs, the other has them sealed.
 
 The training thread hands over a `SnapshotCopy` as a step begins, and calls its `fence` before ``optim.step()`` changes
-what is being copied. It does not talk to the SMP for that, and waits for it at most `patience_s`: a copy that has no
-slot by then is given up. A copy never waits until the one before it is sealed.
+what is being copied. The copy thread takes a slot itself, and asks the SMP for nothing unless that went away; a copy
+that has not begun by the fence is given up after `patience_s`. A copy never waits until the one before it is sealed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import logging
 import queue
 from collections.abc import Callable
 
-from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient, TakenSlot
 from holdfast.smp_daemon.shared.errors import (
     DeadlineExceeded,
     HoldfastError,
-    NoFreeSlot,
     SmpUnavailable,
     StaleEpoch,
     VersionMismatch,
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.slotfile import write_stamp
@@ -57,7 +55,7 @@ class Copier:
     ) -> None:
         """
         Args:
-            client, sealing: a connection to the SMP for each thread, so that slots are handed out while it seals.
+            client, sealing: a connection to the SMP for each thread, so that the copying one need not wait for a seal.
             reattach: called by the copy thread before the first job after the SMP went away.
             on_done: called with each copy that is over, by one of the two threads.
         """
@@ -68,15 +66,11 @@ class Copier:
         self._pace = pace
         self._reattach = reattach
         self._on_done = on_done
-        # Both threads write `_attached`. `_stuck`, `_ahead`, `_newest`, `_coord` and
-        # `_stride` belong to the copy thread, and to `close` and `let_go` once it has ended.
+        # Both threads write `_attached`: whether no call has failed since the last `reattach`. `_stuck` belongs to the
+        # copy thread.
         self._attached = True
-        self._stuck: CopyOrder | None = None
+        self._stuck: tuple[CopyOrder, TakenSlot] | None = None
         self._episodes = Episodes(log)
-        self._ahead: tuple[SnapshotId, memoryview, int | None] | None = None
-        self._newest: SnapshotId | None = None
-        self._coord = ""
-        self._stride = 0
         self._slot_bytes = 0
         self._jobs: queue.SimpleQueue[SnapshotCopy | str | None] = system.SimpleQueue()
         self._copies: queue.SimpleQueue[SnapshotCopy | None] = system.SimpleQueue()
@@ -110,18 +104,12 @@ class Copier:
             thread.join(limit_s)
             if thread.is_alive():
                 raise DeadlineExceeded(f"the thread {thread.name} did not end within {limit_s:.0f} s")
-        if self._ahead is not None:
-            try:
-                self._client.abandon(self._ahead[0], self._coord, unused=True)
-            except HoldfastError as error:
-                log.info("a slot was not given back: %s", error)  # the SMP takes it back when the connection ends
 
     def _run_copies(self) -> None:
         while (job := self._jobs.get()) is not None:
             if isinstance(job, str):
                 self._tell(job)
             elif self._attempt(job, self._copy):
-                self._begin_ahead(job.order)
                 self._copies.put(job)
             else:
                 self._end(job)
@@ -176,32 +164,31 @@ class Copier:
     def _copy(self, copy: SnapshotCopy) -> None:
         self._engine.enter_thread()
         if self._stuck is not None:
-            self._await_device(self._stuck)
-        if not self._attached:
-            self._ahead = None
+            self._await_device(*self._stuck)
+        if not self._attached or self._client.connection is None:
             self._reattach()
             self._attached = True
         order, due = copy.order, copy.order.due
         if due.persist is not None:
             self._client.persist(due.persist)  # before asking for a slot, which may be the one that holds it
-        slot = self._take_slot(order)
+        slot = self._client.take(order.coord, due.keep)
         try:
-            digests = self._fill(copy, slot)
+            digests = self._fill(copy, slot.view)
         except Exception:
-            self._await_device(order)
+            self._await_device(order, slot)
             raise
         copy.fill(slot, digests)
 
-    def _await_device(self, order: CopyOrder) -> None:
+    def _await_device(self, order: CopyOrder, slot: TakenSlot) -> None:
         """Make sure that nothing writes to the slot of a copy that has failed, and give it back. Until that succeeds,
-        each copy tries it first, and no other slot is asked for: the SMP would then give this one away."""
-        self._stuck = order
+        each copy tries it first, and no other slot is taken."""
+        self._stuck = order, slot
         try:
             order.transfer.settle()
         except HoldfastError as error:
             raise HoldfastError(f"no snapshots are taken, as a device may still write to a slot: {error}") from error
         self._stuck = None
-        self._client.abandon(order.due.snapshot, order.coord)
+        self._client.give_back(slot)
 
     def _seal(self, copy: SnapshotCopy) -> None:
         self._engine.enter_thread()
@@ -210,20 +197,28 @@ class Copier:
             if not copy.await_confirmed(FORWARD_S if order.declared else FINAL_DEADLINE_S) and not order.declared:
                 raise DeadlineExceeded(f"no step followed {due.snapshot} within {FINAL_DEADLINE_S:.0f} s")
             copy.check()
-            self._write_record(copy, slot)
-            digests = () if copy.digests is None else copy.digests.complete(slot)
+            self._write_record(copy, slot.view)
+            digests = () if copy.digests is None else copy.digests.complete(slot.view)
             order.alike()
+            self._sealing.seal(
+                due.snapshot,
+                order.coord,
+                slot,
+                due.keep,
+                due.protected,
+                due.with_parity,
+                encode=due.encode,
+                next_s=due.next_s,
+                digests=digests,
+            )
         except HoldfastError:
-            self._sealing.abandon(due.snapshot, order.coord)
+            self._client.give_back(slot)
             raise
-        self._sealing.seal(
-            due.snapshot, order.coord, due.protected, encode=due.encode, next_s=due.next_s, digests=digests
-        )
         copy.note_sealed()
         if order.read_back is not None:
             self._read_back(order, order.read_back, slot)
 
-    def _read_back(self, order: CopyOrder, read: Callable[[RecoveredShard], None], slot: memoryview) -> None:
+    def _read_back(self, order: CopyOrder, read: Callable[[RecoveredShard], None], slot: TakenSlot) -> None:
         """Read what was sealed. If that fails, this rank reports that the snapshot has failed, and it is given up."""
         snapshot = order.due.snapshot
         try:
@@ -242,43 +237,6 @@ class Copier:
                 f"the plain values of {copy.snapshot} take {len(record)} bytes, the slot has {capacity}"
             )
         slot[offset : offset + capacity] = record.ljust(capacity)
-
-    def _begin_ahead(self, order: CopyOrder) -> None:
-        """Ask for a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""
-        if self._stride < 1:
-            return
-        due = order.due
-        guess = SnapshotId(due.snapshot.epoch, due.snapshot.step + self._stride)
-        connection = self._client.connection
-        try:
-            with_parity = due.with_parity
-            if with_parity is not None and due.encode:
-                with_parity = (*with_parity, due.snapshot)
-            keep = (*due.keep, due.snapshot)
-            slot = self._client.begin(guess, order.coord, keep, due.protected, with_parity, ahead=True)
-        except NoFreeSlot:
-            return  # one may be free by the time the next snapshot is taken
-        except HoldfastError as error:
-            text = "no slot ahead of time: %s"  # if it still matters then, the next copy reports it
-            self._episodes.begin("ahead", text, error, level=logging.INFO, extra=about(guess))
-            return
-        self._episodes.end("ahead", "slots are prepared ahead of time again", extra=about(guess))
-        self._ahead = guess, slot, connection
-        self._coord = order.coord
-
-    def _take_slot(self, order: CopyOrder) -> memoryview:
-        due = order.due
-        if self._newest is not None and self._newest.epoch == due.snapshot.epoch:
-            self._stride = due.snapshot.step - self._newest.step
-        self._newest = due.snapshot
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            guess, slot, connection = ahead
-            if connection is not None and connection == self._client.connection:
-                if guess == due.snapshot:
-                    return slot
-                self._client.abandon(guess, order.coord, unused=True)  # the SMP takes back slots of older connections
-        return self._client.begin(due.snapshot, order.coord, due.keep, due.protected, due.with_parity)
 
     def _fill(self, copy: SnapshotCopy, slot: memoryview) -> UnitDigests | None:
         """Write everything but the record. Returns the digests that were taken on the way; None: none were, and the

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
-from holdfast.smp_daemon.shared.client import RecoveredShard
+from holdfast.smp_daemon.shared.client import RecoveredShard, TakenSlot
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import SlotFormat
@@ -119,7 +119,7 @@ class SnapshotCopy:
         state: how far it has come.
         error: why it was given up, or has failed; None if it was not.
         inputs: a sample of the inputs of the step's first forward; None: unknown.
-        slot: the slot's memory, between the two threads that fill and seal it.
+        slot: the slot, between the two threads that fill and seal it.
         digests: those of the slot's units that were taken while it was filled; None: none.
         begun_s, filled_s, sealed_s: `time.monotonic` when the copy was ordered, the slot was filled, and it was sealed.
     """
@@ -134,7 +134,7 @@ class SnapshotCopy:
         self.error: HoldfastError | None = None
         self._confirmed = False
         self.inputs: Inputs | None = None
-        self.slot = memoryview(b"")
+        self.slot: TakenSlot | None = None
         self.digests: UnitDigests | None = None
         self.begun_s, self.filled_s, self.sealed_s = system.monotonic(), 0.0, 0.0
 
@@ -158,7 +158,7 @@ class SnapshotCopy:
         with self._changed:
             self._move(CopyState.COPIED)
 
-    def fill(self, slot: memoryview, digests: UnitDigests | None = None) -> None:
+    def fill(self, slot: TakenSlot, digests: UnitDigests | None = None) -> None:
         """The slot is filled, and may be sealed. `digests`: those of its units that were taken meanwhile."""
         self.slot, self.digests, self.filled_s = slot, digests, self._system.monotonic()
 
@@ -166,9 +166,10 @@ class SnapshotCopy:
         """The SMP has sealed the slot."""
         self.sealed_s = self._system.monotonic()
 
-    def take_slot(self) -> memoryview:
+    def take_slot(self) -> TakenSlot:
         """The filled slot. This object lets go of it."""
-        slot, self.slot = self.slot, memoryview(b"")
+        slot, self.slot = self.slot, None
+        assert slot is not None  # it was filled
         return slot
 
     def end(self) -> None:
@@ -190,13 +191,13 @@ class SnapshotCopy:
     def fence(self, patience_s: float, deadline_s: float) -> bool:
         """Block until the live tensors may change. Returns whether the copy had begun.
 
-        A copy that does not begin within `patience_s`, because it has no slot, is given up; so is one that takes longer
-        than `deadline_s`.
+        A copy that does not begin within `patience_s`, as its SMP is being replaced, is given up; so is one that takes
+        longer than `deadline_s`.
         """
         with self._changed:
             begun = self._changed.wait_for(lambda: self.state is not CopyState.WAITING, patience_s)
             if not begun:
-                self.error = self.error or NoFreeSlot(f"the SMP gave no slot for {self.snapshot} in time")
+                self.error = self.error or NoFreeSlot(f"no slot was taken for {self.snapshot} in time")
         if begun:
             if not self.reached(CopyState.COPIED, deadline_s):
                 self.abort(DeadlineExceeded(f"the copy of {self.snapshot} took over {deadline_s} s"))

@@ -309,8 +309,8 @@ def _promised_only(inventories: Any, coords: Any, without: Any, choice: Any, *mo
     return plan_restore(inventories, coords, {*without, *younger}, choice, *more)
 
 
-def _seal_and_encode(self: Store, snapshot: Any, coord: str, protected: Any = None, *, encode: bool = True) -> None:
-    _seal(self, snapshot, coord, protected, encode=True)
+def _seal_and_encode(self: Store, *arguments: Any, encode: bool = True) -> None:
+    _seal(self, *arguments, encode=True)
 
 
 def _oldest_first(inventories: Any, protected: Any) -> list[Any]:

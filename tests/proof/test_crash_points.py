@@ -45,7 +45,7 @@ STARTING = (
 """Reached by an SMP that starts where another one died."""
 
 TRAINING = (
-    *("begin.released", "begin.done", "seal.before", "seal.digested", "seal.committed", "seal.done"),
+    *("seal.released", "seal.before", "seal.digested", "seal.committed", "seal.done"),
     *("record.shard.before", "record.shard.part", "record.shard.done"),
     *("record.parity.before", "record.parity.part", "record.parity.done"),
     *("record.node.before", "record.node.part", "record.node.done"),
@@ -55,13 +55,22 @@ TRAINING = (
 """Reached with every snapshot."""
 
 GROWING = (
-    *("join.fenced", "join.noted", "join.done", "configure.reserved", "configure.done", "slot.opened", "slot.made"),
+    *(
+        "fence.marked",
+        "join.fenced",
+        "join.noted",
+        "join.done",
+        "configure.reserved",
+        "configure.done",
+        "slot.opened",
+        "slot.made",
+    ),
     *("record.layout.before", "record.layout.part", "record.layout.done", "slot.removed", "layout.removed"),
 )
 """Reached when the layout changes."""
 
-LEAVING = ("abandon.done", "outcome.failed")
-"""Reached when a trainer dies."""
+REFUSING = ("outcome.failed",)
+"""Reached when a trainer has something sealed that is no slot."""
 
 RECOVERING = (
     *(
@@ -101,7 +110,7 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.proves("every-failpoint")
 def test_every_point_has_its_test() -> None:
-    here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REGROUPING, *RESERVING, *FINISHING]
+    here = [*STARTING, *TRAINING, *GROWING, *REFUSING, *RECOVERING, *REGROUPING, *RESERVING, *FINISHING]
     assert sorted([*here, *PERSIST_FAILPOINTS]) == sorted(SMP_FAILPOINTS)  # scenarios test these
     assert set(FAILPOINTS) == {*here, *TRAINER_FAILPOINTS, *PERSIST_FAILPOINTS}
     written = {fault.point for scenario in built_in() for fault in scenario.faults}
@@ -195,20 +204,21 @@ def call_and_kill(ground: Ground, smp: SmpProcess, call: Any, *arguments: Any) -
     assert error is None or isinstance(error, SmpUnavailable)
 
 
-def test_what_a_trainer_had_begun_is_free_when_the_smp_dies_too(ground: Ground) -> None:
+def test_what_a_trainer_had_taken_is_not_held_when_the_smp_dies_too(ground: Ground) -> None:
     smps = ground.smps(2)
     run = run_on(smps, [[3000], [3000]])
     older = run.protect(1)
-    for point in LEAVING:
+    for point in REFUSING:
         next_life(smps[0], [(point, None)])
         smps[0].wait_ready()
         trainer = run.trainers["dp0"] = Trainer(smps[0], "dp0")
         trainer.client.join(1)
-        trainer.write(SnapshotId(1, 2), [older], older)
-        call_and_kill(ground, smps[0], trainer.client.close)
+        trainer.write(SnapshotId(1, 2), [older], older)[:] = bytes(trainer.form.total_bytes)
+        call_and_kill(ground, smps[0], trainer.seal, SnapshotId(1, 2))
     next_life(smps[0], [])
     smps[0].wait_ready()
     run.trainers["dp0"] = Trainer(smps[0], "dp0")
+    run["dp0"].client.join(1)
     inventory = run["dp0"].client.inventory()
     assert inventory.shards == {(older, "dp0")} and inventory.protected == older
     run.protected = older

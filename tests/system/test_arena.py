@@ -46,7 +46,7 @@ def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> S
     """Commit a slot of `pool` with the snapshot of `step`, each byte of it set to `step`."""
     slot = pool.begin(at(step, epoch), length)
     pool.view(slot)[:] = bytes([step]) * length
-    pool.commit(slot, JsonFile.of({"step": step}))
+    pool.commit(slot, JsonFile.of({"snapshot": [epoch, step]}))
     return slot
 
 
@@ -337,7 +337,7 @@ def test_a_successor_finds_exactly_the_committed_slots(shm: Path) -> None:
     shard.begin(at(6), 2 * PAGE)
     hold(parity, 5)
     successor = crash(arena)
-    adopted = {(pool.name, slot.index, slot.bytes, record["step"]) for pool, slot, record in successor.adopt()}
+    adopted = {(pool.name, slot.index, slot.bytes, record["snapshot"][1]) for pool, slot, record in successor.adopt()}
     assert adopted == {("pp0-dp1.x", 0, 2 * PAGE, 5), (f"{TAG}-11", 0, PAGE, 5)}
     assert states(successor.shard_pool("pp0-dp1.x")) == [(i, SlotState.FREE) for i in range(3)]
     assert states(successor.parity_pool(TAG, 11)) == [(i, SlotState.FREE) for i in range(2)]
@@ -377,7 +377,7 @@ def test_a_discarded_slot_is_not_found_again(shm: Path) -> None:
     arena.reserve({pool: (PAGE, 2)})
     pool.discard(hold(pool, 1))
     hold(pool, 2)
-    assert [record for _, _, record in crash(arena).adopt()] == [{"step": 2}]
+    assert [record for _, _, record in crash(arena).adopt()] == [{"snapshot": [1, 2]}]
 
 
 def test_a_commit_record_that_cannot_be_read_counts_as_none(shm: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_commit_record_that_cannot_be_read_counts_as_none(shm: Path) -> None:
     pool.record_path(hold(pool, 1)).write_text("{")
     hold(pool, 2)
     successor = crash(arena)
-    assert [record for _, _, record in successor.adopt()] == [{"step": 2}]
+    assert [record for _, _, record in successor.adopt()] == [{"snapshot": [1, 2]}]
     assert len(successor.shard_pool("dp0").slots) == 2
 
 
@@ -439,7 +439,7 @@ def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(shm: Path) -> N
     fd = os.open(pool.path(slot), os.O_RDWR)
     late_writer, own_view = mmap.mmap(fd, PAGE), pool.view(slot)
     os.close(fd)
-    arena.fence()
+    arena.fence(2)
     late_writer[:] = own_view[:] = b"x" * PAGE
     assert states(pool) == [(0, SlotState.FREE)]
     assert bytes(pool.view(slot)) == bytes(PAGE)
@@ -454,57 +454,24 @@ def test_a_fence_leaves_sealed_and_free_slots_as_they_are(shm: Path) -> None:
     sealed = hold(pool, 1)
     writing, gathering = pool.begin(at(2), PAGE), parity.begin(at(2), PAGE)
     before = {slot.index: pool.path(slot).stat().st_ino for slot in pool.slots if slot is not writing}
-    arena.fence()
+    arena.fence(2)
     assert states(pool) == [(0, SlotState.SEALED), (1, SlotState.FREE), (2, SlotState.FREE)]
     assert gathering.state is SlotState.FREE
     assert {index: pool.path(pool.slots[index]).stat().st_ino for index in before} == before
     assert pool.path_of(at(1)) == pool.path(sealed).name
-    assert [record for _, _, record in crash(arena).adopt()] == [{"step": 1}]
+    assert [record for _, _, record in crash(arena).adopt()] == [{"snapshot": [1, 1]}]
 
 
-def test_an_abandoned_slot_serves_its_own_epoch_and_goes_with_the_next_fence(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
-    arena.reserve({pool: (PAGE, 3)})
-    late_writer = pool.view(pool.begin(at(1), PAGE))
-    pool.abandon(pool.slots[0])
-    assert [pool.is_abandoned(slot) for slot in pool.slots] == [True, False, False]
-    assert pool.begin(at(2), PAGE).index == 0
-    assert not pool.is_abandoned(pool.slots[0])
-    pool.abandon(pool.slots[0])
-    arena.fence()
-    assert states(pool) == [(1, SlotState.FREE), (2, SlotState.FREE)]
-    assert files(arena) == ["dp0.1.safetensors", "dp0.2.safetensors"]
-    arena.reserve({pool: (PAGE, 3)})
-    late_writer[:] = b"x" * PAGE
-    assert states(pool) == [(i, SlotState.FREE) for i in range(3)]
-    assert not any(pool.is_abandoned(slot) for slot in pool.slots)
-    assert {bytes(pool.view(slot)) for slot in pool.slots} == {bytes(PAGE)}
-
-
-def test_an_abandoned_slot_that_was_sealed_since_survives_a_fence(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
-    arena.reserve({pool: (PAGE, 1)})
-    pool.abandon(pool.begin(at(1), PAGE))
-    hold(pool, 2)
-    arena.fence()
-    assert pool.path_of(at(2)) == "dp0.0.safetensors"
-
-
-def test_a_slot_that_a_predecessor_left_open_goes_with_the_next_fence(shm: Path) -> None:
+def test_a_slot_that_a_predecessor_left_open_is_free(shm: Path) -> None:
     arena = Arena(shm / "arena")
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 2)})
     hold(pool, 1)
     pool.begin(at(2), PAGE)
     successor = crash(arena)
-    for adopted, slot, _ in successor.adopt():
+    for _, slot, _ in successor.adopt():
         slot.state, slot.snapshot = SlotState.SEALED, at(1)
-        assert not adopted.is_abandoned(slot)
-    successor.fence()
-    assert states(successor.shard_pool("dp0")) == [(0, SlotState.SEALED)]
-    assert files(successor) == ["dp0.0.safetensors", "dp0.0.safetensors.json"]
+    assert states(successor.shard_pool("dp0")) == [(0, SlotState.SEALED), (1, SlotState.FREE)]
 
 
 def test_a_view_is_of_its_slot_until_the_slot_is_taken_away(shm: Path) -> None:
@@ -531,7 +498,7 @@ def test_a_fence_without_room_for_a_new_file_gives_the_slot_up(small_tmpfs: Path
     arena.reserve({pool: (SMALL_TMPFS - PAGE, 1)})
     late_writer = pool.view(pool.begin(at(1), SMALL_TMPFS - PAGE))
     with pytest.raises(ArenaTooSmall):
-        arena.fence()
+        arena.fence(2)
     assert (pool.slots, files(arena)) == ([], [])
     with pytest.raises(ArenaTooSmall):
         arena.reserve({pool: (SMALL_TMPFS - PAGE, 1)})
@@ -556,7 +523,7 @@ def test_release_frees_what_is_old_and_keeps_what_must_be_kept(shm: Path) -> Non
     assert [slot.snapshot for slot in pool.slots] == [None, at(2), None, at(4), at(1, epoch=0)]
     assert [slot.snapshot for slot in parity.slots] == [None, at(2)]
     assert len([name for name in files(arena) if name.endswith(".safetensors")]) == 5
-    kept = {(each.name, record["step"]) for each, _, record in crash(arena).adopt()}
+    kept = {(each.name, record["snapshot"][1]) for each, _, record in crash(arena).adopt()}
     assert kept == {("dp0", 2), ("dp0", 4), (f"{TAG}-0", 2)}
 
 

@@ -26,7 +26,7 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import SlotFilePool
 from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, run_on
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, memory_of, run_on
 from tests.system.test_arena import PAGE, TAG, at, crash, hold
 
 ROOM = 64 * PAGE
@@ -97,7 +97,7 @@ def test_a_successor_with_less_memory_than_is_held_says_so_and_touches_nothing(s
     list(successor.adopt())
     with pytest.raises(ArenaTooSmall, match=r"holds .* and --memory .* allows"):
         successor.settle()
-    assert [record for _, _, record in crash(successor).adopt()] == [{"step": 1}]
+    assert [record for _, _, record in crash(successor).adopt()] == [{"snapshot": [1, 1]}]
 
 
 @pytest.mark.parametrize("what", ["memory", "file system"])
@@ -178,7 +178,7 @@ def test_slots_are_wiped_by_a_thread_part_by_part_and_may_be_taken_meanwhile(
         assert bytes(pool.view(pool.slots[0])) == b"\7" * (3 * PAGE // 4) + bytes(PAGE // 4)
         first, second = (pool.begin(at(step), PAGE) for step in (8, 9))
         assert not first.unwiped and arena.next_unwiped() is None, "it will be overwritten anyway"
-        pool.abandon(second)
+        pool.discard(second)
     thread = reserver._thread
     assert thread is not None
     thread.join(DEADLINE_S)
@@ -198,7 +198,7 @@ def test_what_is_given_up_is_overwritten_with_zeros_if_asked_to(shm: Path) -> No
         assert bytes_of(pool) == {bytes([0 if zero else 7]) * PAGE}
         slot = pool.begin(at(9), PAGE)
         pool.view(slot)[:] = bytes([9]) * PAGE
-        pool.abandon(slot)
+        pool.discard(slot)
         wiped(arena)
         assert bytes_of(pool) == {bytes([0 if zero else 9]) * PAGE}
 
@@ -314,7 +314,8 @@ from pathlib import Path
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 client = SmpClient(Path(sys.argv[1]), sys.argv[2])
-slot = client.begin(SnapshotId(1, int(sys.argv[3])), "dp0", [SnapshotId(1, 1)], SnapshotId(1, 1))
+client.join(int(sys.argv[3]))
+slot = client.take("dp0", [SnapshotId(1, 1)]).view
 slot[: slot.nbytes // 2] = b"x" * (slot.nbytes // 2)
 print("writing", flush=True)
 sys.stdin.read()
@@ -324,8 +325,8 @@ sys.stdin.read()
 class writing_trainer:
     """A process in the middle of writing a slot, which is killed at the end of the block."""
 
-    def __init__(self, smp: SmpProcess, step: int) -> None:
-        self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, str(step)]
+    def __init__(self, smp: SmpProcess, epoch: int) -> None:
+        self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, str(epoch)]
 
     def __enter__(self) -> subprocess.Popen[str]:
         self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -347,8 +348,9 @@ def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatc
     before = memory_of(smp.arena)
     if memory == "1MB":
         assert before >= 10**6
-    for step, victims in enumerate(["trainer", "smp", "both"], 2):
-        with writing_trainer(smp, step) as process:
+    for epoch, victims in enumerate(["trainer", "smp", "both"], 2):
+        Run([Trainer(smp, "dp0")]).start(epoch)
+        with writing_trainer(smp, epoch) as process:
             if victims != "trainer":
                 smp.kill()
             if victims != "smp":
@@ -358,9 +360,9 @@ def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatc
                 smp.launch().wait_ready()
         again = smp.client()
         assert {shard for shard, _ in again.inventory().shards} == {snapshot}
-        assert again.outcome(SnapshotId(1, step)) is not SnapshotOutcome.PROTECTED
+        assert again.outcome(SnapshotId(epoch, 9)) is not SnapshotOutcome.PROTECTED
         again.close()
-        assert memory_of(smp.arena) <= before
+        assert memory_of(smp.arena) <= before + (16 << 10)  # another layout
     view = Trainer(smp, "dp0").recover(run.plan(smp.client().inventory())).view
     assert bytes(view) == run["dp0"].image(snapshot)
 

@@ -116,7 +116,7 @@ def test_a_unit_damaged_on_its_way_is_sent_again(ground: Ground) -> None:
 def test_a_unit_that_went_bad_before_it_was_sent_is_not_protected(ground: Ground) -> None:
     smps = ground.smps(2, rules={0: [("seal.done", 1)]})
     run = anew(run_on(smps, [[50_000]] * 2))
-    slots = {trainer.coord: trainer.client.begin(run.snapshot(1), trainer.coord, (), None) for trainer in run}
+    slots = {trainer.coord: trainer.begin(run.snapshot(1)) for trainer in run}
     for trainer in run:
         slots[trainer.coord][:] = trainer.image(run.snapshot(1))
     run["dp1"].seal(run.snapshot(1))

@@ -46,10 +46,10 @@ def run() -> Iterator[Run]:
 def take(run: Run, step: int, keep: list[SnapshotId], with_parity: list[SnapshotId], *, encode: bool) -> SnapshotId:
     snapshot = run.snapshot(step)
     for trainer in run:
-        slot = trainer.client.begin(snapshot, trainer.coord, keep, run.protected, with_parity)
+        slot = trainer.begin(snapshot, keep, run.protected, with_parity)
         slot[:] = trainer.image(snapshot)
     for trainer in run:
-        trainer.client.seal(snapshot, trainer.coord, run.protected, encode=encode)
+        trainer.seal(snapshot, encode=encode)
     return snapshot
 
 
@@ -344,6 +344,8 @@ def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(ordered: O
     ordered.order()
     ordered.store.epoch = 2
     ordered.store.board.reset(2)
+    assert ordered.finish() is RepairState.UNDER_WAY and ordered.began == 1
+    ordered.go.clear()
     assert ordered.order() is RepairState.UNDER_WAY
     assert ordered.finish() is RepairState.WHOLE and ordered.began == 2
 

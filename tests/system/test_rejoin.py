@@ -118,9 +118,7 @@ def test_what_is_received_gives_way_to_the_trainer_that_writes_it(ground: Ground
     held = ground.points.wait_any("node1", point)
     trainer = Trainer(smps[1], "dp1", 70_000)
     trainer.client.join(1)
-    slot = trainer.client.begin(snapshot, "dp1", (), None)
-    assert snapshot not in {of for of, _ in trainer.client.inventory().shards}
-    slot[:] = trainer.image(snapshot)
+    trainer.write(snapshot)
     held.go()
     trainer.seal(snapshot)
     ground.points.wait_any("node1", "rejoin.done").go()

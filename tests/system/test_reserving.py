@@ -25,10 +25,11 @@ from holdfast.smp_daemon.shared import budget as budget_module
 from holdfast.smp_daemon.shared.board import REFUSED
 from holdfast.smp_daemon.shared.budget import PART_BYTES, Budget
 from holdfast.smp_daemon.shared.client import SmpClient, _reserved
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, StaleEpoch
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
 from holdfast.smp_daemon.shared.messages import Configure, read_trainer_request
+from holdfast.smp_daemon.shared.owners import FREE, Owners, taken
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import System
@@ -92,7 +93,7 @@ def test_an_smp_answers_while_it_reserves_and_gives_slots_as_they_come(ground: G
     assert client.inventory().epoch == 1
     assert client.slots(1, "dp0") == []
     with pytest.raises(NoFreeSlot):
-        client.begin(SnapshotId(1, 1), "dp0", (), None)
+        client.take("dp0", ())
     first.go()
     second = ground.points.wait_any(smp.name, SLICE)
     assert client.ready(1) == 1
@@ -540,12 +541,15 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
         reserve(memory, start, count)
 
     monkeypatch.setattr(SlotMemory, "reserve", slowly)
-    _, slot = store.begin(SnapshotId(1, 6), "dp0", (), None)
-    assert sorted(each.state for each in pool.slots) == [SlotState.MAKING, SlotState.WRITING]
+    owners = Owners(store.arena.path, 1)
+    [slot] = [slot for slot in pool.slots if owners.change(pool.path(slot).name, FREE, taken(1))]
+    with pytest.raises(ProtocolError):  # nothing was written
+        store.seal(SnapshotId(1, 6), "dp0", pool.path(slot).name, 1, ())
+    assert sorted(each.state for each in pool.slots) == [SlotState.FREE, SlotState.MAKING]
     late[:] = b"x" * PAGE
     go_on.set()
     assert store.await_reserved(1, 2, DEADLINE_S) == 2
-    assert sorted(each.state for each in pool.slots) == [SlotState.FREE, SlotState.WRITING]
+    assert [each.state for each in pool.slots] == [SlotState.FREE] * 2
     assert held == [False]
     assert bytes(pool.view(slot)) == bytes(PAGE), "whoever received writes to nothing"
     store.reserver.close()

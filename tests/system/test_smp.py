@@ -187,28 +187,43 @@ class TestATrainerThatIsGone:
         with a_process_that_writes(smps[1], "dp1", snapshot) as doomed:
             doomed.kill()
             doomed.wait(DEADLINE_S)
+        assert run["dp1"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
+        run.start(2)  # as the trainers do whenever one of them comes back
         assert run["dp1"].outcome(snapshot) is SnapshotOutcome.FAILED
         assert run["dp0"].outcome(snapshot, SHORT_S) is not PROTECTED
         for step in (2, 3, 4):
             run.protect(step)
 
-    def test_giving_a_slot_back_fails_the_snapshot_and_nothing_else(self, lone: SmpProcess) -> None:
+    def test_a_slot_that_was_given_back_is_taken_again_and_not_sealed_for_the_first_time(
+        self, lone: SmpProcess
+    ) -> None:
         run = next_run_on(lone)
         snapshot = run.write(1)
-        run["dp0"].client.abandon(snapshot, "dp0")
-        assert run["dp0"].outcome(snapshot) is SnapshotOutcome.FAILED
+        given = run["dp0"].begun[snapshot][0]
+        run["dp0"].client.give_back(given)
+        again = [run["dp0"].client.take("dp0", ()) for _ in range(3)]
+        assert given.file in {slot.file for slot in again}
         with pytest.raises(StaleEpoch, match="being written"):
             run["dp0"].seal(snapshot)
+        for slot in again:
+            run["dp0"].client.give_back(slot)
         run.protect(2)
 
-    def test_a_closed_connection_gives_back_only_its_own_slots(self, lone: SmpProcess) -> None:
-        run = Run([Trainer(lone, "dp0"), Trainer(lone, "dp1")])
-        run.start(run["dp0"].client.inventory().epoch + 1)
+    def test_a_trainer_that_comes_back_still_has_the_slot_that_it_had_taken(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
         snapshot = run.write(1)
-        run["dp0"].client.close()
-        assert run["dp1"].outcome(snapshot) is SnapshotOutcome.FAILED
-        run["dp1"].seal(snapshot)
-        assert (snapshot, "dp1") in run["dp1"].client.inventory().shards
+        run["dp0"].client.reconnect()
+        run["dp0"].seal(snapshot)
+        assert (snapshot, "dp0") in run["dp0"].client.inventory().shards
+
+    def test_a_slot_is_sealed_once(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
+        snapshot = run.take(1)
+        with pytest.raises(StaleEpoch, match="being written"):
+            run["dp0"].seal(snapshot)
+        run["dp0"].client.give_back(run["dp0"].begun[snapshot][0])  # as if the answer had been lost
+        second = run["dp0"].client.take("dp0", (snapshot,))
+        assert second.file != run["dp0"].begun[snapshot][0].file
 
 
 WRITER = """
@@ -217,7 +232,9 @@ from pathlib import Path
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 arena, job, coord, epoch, step = sys.argv[1:]
-slot = SmpClient(Path(arena), job).begin(SnapshotId(int(epoch), int(step)), coord, [], None)
+client = SmpClient(Path(arena), job)
+client.join(int(epoch))
+slot = client.take(coord, []).view
 slot[: len(slot) // 2] = bytes(len(slot) // 2)
 print("halfway", flush=True)
 sys.stdin.read()
@@ -320,14 +337,14 @@ class TestWhatIsNotASnapshotIsRefused:
     def test_a_shard_that_the_layout_does_not_have_is_refused(self, lone: SmpProcess) -> None:
         run = next_run_on(lone)
         with pytest.raises(ProtocolError, match="'dp5' is not part"):
-            run["dp0"].client.begin(run.snapshot(1), "dp5", [], None)
+            run["dp0"].client.take("dp5", [])
 
     def test_numbers_beyond_all_reason_are_refused(self, lone: SmpProcess) -> None:
         run = next_run_on(lone)
         with pytest.raises(ProtocolError):
             run["dp0"].client.join(1 << 63)
         with pytest.raises(ProtocolError):
-            run["dp0"].client.begin(run.snapshot(1 << 62), "dp0", [], None)
+            run["dp0"].client.await_outcome(run.snapshot(1 << 62), 0.0)
         assert run["dp0"].client.inventory().epoch == run.epoch
         run.protect(1)
 
@@ -357,18 +374,6 @@ class TestWhatIsNotASnapshotIsRefused:
             trainer.client.configure(layout)
 
 
-def test_a_slot_for_a_guess_takes_nothing_from_ranks_that_know_better(ground: Ground) -> None:
-    """One rank of a node expects step 3 next, as its last two were two steps apart, and the other is at step 2."""
-    run = run_on([ground.smp()], [[3000, 3000]])
-    first = run.protect(1)
-    run["dp0"].take(run.snapshot(2), (first,), first)
-    guess = run.snapshot(3)
-    run["dp1"].client.begin(guess, "dp1", (first,), first, ahead=True)
-    run["dp1"].client.abandon(guess, "dp1", unused=True)
-    run["dp1"].take(run.snapshot(2), (first,), first)
-    assert run.outcomes(run.snapshot(2)) == {PROTECTED}
-
-
 # ---------------------------------------------------------------------- who may write
 
 
@@ -381,8 +386,8 @@ class TestFencing:
         smp.client().join(2)
         client = old["dp0"].client
         for act in (
-            lambda: client.begin(SnapshotId(1, 3), "dp0", [], None),
-            lambda: client.seal(written, "dp0"),
+            lambda: client.take("dp0", []),
+            lambda: old["dp0"].seal(written),
             lambda: client.configure(old.layout),
             lambda: client.join(1),
             lambda: smp.client().finish(1),
@@ -589,7 +594,10 @@ class TestAnSmpKilledAndStartedAgain:
         assert (after.epoch, after.layouts) == (1, {(1, 0): run.layout})
         assert after.shards == {(snapshot, "dp1")}
         assert after.parities == {(snapshot, run.layout.tag(0), 1)}
-        assert [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)] == [PROTECTED, SnapshotOutcome.FAILED]
+        assert [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)] == [
+            PROTECTED,
+            SnapshotOutcome.PENDING,
+        ]
         recovered = run["dp1"].recover(run.plan(after))
         assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp1", snapshot))
 
@@ -1022,7 +1030,8 @@ class TestADamagedCopy:
         smps = ground.smps(3)
         run = run_on(smps, [[9000], [9000], [9000]])
         snapshot = run.protect(1)
-        run.write(2)  # this tells the SMPs that step 1 is protected
+        run.write(2)
+        run["dp0"].seal(run.snapshot(2))  # this tells its SMP that step 1 is protected
         flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
         smps[2].lose()
         spare = Trainer(ground.smp("spare"), "dp2", 9000)
@@ -1052,7 +1061,8 @@ class TestADamagedCopy:
         smps = ground.smps(2)
         run = run_on(smps, [[3000], [3000]])
         snapshot, tag = run.protect(1), run.layout.tag(0)
-        run.write(2)  # this tells the SMPs that step 1 is protected
+        run.write(2)
+        run["dp0"].seal(run.snapshot(2))  # this tells its SMP that step 1 is protected
         flip_a_byte(parity_file(smps[0], snapshot, tag, 0), 0)
         smps[1].lose()
         spare = Trainer(ground.smp("spare"), "dp1")
@@ -1199,8 +1209,9 @@ class TestRelease:
     def test_the_protected_snapshot_cannot_be_given_up(self, lone: SmpProcess) -> None:
         run = next_run_on(lone)
         first = run.protect(1)
+        run["dp0"].write(run.snapshot(2), [], first)
         with pytest.raises(ProtocolError, match=r"step 1 .* be kept"):
-            run["dp0"].write(run.snapshot(2), [], first)
+            run["dp0"].seal(run.snapshot(2))
         assert (first, "dp0") in run["dp0"].client.inventory().shards
 
     def test_what_is_not_kept_is_freed_and_what_is_kept_is_not(self, lone: SmpProcess) -> None:

@@ -338,7 +338,7 @@ def test_how_often_the_job_is_protected_is_a_metric_once_a_trainer_has_said_so(g
     for step, next_s in ((1, 0.0), (2, 54321.5)):
         snapshot = run.snapshot(step)
         run["dp0"].write(snapshot)
-        run["dp0"].client.seal(snapshot, "dp0", next_s=next_s)
+        run["dp0"].seal(snapshot, next_s=next_s)
         [status] = look(JOB, smp.control).statuses
         [value] = re.findall(r"^holdfast_safe_interval_seconds\S* (\S+)$", exposition(JOB, status, None).decode(), re.M)
         assert float(value) == next_s

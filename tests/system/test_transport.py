@@ -257,7 +257,7 @@ class TestACall:
     def test_turns_an_error_reply_into_the_exception_it_names(self, pair: Pair, kind: type[HoldfastError]) -> None:
         pair.hear(said({"error": kind.__name__, "message": "no room"}) + said({"fine": 1}))
         with pytest.raises(kind, match="no room") as caught:
-            call(pair.stream, {"op": "begin"})
+            call(pair.stream, {"op": "seal"})
         assert type(caught.value) is kind
         assert call(pair.stream, {"op": "inventory"}) == ({"fine": 1}, 0)
 
@@ -558,7 +558,7 @@ class TestAnSmpIsToldNonsense:
             {"op": ["inventory"]},
             {"op": "inventoryx"},
             {"op": "hello"},
-            {"op": "begin"},
+            {"op": "seal"},
             {"op": "accumulate"},
         ],
         ids=str,
@@ -646,7 +646,7 @@ class connect_later:
 
 
 OPERATIONS = [
-    *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "recover", "repair_parity", "counters"),
+    *("hello", "inventory", "join", "configure", "seal", "recover", "repair_parity", "counters"),
     *(
         "scrub",
         "verify",

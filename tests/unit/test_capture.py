@@ -6,7 +6,7 @@ import gc
 import json
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot
-from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient, TakenSlot
 from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import digest_units
@@ -48,26 +48,27 @@ class Slots:
     def __init__(self) -> None:
         self.connection = 1
         self.slots: list[memoryview] = []
+        self.taken = 0
         self.given: dict[SnapshotId, memoryview] = {}
         self.sealed: list[SnapshotId] = []
-        self.abandoned: list[SnapshotId] = []
+        self.given_back: list[TakenSlot] = []
 
     def reserve(self, total_bytes: int) -> None:
         self.slots = [memoryview(mmap.mmap(-1, total_bytes)) for _ in range(SLOTS)]
 
-    def begin(self, snapshot: SnapshotId, *_: Any, ahead: bool = False) -> memoryview:
-        self.given[snapshot] = self.slots[len(self.given) % SLOTS]
-        return self.given[snapshot]
+    def take(self, coord: str, keep: Collection[SnapshotId]) -> TakenSlot:
+        self.taken += 1
+        return TakenSlot(f"{coord}.{self.taken}.safetensors", self.taken, self.slots[self.taken % SLOTS])
 
-    def seal(self, snapshot: SnapshotId, *_: Any, **options: Any) -> None:
+    def seal(self, snapshot: SnapshotId, coord: str, slot: TakenSlot, *_: Any, **options: Any) -> None:
+        self.given[snapshot] = slot.view
         self.sealed.append(snapshot)
 
-    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:
-        return RecoveredShard(slot, "held", 0, UNIT_BYTES, digest_units(slot, UNIT_BYTES))
+    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: TakenSlot) -> RecoveredShard:
+        return RecoveredShard(slot.view, "held", 0, UNIT_BYTES, digest_units(slot.view, UNIT_BYTES))
 
-    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
-        if not unused:
-            self.abandoned.append(snapshot)
+    def give_back(self, slot: TakenSlot) -> None:
+        self.given_back.append(slot)
 
 
 class Noting(CpuEngine):
@@ -341,7 +342,7 @@ def test_what_was_given_up_is_not_copied(rig: Rig) -> None:
     job.abort(HoldfastError("over"))
     assert str(rig.fail(job)) == "over"
     assert rig.engine.notes == []
-    assert rig.slots.abandoned == [job.snapshot]
+    assert [slot.number for slot in rig.slots.given_back] == [rig.slots.taken]
 
 
 def test_what_is_given_up_after_it_was_copied_is_not_sealed(rig: Rig) -> None:
@@ -350,7 +351,7 @@ def test_what_is_given_up_after_it_was_copied_is_not_sealed(rig: Rig) -> None:
     assert job.reached(CopyState.COPIED, DEADLINE_S)
     job.abort(HoldfastError("over"))
     assert job.reached(CopyState.SEALED, DEADLINE_S)
-    assert (rig.slots.sealed, rig.slots.abandoned) == ([], [job.snapshot])
+    assert (rig.slots.sealed, len(rig.slots.given_back)) == ([], 1)
 
 
 def test_nothing_is_sealed_before_it_is_sure_that_the_step_has_begun(rig: Rig) -> None:

@@ -6,14 +6,14 @@ import mmap
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.client import SmpClient, TakenSlot
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
@@ -224,24 +224,23 @@ class Slots:
         self.slot = memoryview(mmap.mmap(-1, FORM.total_bytes))
         self.connection = 1
         self.asked = threading.Event()
-        self.begun: list[SnapshotId] = []
         self.gives = threading.Event()
         self.gives.set()
         self.sealed: list[SnapshotId] = []
-        self.abandoned: list[SnapshotId] = []
-        self.unused: list[SnapshotId] = []
+        self.taken: list[TakenSlot] = []
+        self.given_back: list[TakenSlot] = []
 
-    def begin(self, snapshot: SnapshotId, *_: Any, ahead: bool = False) -> memoryview:
+    def take(self, coord: str, keep: Collection[SnapshotId]) -> TakenSlot:
         self.asked.set()
         assert self.gives.wait(DEADLINE_S)
-        self.begun.append(snapshot)
-        return self.slot
+        self.taken.append(TakenSlot(f"{coord}.0.safetensors", len(self.taken), self.slot))
+        return self.taken[-1]
 
     def seal(self, snapshot: SnapshotId, *_: Any, **options: Any) -> None:
         self.sealed.append(snapshot)
 
-    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
-        (self.unused if unused else self.abandoned).append(snapshot)
+    def give_back(self, slot: TakenSlot) -> None:
+        self.given_back.append(slot)
 
 
 class Gated(CpuEngine):
@@ -302,7 +301,7 @@ def test_a_loop_does_not_wait_for_an_smp_that_gives_no_slot(rig: Rig) -> None:
     assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert isinstance(made.error, NoFreeSlot)
     assert rig.engine.read == []
-    assert (rig.slots.sealed, rig.slots.abandoned) == ([], [made.snapshot])
+    assert (rig.slots.sealed, rig.slots.given_back) == ([], rig.slots.taken)
 
 
 def test_when_slots_are_given_again_copies_are_made_again(rig: Rig) -> None:
@@ -315,21 +314,6 @@ def test_when_slots_are_given_again_copies_are_made_again(rig: Rig) -> None:
     assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert made.error is None
     assert rig.slots.sealed == [made.snapshot]
-
-
-@pytest.mark.parametrize("connections", [(1, 1), (1, 2)])
-def test_a_slot_that_was_had_ahead_of_time_is_had_for_its_connection(rig: Rig, connections: tuple[int, int]) -> None:
-    for step in (1, 2):
-        rig.slots.connection = connections[0]
-        made = rig.submit(step=step)
-        assert made.fence(DEADLINE_S, DEADLINE_S)
-        assert made.reached(CopyState.SEALED, DEADLINE_S)
-    rig.slots.connection = connections[1]
-    made = rig.submit(step=3)
-    assert made.fence(DEADLINE_S, DEADLINE_S)
-    assert made.reached(CopyState.SEALED, DEADLINE_S)
-    assert made.error is None
-    assert [each.step for each in rig.slots.begun].count(3) == len(set(connections))
 
 
 def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
@@ -367,15 +351,15 @@ def test_a_slot_is_not_given_back_and_no_other_is_asked_for_while_a_device_may_w
         made.fence(DEADLINE_S, DEADLINE_S)
         assert made.reached(CopyState.SEALED, DEADLINE_S)
         assert "cuda:0 did not" in str(made.error)
-    assert [each.step for each in rig.slots.begun] == [1]
-    assert rig.slots.abandoned == rig.slots.unused == rig.slots.sealed == []
+    assert len(rig.slots.taken) == 1
+    assert (rig.slots.given_back, rig.slots.sealed) == ([], [])
     monkeypatch.undo()  # the device gets on: the slot is given back, and snapshots are taken again
     made = rig.submit(step=3)
     made.fence(DEADLINE_S, DEADLINE_S)
     assert made.reached(CopyState.SEALED, DEADLINE_S)
     made.check()
-    assert [each.step for each in rig.slots.abandoned] == [1]
-    assert [each.step for each in rig.slots.begun][:2] == [1, 3]
+    assert rig.slots.given_back == rig.slots.taken[:1]
+    assert rig.slots.sealed == [made.snapshot]
 
 
 def test_a_copy_that_outlasts_its_deadline_is_not_sealed(rig: Rig) -> None:
@@ -396,7 +380,7 @@ def test_a_tensor_of_another_shape_is_named_before_its_copy_is_trusted(rig: Rig)
     assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert isinstance(made.error, LayoutChanged)
     assert "w: " in str(made.error)
-    assert rig.slots.abandoned == [made.snapshot]
+    assert rig.slots.given_back == rig.slots.taken
 
 
 def test_replicas_that_differ_are_not_sealed(rig: Rig) -> None:
@@ -406,7 +390,7 @@ def test_replicas_that_differ_are_not_sealed(rig: Rig) -> None:
     made = rig.submit(alike=differ)
     assert made.reached(CopyState.SEALED, DEADLINE_S)
     assert str(made.error) == "replicas differ"
-    assert (rig.slots.sealed, rig.slots.abandoned) == ([], [made.snapshot])
+    assert (rig.slots.sealed, rig.slots.given_back) == ([], rig.slots.taken)
 
 
 def test_a_bug_in_a_copy_ends_neither_the_loop_nor_the_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ import pytest
 from holdfast.smp_daemon.coding.scrub import verify_adopted
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, VersionMismatch
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.owners import Owners, choices, taken
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, encode_json, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
@@ -66,9 +67,12 @@ class Life:
         )
 
     def seal(self, snapshot: SnapshotId, keep: tuple[SnapshotId, ...] = (), digests: tuple[int, ...] = ()) -> None:
-        pool, slot = self.store.begin(snapshot, "dp0", keep, max(keep, default=None))
-        pool.view(slot)[:] = content_of(snapshot)
-        self.store.seal(snapshot, "dp0", digests=digests)
+        pool, owners = self.arena.shard_pool("dp0"), Owners(self.arena.path, self.store.epoch)
+        marks = {file: owner for file, [(owner, _)] in owners.found().items()}
+        file, owner = choices(marks, keep)[0]
+        assert owners.change(file, owner, taken(1))
+        pool.view(next(slot for slot in pool.slots if pool.path(slot).name == file))[:] = content_of(snapshot)
+        self.store.seal(snapshot, "dp0", file, 1, keep, max(keep, default=None), digests=digests)
 
     def die(self) -> None:
         self.store.reserver.close()

@@ -437,7 +437,7 @@ def test_a_second_attempt_takes_the_slot_of_the_first_which_writes_into_nothing(
 def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> None:
     with pytest.raises(StaleEpoch):
         with place.holdings.receiving_shard(SHARD, LAYOUT, accept):
-            place.arena.fence()
+            place.arena.fence(2)
             taken = place.pool(SHARD).begin(SECOND, 20)
     assert (taken.state, taken.snapshot) == (SlotState.WRITING, SECOND)
     assert place.holdings.held() == []

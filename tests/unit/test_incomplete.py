@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot, Unrecoverable
-from holdfast.smp_daemon.shared.client import RecoveredShard
+from holdfast.smp_daemon.shared.client import RecoveredShard, TakenSlot
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     HoldfastError,
@@ -134,10 +134,10 @@ class Watched(Slots):
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: memoryview) -> RecoveredShard:
+    def sealed_shard(self, snapshot: SnapshotId, coord: str, slot: TakenSlot) -> RecoveredShard:
         found = super().sealed_shard(snapshot, coord, slot)
         self.read.append(snapshot)
-        self.spoil(slot)
+        self.spoil(slot.view)
         return found
 
 
@@ -318,7 +318,9 @@ def test_the_commit_record_of_another_snapshot_is_not_taken(arena: Path) -> None
     model = torch.nn.Linear(4, 3)
     with InMemorySnapshot(model, Counting(model.parameters())) as snap:
         with pytest.raises(StaleEpoch):
-            snap._session.rank.client.sealed_shard(SnapshotId(9, 9), "dp0", memoryview(b""))
+            snap._session.rank.client.sealed_shard(
+                SnapshotId(9, 9), "dp0", TakenSlot("dp0.0.safetensors", 1, memoryview(b""))
+            )
 
 
 # ---------------------------------------------------------------------- decisions

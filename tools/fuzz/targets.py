@@ -23,7 +23,6 @@ from holdfast.smp_daemon.shared.messages import (
     AskInventories,
     AskPartialSum,
     AskShard,
-    Begin,
     Configure,
     Drain,
     Ended,
@@ -233,7 +232,6 @@ def _trainer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
     yield AskInventories(addresses=(("127.0.0.1", 5000),))
     yield Join(epoch=3, start=Start(3, 40, CrashLoop(2, 30, 41, "killed"), Choice(SNAPSHOT, 3), (("10.0.0.1", 9),)))
     yield Configure(layout=layout)
-    yield Begin(snapshot=SNAPSHOT, coord="pp0-dp0", keep=(SNAPSHOT,), protected=SNAPSHOT)
     yield Recover(epoch=3, sources=sources, coord="pp0-dp0")
     yield RepairParity(epoch=3, sources=sources, group=0, position=2)
     yield Ended(epoch=3, coord="pp0-dp0", step=41, failure="killed")

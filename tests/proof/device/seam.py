@@ -363,7 +363,8 @@ def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena:
 
     def sealing(copier: Copier, copy: SnapshotCopy) -> None:
         form, step = copy.order.form, copy.snapshot.step
-        held = {_bytes(read_leaf(copy.slot, offset, leaf)) for offset, leaf in form.offsets.values()}
+        assert copy.slot is not None
+        held = {_bytes(read_leaf(copy.slot.view, offset, leaf)) for offset, leaf in form.offsets.values()}
         outcome.wrong += [f"{name} of step {step}" for name, content in wanted[step].items() if content not in held]
         seal(copier, copy)
         outcome.taken.append(step)

@@ -66,9 +66,7 @@ class Zombie:
             "join": ({"epoch": 1}, STALE),
             "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
             "slots": ({"coord": "dp0", "epoch": 1}, STALE),
-            "begin": ({**written, "keep": []}, STALE),
-            "seal": (written, STALE),
-            "abandon": ({"snapshot": self.victim.snapshot, "coord": "dp0"}, None),
+            "seal": ({**written, "slot": "dp0.0.safetensors", "taken": 1, "keep": []}, STALE),
             "await": ({"snapshot": self.old, "deadline_s": 0}, None),
             "recover": ({"sources": sources, "coord": "dp1", "epoch": 1}, STALE),
             "lend": ({"sources": sources, "epoch": 1}, STALE),
@@ -172,7 +170,7 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 
 TRAINER_OPERATIONS = (
-    *("hello", "inventory", "inventories", "join", "configure", "begin", "seal", "abandon", "await", "recover", "lend"),
+    *("hello", "inventory", "inventories", "join", "configure", "seal", "await", "recover", "lend"),
     *(
         "unit",
         "repair_parity",
@@ -225,7 +223,7 @@ def test_an_older_board_is_nobodys(untouched: Zombie) -> None:
 
 
 def test_the_connection_of_a_dead_older_trainer_takes_nothing_with_it(untouched: Zombie) -> None:
-    """When a connection ends, the SMP frees what it began and did not seal, but not what others now receive."""
+    """When a connection ends, the SMP frees nothing: a newer epoch has replaced what it had taken."""
     client = SmpClient(untouched.victim.smp.arena, JOB)
     client._call(Hello(job=JOB, version=PROTOCOL_VERSION))
     client.close()
@@ -237,7 +235,7 @@ def test_the_connection_of_a_dead_older_trainer_takes_nothing_with_it(untouched:
 ZOMBIE = """
 import json, sys, time
 from pathlib import Path
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.client import SmpClient, TakenSlot
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Finish
@@ -254,25 +252,34 @@ def stop_here():
     sys.stdin.readline()
 
 
-def open_late(slot):
-    stop_here()
-    return open_slot(slot)
+def late(call):
+    calls = []
+
+    def stopped(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            stop_here()
+        return call(*arguments)
+
+    return stopped
 
 
-if sys.argv[5] == "answered":
-    open_slot, client._map = client._map, open_late
+client.slots(epoch, "dp0")
+if sys.argv[5] == "chosen":
+    client._owners.change = late(client._owners.change)
+if sys.argv[5] == "taken":
+    client._map = late(client._map)
 try:
-    slot = client.begin(snapshot, "dp0", [kept], kept)
+    slot = client.take("dp0", [kept])
 except HoldfastError as error:
-    slot, said["open"] = None, type(error).__name__
+    slot, said["open"] = TakenSlot("dp0.0.safetensors", 1, memoryview(bytearray(1))), type(error).__name__
 if sys.argv[5] == "opened":
     stop_here()
-if slot is not None:
-    slot[:] = b"\\x55" * slot.nbytes
+slot.view[:] = b"\\x55" * slot.view.nbytes
 client.pause(0, time.monotonic() + 100)
 for name, call in {
-    "seal": lambda: client.seal(snapshot, "dp0"),
-    "begin": lambda: client.begin(SnapshotId(epoch, 10), "dp0", [], None),
+    "seal": lambda: client.seal(snapshot, "dp0", slot, [kept]),
+    "take": lambda: client.take("dp0", []),
     "join": lambda: client.join(epoch),
     "say": lambda: client.say("I was away"),
     "finish": lambda: client._call(Finish(epoch=epoch)),
@@ -286,10 +293,10 @@ print(json.dumps(said), flush=True)
 """
 
 
-@pytest.mark.parametrize("when", ["answered", "opened"])
+@pytest.mark.parametrize("when", ["chosen", "taken", "opened"])
 @pytest.mark.proves("fenced")
 def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie, when: str) -> None:
-    """It is stopped once the SMP has answered its request for a slot: before it opens that slot, and after."""
+    """It is stopped once it has chosen a slot and not taken it; once it has taken it and not opened it; and after."""
     victim = zombie.victim
     run, smp = victim.run, victim.smp
     old = run.epoch

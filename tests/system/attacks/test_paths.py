@@ -71,10 +71,9 @@ def test_as_names_in_messages(victim: Victim, name: str) -> None:
         {**layout, "nodes": [{**layout["nodes"][0], "shards": [{"coord": name, "bytes": 9}]}, layout["nodes"][1]]},
     ]
     told = [ask(victim.local, {"op": "configure", "layout": each}) for each in in_layout]
-    told += [
-        ask(victim.local, {"op": op, "snapshot": [1, 8], "coord": name, "keep": [[1, 1]], "protected": [1, 1]})
-        for op in ("begin", "seal")
-    ]
+    seal = {"op": "seal", "snapshot": [1, 8], "coord": "dp0", "slot": "dp0.0.safetensors", "taken": 1, "keep": []}
+    told += [ask(victim.local, {**seal, "coord": name})]
+    assert ask(victim.local, {**seal, "snapshot": [run.epoch, 8], "slot": name}).get("error") == "StaleEpoch"
     told += [ask_control(victim.control, {"op": "inventory", "job": name})]
     told += [ask(victim.smp.bulk, {"op": "shard_unit", "job": JOB, "snapshot": [1, 1], "coord": name, "unit": 0})]
     parity = {"op": "parity_unit", "job": JOB, "snapshot": [1, 1], "tag": name, "position": 0, "unit": 0}
