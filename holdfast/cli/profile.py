@@ -130,6 +130,12 @@ def show(console: Console, measured: Measured) -> None:
         f"protect {code}",
         soft_wrap=True,
     )
+    if measured.interference is not None:
+        console.print(
+            f"while that lasts training loses {measured.interference:.1%}, which is --interference where there is no "
+            "profile",
+            soft_wrap=True,
+        )
 
 
 def _command(parsed: argparse.Namespace) -> int:

@@ -82,6 +82,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
     assert 0 < measured.step_s < 10
     assert min(measured.stall_s, measured.copy_s, measured.seal_s, measured.encode_s) > 0
     assert measured.step_sd_s is not None
+    assert measured.interference is not None and f"{measured.interference:.1%}" in printed
     assert not list(arena_base().glob(f".profile-{os.getpid()}-*"))
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
     tuned = tmp_path / "tune.json"
