@@ -46,7 +46,11 @@ class Machine:
             return Real(late_copies=late)
         order = SHOWN_BY.get(fault, LAZY)
         connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
-        return Emulated(EmulatedCuda(driver=Driver(order, connections=connections)), late_copies=late)
+        try:
+            driver = Driver(order, connections=connections)
+        except RuntimeError:  # no driver can stand in here: the emulated device has an order of its own
+            return Emulated(EmulatedCuda(order))
+        return Emulated(EmulatedCuda(driver=driver), late_copies=late)
 
     @property
     def beside(self) -> SeamDevice:
