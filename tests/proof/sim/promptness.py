@@ -39,8 +39,9 @@ ADVICE = ("until encoding keeps up again", "without HOLDFAST_DOMAINS")
 STARVED = "no snapshot is taken: "
 """How a text begins that is right on machines that are slower than holdfast expects of any."""
 
-HUNG_UP = "connection ended: "
-"""How a text begins that is right once a job has been started again: what its predecessor was still sending ends."""
+HUNG_UP = ("connection ended: ", "a connection to ")
+"""How texts begin that are right once a job has been started again: what its predecessor was still sending ends, on one
+node before the other."""
 
 TROUBLE = ("units_requested_again", "reconnects", "units_damaged", "persist_failures")
 """Counters of an SMP that do not move while nothing is wrong."""
