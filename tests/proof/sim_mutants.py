@@ -351,6 +351,14 @@ def _commit_twice(self: SlotFilePool, slot: Any, record: Any) -> None:
     _commit(self, another, record)
 
 
+def _fence_nobody(self: Arena, epoch: int) -> None:
+    """Carry all marks of slots into the new epoch, those of its old writers, too."""
+    for file, marks in self.owners.found().items():
+        for owner, _ in marks:
+            self.owners.renew(file, owner, epoch)
+    self.owners.epoch = epoch
+
+
 def _reserve_more(self: Arena, wanted: dict[Any, tuple[int, int]]) -> None:
     _reserve(self, {pool: (length, count + 2) for pool, (length, count) in wanted.items()})
 
@@ -606,7 +614,7 @@ MUTANTS: dict[str, SimMutant] = {
         "epoch",
         (
             (Store, "check_epoch", _never),
-            (Arena, "fence", _never),
+            (Arena, "fence", _fence_nobody),
             (Store, "_check_slot", _never),
             (Holdings, "_believe", _never),
         ),
