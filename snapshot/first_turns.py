@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.logs import get_log
@@ -14,6 +14,7 @@ from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.step.position import Position
+from holdfast.snapshot.step.script import Script
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 
 log = get_log(__name__)
@@ -39,11 +40,15 @@ class Checks:
 class FirstTurns:
     """Each check of a restored state is made once, and then forgotten. Used by the training thread."""
 
-    def __init__(self, restored: Restored, checks: Checks, progress: RankProgress, position: Position) -> None:
+    def __init__(
+        self, restored: Restored, checks: Checks, progress: RankProgress, position: Position, script: Script
+    ) -> None:
         self._restored = restored
         self._checks = checks
         self._progress = progress
         self._position = position
+        self._script = script
+        self._generators: Callable[[], Mapping[str, object]] = dict
         self._rewind: Callable[[], None] | None = restored.rewind if restored.snapshot is not None else None
         self._state: Resumed | None = None  # compares the state as the step begins to what was restored
         self._inputs: str | None = None  # digest of what the step's first forward must be given; None: anything
@@ -55,8 +60,10 @@ class FirstTurns:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
         the hook for its step: call it once the hook knows its session."""
         restored = self._restored
+        self._generators = adapter.generators
+        self._script.entered(self._known_generators())
         if adapter.modules():  # without any there is no forward
-            self._rehearsal = Rehearsal(adapter)
+            self._rehearsal = Rehearsal(adapter, self._script.drawn_from)
             if restored.snapshot is None:
                 self._rehearsal.note_values()
         if restored.snapshot is None:
@@ -76,6 +83,28 @@ class FirstTurns:
         """Whether this is one of the first turns since the loop was entered."""
         restored = self._restored.snapshot
         return self._progress.step - (0 if restored is None else restored.step) < FIRST_TURNS
+
+    # ------------------------------------------------------------------ what the script keeps
+
+    def note_boundary(self) -> None:
+        """A step has ended: note what the script keeps."""
+        self._script.note()
+
+    def step_begins(self) -> None:
+        """A step has begun. Raises as `Script.check`."""
+        self._script.step_begins(is_new=self.is_new, declared=self._position.declared)
+
+    def check_script(self) -> None:
+        """An optimizer is about to step. Raises as `Script.check`."""
+        self._script.check(is_new=self.is_new, declared=self._position.declared)
+
+    def stop_watching(self) -> None:
+        """Stop watching the script."""
+        self._script.remove()
+
+    def _known_generators(self) -> set[int]:
+        known = [self._generators(), *(data.generators for data in self._position.sources.values())]
+        return {id(each) for some in known for each in some.values()}
 
     # ------------------------------------------------------------------ a loop that is plain
 
@@ -109,6 +138,7 @@ class FirstTurns:
         if not self._was_marked:
             self._was_marked = True
             self._warn_of_what_was_read()
+            self._script.begins(self._known_generators())
         if self._rewind is not None:
             self._rewind()
             self._rewind = None

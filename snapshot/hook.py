@@ -69,7 +69,7 @@ class SnapshotHook:
     @property
     def epoch(self) -> int:
         """How many passes over `data` are finished: the pass in which the loop goes on. 0 on a cold start."""
-        return self._session.position.epoch
+        return self._session.epoch
 
     def begin(self) -> None:
         """Say that the next step begins: call it at the top of the loop. Returns at once.

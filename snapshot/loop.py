@@ -168,6 +168,7 @@ class Loop:
             if self._where is TurnState.BETWEEN:
                 self._first.check_state()
             self._hear(Event.SEVERAL if self._has_several else Event.STEP)
+            self._first.check_script()
             self._protecting.pace.fenced(began)
             if (copy := self._protecting.newest) is not None:
                 in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._deadline_s)
@@ -222,6 +223,7 @@ class Loop:
                 for unlike, names in self._first.unlike_a_restart(is_due=self.is_due):
                     self._hear(unlike, names)
             self._hear(event)
+            self._first.step_begins()
 
     def _hear(self, event: Event, names: Sequence[str] = ()) -> None:
         """Something happened: go to where the loop is now, and do what that asks for. `names`: what it happened to."""
@@ -237,6 +239,7 @@ class Loop:
         elif what is Action.END:
             self._end_step(is_last=event is Event.LAST)
         if what in (Action.END, Action.NOTE) and self.is_due:
+            self._first.note_boundary()
             self._capture.mark()
 
     def _refuse(self, refusal: NotPlain, names: Sequence[str]) -> None:
@@ -306,6 +309,7 @@ class Loop:
         if ended_well and not self.has_stepped:
             self._gradients.check()
         self.boundary.remove()
+        self._first.stop_watching()
         self._gradients.remove()
         self._steppers.remove()
 

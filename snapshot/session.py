@@ -26,6 +26,7 @@ from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.position import Position
+from holdfast.snapshot.step.script import Script
 
 log = get_log(__name__)
 
@@ -100,13 +101,16 @@ class Session:
         )
         statistics.interval = self.intervals.rule.interval
         self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
+        self.script = Script(
+            restored.loop, adapter.modules(), is_watched=checks.reading, is_plain=restored.began is not None
+        )
         self.capture = Capture(
             adapter,
             rank.agreement,
             rank.engine,
             options.job,
             rank.coord,
-            self.position.tree,
+            lambda: self.position.tree() | self.script.tree(),
             self.intervals.rule.notes,
             restored.run.id,
             rank.system,
@@ -114,7 +118,7 @@ class Session:
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, statistics)
         self._ending = Ending(options, rank, self.protecting)
         self._auditor = self._auditor_if_ordered(Theirs(checks.restored_by_themselves))
-        self._first = FirstTurns(restored, checks, progress, self.position)
+        self._first = FirstTurns(restored, checks, progress, self.position, self.script)
         self.loop = Loop(
             adapter,
             rank,
@@ -145,7 +149,14 @@ class Session:
     @property
     def step(self) -> int:
         """See `SnapshotHook.step`."""
+        self.script.asked = True
         return self.position.number(self.progress.step)
+
+    @property
+    def epoch(self) -> int:
+        """See `SnapshotHook.epoch`."""
+        self.script.asked = True
+        return self.position.epoch
 
     @property
     def protected_step(self) -> int | None:

@@ -8,18 +8,26 @@ code does; the second, what the code between two steps does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.resume.comparison import late_values
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.live import Tree
 
 
 class Rehearsal:
     """Follows what is drawn and changed before the forwards that begin steps. Used by the training thread."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        """Notes how everything is as the loop is entered, but for values; see `note_values`."""
+    def __init__(self, adapter: Adapter, more: Callable[[], Tree] = dict) -> None:
+        """Notes how everything is as the loop is entered, but for values; see `note_values`.
+
+        Args:
+            more: returns the states of generators that the script keeps, by name.
+        """
         self._adapter = adapter
+        self._more = more
         self._before = self._generators()
         self._values: dict[str, object] = {}
         self._drew: set[str] | None = None  # the generators that the first turn drew from
@@ -63,5 +71,5 @@ class Rehearsal:
             return {}  # they cannot be captured: the first snapshot raises this, too
 
     def _generators(self) -> dict[str, str]:
-        states = rng.capture() | rng.states(self._adapter.generators())
+        states = rng.capture() | rng.states(self._adapter.generators()) | self._more()
         return streams.digests(states)

@@ -25,6 +25,7 @@ from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
 from holdfast.snapshot.step import meaning
+from holdfast.snapshot.step.iterators import unwatched
 from holdfast.snapshot.step.source import (
     Indices,
     check,
@@ -191,6 +192,11 @@ class Data:
         """The loop was left for good, by ``break`` in a pass: the next run is to give the rest of that pass."""
         self._left = False
 
+    @property
+    def generators(self) -> dict[str, Any]:
+        """The random generators of the source, by name."""
+        return self._own
+
     def state(self) -> Tree:
         """The place, as plain values. While a batch is read and its step begins: as at the last mark, with a
         description of that batch once it is read."""
@@ -285,9 +291,11 @@ class Data:
     def _fetch(self, iterator: Iterator[Any]) -> Any:
         """The next batch. If it draws from the global generators, notes their states before. Raises `StopIteration`."""
         if not self._draws:
-            return next(iterator)
+            with unwatched():
+                return next(iterator)
         before = rng.capture()
-        batch = next(iterator)
+        with unwatched():
+            batch = next(iterator)
         place = self._place
         if place.taken and not rng.alike(before, rng.capture()):
             remembered = REMEMBERED if self._ahead is None else self._ahead + 1
@@ -389,7 +397,8 @@ class Data:
             if number in drawn:
                 rng.restore(drawn[number])
             try:
-                batch = next(iterator)
+                with unwatched():
+                    batch = next(iterator)
             except StopIteration:
                 raise StateMismatch(
                     f"data {self.name!r} has only {number} batches now, but the snapshot was taken after {place.taken} "

@@ -13,6 +13,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.digests import digest_of_batch
 from holdfast.snapshot.state.live import Stateful
 from holdfast.snapshot.step import meaning
+from holdfast.snapshot.step.iterators import unwatched
 from holdfast.snapshot.step.meaning import Meaning
 
 log = get_log(__name__)
@@ -139,7 +140,8 @@ def open_pass(source: Any) -> tuple[Iterator[Any], Indices | None]:
     """An iterator of a new pass over `source`, and the indices it asks for, if those are known."""
     if isinstance(source, torch_data.DataLoader) and source.persistent_workers:
         source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
-    iterator: Any = iter(source if _is_iterable(source) else source())
+    with unwatched():
+        iterator: Any = iter(source if _is_iterable(source) else source())
     indices = None
     if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
         indices = iterator._sampler_iter = Indices(iterator._sampler_iter)

@@ -1,0 +1,144 @@
+"""Iterators of loaders that a script makes by itself, beside those that `snap.data` reads.
+
+Making one draws a seed from torch's global generator. An evaluation over a loader with persistent workers draws it in
+its first pass only; a restarted process makes the iterator again, and must not draw again. An iterator that is kept
+from step to step begins anew after a restart; that is said as soon as it is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.step.variables import is_users_frame, name_of
+
+_quiet = 0
+"""How many callers of `unwatched` are active."""
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Iterators that are made meanwhile are not watched: whoever makes them brings them back to their place."""
+    global _quiet
+    _quiet += 1
+    try:
+        yield
+    finally:
+        _quiet -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An iterator that is read in more than one step.
+
+    Attributes:
+        where: file and line that made it.
+        trains: whether it was made to train, not to evaluate.
+        has_places: whether its batches are looked up by indices, so that it matters where in the pass it is.
+    """
+
+    where: str
+    trains: bool
+    has_places: bool
+
+
+class Iterators:
+    """Watches the iterators that loaders make in this thread, until `remove`.
+
+    Args:
+        held: `tree` of the earlier run; empty if there was none.
+        trains: whether the loop is training just now, and not evaluating.
+    """
+
+    def __init__(self, held: Tree, trains: Callable[[], bool]) -> None:
+        self._seeds: dict[str, list[int]] = {name: list(seeds) for name, seeds in held.items()}
+        self._trains = trains
+        self._made_again: Counter[str] = Counter()
+        self._alive: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._told: set[Kept] = set()
+        self._at_work = os.getpid(), threading.get_ident()
+        kind: Any = _BaseDataLoaderIter
+        make = self._make = kind.__init__
+
+        def making(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            if _quiet or self._at_work != (os.getpid(), threading.get_ident()):
+                make(iterator, loader, *args, **kwargs)
+                return
+            trains = self._trains()
+            if loader.persistent_workers and loader.num_workers and not trains:
+                self._make_once(iterator, loader, *args, **kwargs)
+                return
+            make(iterator, loader, *args, **kwargs)
+            if loader.generator is None:  # another generator is nobody else's
+                self._alive[iterator] = Kept(_caller(), trains, not isinstance(loader.dataset, IterableDataset))
+
+        kind.__init__ = making
+
+    def remove(self) -> None:
+        """Stop watching."""
+        kind: Any = _BaseDataLoaderIter
+        kind.__init__ = self._make
+
+    def tree(self) -> Tree:
+        """The seeds of the persistent workers that were made, by their loaders, in order."""
+        return {name: list(seeds) for name, seeds in self._seeds.items()}
+
+    def begin(self) -> None:
+        """A step begins: note how far iterators were read."""
+        for iterator in self._alive:
+            if iterator._num_yielded:
+                self._read[iterator] = iterator._num_yielded
+
+    def kept(self) -> list[Kept]:
+        """Those that were read on since the last `begin` and before it, each once."""
+        found = [self._alive[each] for each, count in self._read.items() if each._num_yielded > count]
+        new = [each for each in dict.fromkeys(found) if each not in self._told]
+        self._told.update(new)
+        return new
+
+    def _make_once(self, iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        """The workers live as long as their loader. If the earlier process had made them when the snapshot was taken,
+        it had drawn their seed, and the restored generator is past that."""
+        name = _name_of(loader)
+        seeds, number = self._seeds.setdefault(name, []), self._made_again[name]
+        self._made_again[name] += 1
+        if number == len(seeds):
+            self._make(iterator, loader, *args, **kwargs)
+            seeds.append(int(iterator._base_seed))
+            return
+        own = loader.generator
+        loader.generator = torch.Generator()
+        try:
+            self._make(iterator, loader, *args, **kwargs)
+        finally:
+            loader.generator = own
+        iterator._base_seed = seeds[number]
+
+
+def _name_of(loader: DataLoader[Any]) -> str:
+    """Tells loaders apart, the same in every run."""
+    data = loader.dataset
+    length = f" of {len(data)}" if hasattr(data, "__len__") else ""
+    return f"{name_of(loader)}: {type(data).__qualname__}{length} by {loader.batch_size}"
+
+
+def _caller() -> str:
+    """File and line of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users_frame(frame):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "a library"

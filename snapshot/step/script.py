@@ -1,0 +1,115 @@
+"""What a script keeps beside what the hook was given, and what of it feeds training: one rank's view.
+
+State that is made once in a process, and drawn from, is restored where that can be done without a word from the user;
+the rest is named when it is first seen. Used by the training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import get_log, some
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.step.iterators import Iterators
+from holdfast.snapshot.step.variables import Variables
+
+READ_ON = (
+    "the iterator of a DataLoader that was made at %s is read on from step to step, and a restart begins it anew, at "
+    "other batches"
+)
+EVALUATED_ON = (
+    "evaluations read on from step to step in the iterator of a DataLoader that was made at %s. A restart begins it "
+    "anew, so that it draws from torch's random generator at other times, and training goes on with other random "
+    "numbers: make the iterator in each evaluation, or give that loader generator=torch.Generator()"
+)
+FIX = "go through data by `for batch in snap.data(loader)`"
+
+log = get_log(__name__)
+
+
+class Script:
+    """
+    Args:
+        held: `tree` of the earlier run; empty if there was none.
+        modules: the models.
+        is_watched: whether the loop is the user's own; a trainer's restores what it keeps by itself.
+        is_plain: whether the earlier run's loop did not say where its steps begin.
+
+    Attributes:
+        asked: whether the script has asked for its step: only then can it find its place in its data by itself.
+    """
+
+    def __init__(self, held: Tree, modules: Sequence[torch.nn.Module], *, is_watched: bool, is_plain: bool) -> None:
+        self.asked = False
+        self._modules = modules
+        self._is_watched = is_watched
+        self._is_plain = is_plain
+        self._iterators = Iterators(held.get("workers", {}), self._is_training)
+        self._variables = Variables(held.get("variables", {}))
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._iterators.remove()
+
+    def tree(self) -> Tree:
+        """What it keeps, as plain values, as it was when it was last noted."""
+        return {"workers": self._iterators.tree(), "variables": self._variables.tree()}
+
+    def note(self) -> None:
+        """A step has ended: note what belongs to the boundary."""
+        self._variables.note()
+
+    def drawn_from(self) -> Tree:
+        """The states of the generators in its variables."""
+        return self._variables.states()
+
+    def entered(self, but: Collection[int]) -> None:
+        """The hook is entered. A plain loop draws for its next step before that step begins, so its generators are put
+        back now. `but`: ids of generators that are captured already."""
+        if self._is_watched:
+            self._variables.look(but)
+            if self._is_plain:
+                self._put_back()
+
+    def begins(self, but: Collection[int]) -> None:
+        """A loop that says where its steps begin is about to begin its first one. `but`: as for `entered`."""
+        if self._is_watched:
+            self._variables.look(but)
+            self._put_back()
+
+    def step_begins(self, *, is_new: bool, declared: bool) -> None:
+        """A step begins. Arguments and errors: as for `check`."""
+        self.check(is_new=is_new, declared=declared)
+        self._iterators.begin()
+
+    def check(self, *, is_new: bool, declared: bool) -> None:
+        """A step begins, or is about to end: name iterators that a restart would begin anew, as soon as they are seen.
+
+        Args:
+            is_new: whether the job is in its first turns.
+            declared: whether the loop says where its steps begin.
+
+        Raises:
+            ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself.
+        """
+        for kept in self._iterators.kept() if self._is_watched else ():
+            if not kept.trains:
+                log.warning(EVALUATED_ON, kept.where)
+            elif is_new and declared and kept.has_places and not self.asked:
+                raise ConfigError(f"{READ_ON % kept.where}: {FIX}")
+            else:
+                log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {FIX}", kept.where)
+
+    def _put_back(self) -> None:
+        if gone := self._variables.put_back():
+            log.warning(
+                "%s: random generators that the script had in variables as its first step began, and has not now: make "
+                "them before that step, or what is drawn from them is other than before",
+                some(gone),
+            )
+
+    def _is_training(self) -> bool:
+        return torch.is_grad_enabled() and (not self._modules or any(each.training for each in self._modules))

@@ -1,0 +1,266 @@
+"""What a script keeps by itself, and training is fed from: restored, or named when it is first seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from holdfast import ConfigError, InMemorySnapshot
+from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, trial, warnings_of
+
+# ------------------------------------------------------------------ persistent workers of an evaluation
+
+
+def evaluate(job: Job, loader: DataLoader[Any]) -> None:
+    job.model.eval()
+    with torch.no_grad():
+        for (batch,) in loader:
+            job.model(batch)
+    job.model.train()
+
+
+def evaluated_every(count: int, **options: Any) -> Loop:
+    """The first evaluation follows step `count`; it makes the iterator, which draws a seed."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        loader = DataLoader(TensorDataset(job.held_out), 3, **options)
+        for step in snap.steps(STEPS):
+            job.backward()
+            yield
+            job.step()
+            if step % count == count - 1:
+                evaluate(job, loader)
+
+    return loop
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("stop", [2, 3, 4, 5])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_workers_that_an_evaluation_keeps_draw_no_second_seed_after_a_restart(stop: int, shuffle: bool) -> None:
+    """Stopped before the first evaluation, right after it, and later."""
+    loop = evaluated_every(2, num_workers=1, persistent_workers=True, shuffle=shuffle)
+    assert trial(loop, Dropping, stop).statistics.failed == 0
+
+
+@pytest.mark.usefixtures("arena")
+def test_workers_that_are_made_in_each_evaluation_draw_in_each() -> None:
+    assert trial(evaluated_every(2, num_workers=1), Dropping).statistics.failed == 0
+
+
+def evaluated_on_two(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    loaders = [
+        DataLoader(TensorDataset(job.held_out), size, num_workers=1, persistent_workers=True) for size in (2, 3, 3)
+    ]
+    for step in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        evaluate(job, loaders[step % 3])
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_each_of_several_loaders_draws_once(stop: int) -> None:
+    assert trial(evaluated_on_two, Dropping, stop).statistics.failed == 0
+
+
+# ------------------------------------------------------------------ iterators that are kept
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def training_on(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    batches = endless(DataLoader(TensorDataset(job.held_out), 2, shuffle=True))
+    for _ in snap.steps(STEPS):
+        (batch,) = next(batches)
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_iterator_that_training_goes_on_in_is_refused_in_the_first_turns() -> None:
+    job = Job()
+    with pytest.raises(ConfigError, match=r"test_script\.py:\d+ .*snap\.data"), job.hook() as snap:
+        for _ in training_on(snap, job):
+            pass
+    assert snap.step == 1
+
+
+def reading_up_to_its_place(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """The loop asks for its step, and finds its place in the data by itself."""
+    generator = torch.Generator().manual_seed(5)
+    batches = endless(DataLoader(TensorDataset(job.held_out), 1, shuffle=True, generator=generator))
+    for _ in range(snap.step):
+        next(batches)
+    for _ in snap.steps(STEPS):
+        (batch,) = next(batches)
+        job.model(batch.repeat(2, 1)).square().sum().backward()
+        yield
+        job.step()
+
+
+def reading_up_in_order(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    batches = endless(DataLoader(TensorDataset(job.held_out), 3))
+    for _ in range(snap.step):
+        next(batches)
+    for _ in snap.steps(STEPS):
+        (batch,) = next(batches)
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [reading_up_to_its_place, reading_up_in_order])
+def test_a_loop_may_find_its_place_by_itself(loop: Loop) -> None:
+    assert trial(loop).statistics.failed == 0
+
+
+def evaluating_on(**options: Any) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        batches = endless(DataLoader(TensorDataset(job.held_out), 1, shuffle=True, **options))
+        for _ in snap.steps(STEPS):
+            job.backward()
+            yield
+            job.step()
+            job.model.eval()
+            with torch.no_grad():
+                job.model(next(batches)[0])
+            job.model.train()
+
+    return loop
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_iterator_that_evaluations_go_on_in_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    life(evaluating_on(), Job(), None)
+    (said,) = [text for text in warnings_of(caplog) if "evaluations read on" in text]
+    assert "test_script.py:" in said and "generator=torch.Generator()" in said
+
+
+@pytest.mark.usefixtures("arena")
+def test_with_a_generator_of_its_own_it_may_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    trial(evaluating_on(generator=torch.Generator()), Dropping)
+    assert not [text for text in warnings_of(caplog) if "evaluations read on" in text]
+
+
+# ------------------------------------------------------------------ generators in variables
+
+
+class Noise:
+    """Of the user's own class."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(3)
+
+    def draw(self) -> float:
+        return float(self.random.normal())
+
+
+def noise_after(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    generator, noise = torch.Generator().manual_seed(3), Noise()
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01 * noise.draw())
+
+
+def noise_before(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in snap.steps(STEPS):
+        job.model(torch.randn(6, 4, generator=generator)).square().sum().backward()
+        yield
+        job.step()
+
+
+MODULES = np.random.RandomState(0)
+
+
+def noise_of_the_module(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    if snap.step == 0:
+        MODULES.seed(0)
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(6, 4)).square().sum() * float(MODULES.rand())).backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [noise_after, noise_before, noise_of_the_module])
+def test_generators_in_variables_go_on(loop: Loop) -> None:
+    assert trial(loop).statistics.failed == 0
+
+
+def noise_before_plain(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.model(torch.randn(6, 4, generator=job.noise)).square().sum().backward()  # type: ignore[attr-defined]
+        yield
+        job.step()
+
+
+def noise_after_plain(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.backward()
+        yield
+        job.step()
+        torch.randn(1, generator=job.noise)  # type: ignore[attr-defined]
+
+
+class Noisy(Job):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(3)
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_plain_loop_draws_from_them_again_before_its_first_step() -> None:
+    assert trial(noise_before_plain, Noisy).statistics.failed == 0
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_plain_loop_that_draws_from_them_after_its_step_is_refused_in_the_first_turns() -> None:
+    with pytest.raises(ConfigError, match=r"job\.noise.*snap\.begin"):
+        life(noise_after_plain, Noisy(), None)
+
+
+def seeded_in_each_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for step in snap.steps(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        job.model(torch.randn(6, 4, generator=generator)).square().sum().backward()
+        yield
+        job.step()
+
+
+def replaying(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """The loop draws all that earlier steps had drawn, before it says that its first step begins."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(snap.step):
+        torch.randn(6, 4, generator=generator)
+    yield from (None for _ in noise_from(snap, job, generator))
+
+
+def noise_from(snap: InMemorySnapshot, job: Job, generator: torch.Generator) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        job.model(torch.randn(6, 4, generator=generator)).square().sum().backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [seeded_in_each_step, replaying])
+def test_loops_that_keep_nothing_in_their_generators_go_on(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    assert trial(loop).statistics.failed == 0
+    assert not [text for text in warnings_of(caplog) if "variables" in text]
