@@ -393,11 +393,13 @@ class Data:
         log.info("data %r: batches read again of pass %d: %d", self.name, place.epoch, place.taken)
         drawn = dict(place.drawn)
         batch, history = None, ""
+        drew: set[bool] = set()  # whether what was drawn after the first batch serves the passes of loaders within
         for number in range(place.taken):
             if number in drawn:
                 rng.restore(drawn[number])
+            before = rng.capture()
             try:
-                with unwatched():
+                with unwatched() as made:
                     batch = next(iterator)
             except StopIteration:
                 raise StateMismatch(
@@ -405,8 +407,10 @@ class Data:
                     f"of pass {place.epoch}: give the job the data that it had"
                 ) from None
             self._heartbeat()
+            if number and not rng.alike(before, rng.capture()):
+                drew.add(_serves_a_pass(made))
             history = told(self._indices, history, "" if self._indices is not None else digest_of_batch(batch))
-        if self._ahead is None and history != place.history:
+        if self._ahead is None and history != place.history and drew != {True}:
             complain(
                 self.name,
                 self.exact,
@@ -452,6 +456,11 @@ def _read(held: Tree, name: str) -> _Place:
         return _Place(**{field_name: held[field_name] for field_name in _Place.__slots__})
     except (LookupError, TypeError) as error:
         raise StateMismatch(f"data {name!r}: the snapshot does not say where it was: {error!r}") from error
+
+
+def _serves_a_pass(made: list[Any]) -> bool:
+    """Whether what was drawn as these loaders made iterators serves only the passes that these began."""
+    return bool(made) and not any(map(may_draw, made))
 
 
 def _digest(generators: Tree) -> str:

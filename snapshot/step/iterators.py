@@ -25,19 +25,19 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.variables import is_users_frame, name_of
 
-_quiet = 0
-"""How many callers of `unwatched` are active."""
+_quiet: list[list[DataLoader[Any]]] = []
+"""For each caller of `unwatched` that is active, the loaders whose iterators were made."""
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """Iterators that are made meanwhile are not watched: whoever makes them brings them back to their place."""
-    global _quiet
-    _quiet += 1
+def unwatched() -> Iterator[list[DataLoader[Any]]]:
+    """Iterators that are made meanwhile are not watched: whoever makes them brings them back to their place. Gives the
+    loaders that made some."""
+    _quiet.append([])
     try:
-        yield
+        yield _quiet[-1]
     finally:
-        _quiet -= 1
+        _quiet.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class Iterators:
         def making(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             if _quiet or self._at_work != (os.getpid(), threading.get_ident()):
                 make(iterator, loader, *args, **kwargs)
+                for made in _quiet:
+                    made.append(loader)
                 return
             trains = self._trains()
             if loader.persistent_workers and loader.num_workers and not trains:

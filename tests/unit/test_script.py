@@ -264,3 +264,25 @@ def noise_from(snap: InMemorySnapshot, job: Job, generator: torch.Generator) -> 
 def test_loops_that_keep_nothing_in_their_generators_go_on(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     assert trial(loop).statistics.failed == 0
     assert not [text for text in warnings_of(caplog) if "variables" in text]
+
+
+# ------------------------------------------------------------------ an endless source
+
+
+def endless_source(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """Killed in the third pass over a loader within the source, which draws as each begins; so does dropout."""
+    loader = DataLoader(TensorDataset(job.held_out), 3, shuffle=True)
+    batches = snap.data(lambda: endless(loader))
+    for (batch,) in batches:
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+        if batches.position == STEPS:
+            snap.finish()
+            return
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("stop", [2, 5, 6])
+def test_an_endless_source_of_a_shuffled_loader_needs_no_promise(stop: int) -> None:
+    assert trial(endless_source, Dropping, stop).statistics.failed == 0
