@@ -23,6 +23,7 @@ from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.session import Session, enter
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.hidden import registered, untracked
+from holdfast.snapshot.state.live import At
 from holdfast.snapshot.state.tracked import make
 from holdfast.snapshot.step.data import Data
 from holdfast.snapshot.step.position import DATA
@@ -179,6 +180,28 @@ class SnapshotHook:
             raise ConfigError(f"track({name!r}): the state is restored on entering: call it before that")
         self._adapter.track(make(name, get, set, tensors, changes, when))
         self.tracked.add(name)
+
+    def rebuild(self, make: Callable[[At], object]) -> None:
+        """Say how a restart makes what the job has added to the model or the optimizer in training: new layers, new
+        parameters. Call it before entering.
+
+        ::
+
+            snap.rebuild(lambda at: add_layer() if at.step > 1000 else None)
+
+        Groups of parameters that the model has from the start, as of layers that are unfrozen, need no such word: they
+        are made again, and so are buffers that get their shape in forward.
+
+        Args:
+            make: called with the place where the job goes on, ``step`` and ``epoch``, before the state is loaded; on
+                each rank, and once more if an older snapshot has to be restored instead. Not called on a cold start.
+
+        Raises:
+            ConfigError: the hook was entered before.
+        """
+        if self._entered is not None:
+            raise ConfigError("rebuild: the state is restored on entering: call it before that")
+        self._adapter.rebuilds.append(make)
 
     @property
     def untracked(self) -> list[str]:

@@ -16,11 +16,11 @@ from holdfast.integrations.adapters.transformer_engine import ExtraStates, put_b
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.copy.tensors import block_of, local
+from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, leaf_of, local
 from holdfast.snapshot.state import rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
 from holdfast.snapshot.state.hidden import ChangingAttributes, generators, owners
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated
+from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look, Stateful, Tree, Updated
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
@@ -64,6 +64,9 @@ class BaseAdapter:
         self._generators: dict[str, Any] | None = None
         self._watches: list[ChangingAttributes] = []
         self._told: set[str] = set()  # by any watch: `verify` makes new ones with every layout
+        self.rebuilds: list[Callable[[At], object]] = []
+        self._parameters: frozenset[str] | None = None  # names, when the layout was last made
+        self._withdraw: list[Callable[[], object]] = []
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -71,6 +74,10 @@ class BaseAdapter:
         if piece.name in self._tracked:
             raise ConfigError(f"track({piece.name!r}): there is one of that name already")
         self._tracked[piece.name] = piece
+
+    def rebuild(self, at: At) -> None:
+        for each in self.rebuilds:
+            each(at)
 
     def modules(self) -> Sequence[torch.nn.Module]:
         return self._modules
@@ -146,6 +153,7 @@ class BaseAdapter:
     def verify(self) -> None:
         """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured. From now on
         `watch` compares attributes."""
+        self._warn_of_growth()
         captured = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
         self._watches = [
             ChangingAttributes(self._roots(), self._named(), captured, patience=3),
@@ -158,6 +166,18 @@ class BaseAdapter:
                     kind = type(state.optimizer).__qualname__
                     text = "a schedule changes options of %s, and is not captured: give it as scheduler="
                     self._episodes.begin("schedule", text, kind)
+
+    def _warn_of_growth(self) -> None:
+        """Warn as soon as parameters are added in training, which no restart makes by itself."""
+        before, now = self._parameters, frozenset(parameter_names(self._modules).values())
+        self._parameters = now
+        if before is not None and (new := sorted(now - before)) and not self.rebuilds:
+            self._episodes.begin(
+                "growth",
+                "%s: added in training. A restart makes the model as the script first makes it, without them, and is "
+                "then refused: say how they are made, by snap.rebuild(function), before the hook is entered",
+                some(new),
+            )
 
     def watch(self) -> None:
         found = {place for watch in self._watches for place in watch.look()} - self._told
@@ -188,6 +208,7 @@ class BaseAdapter:
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         for state in self._states:
             state.materialise(leaves)
+        self._withdraw = [undo for name, module in self._of_modules() for undo in shape_buffers(module, name, leaves)]
         device = next((p.device for module in self._modules for p in module.parameters()), torch.device("cpu"))
         self._before = [(p.tensors, dict(p.tensors)) for p in self._tracked.values() if isinstance(p.tensors, dict)]
         for piece in self._tracked.values():
@@ -196,6 +217,8 @@ class BaseAdapter:
     def withdraw(self) -> None:
         for state in self._states:
             state.withdraw()
+        for undo in self._withdraw:
+            undo()
         for tensors, before in self._before:
             tensors.clear()
             tensors.update(before)
@@ -263,6 +286,24 @@ def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:
     """A module's buffers, persistent or not. Forward may change them."""
     for name, buffer in module.named_buffers():
         yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.ANY, block=block_of(buffer))
+
+
+def shape_buffers(module: torch.nn.Module, prefix: str, leaves: Mapping[str, Leaf]) -> Iterator[Callable[[], object]]:
+    """Give buffers the shapes that they had in the snapshot, uninitialised, and make those that are made in the first
+    forward: caches that grow, masks, running scales. Yields what undoes it."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    for path, owner in module.named_modules():
+        for name, buffer in list(owner._buffers.items()):
+            leaf = leaves.get(".".join(filter(None, (prefix, path, name))))
+            if leaf is None or (buffer is not None and (local(buffer) is not buffer or buffer.shape == leaf.shape)):
+                continue
+            if buffer is None:
+                owner._buffers[name] = empty_like_leaf(leaf, device)
+                yield partial(owner._buffers.__setitem__, name, None)
+            elif leaf_of(leaf.name, buffer).dtype == leaf.dtype:
+                undo = partial(setattr, buffer, "data", buffer.data)
+                buffer.data = empty_like_leaf(leaf, buffer.device)  # the same object: others may refer to it
+                yield undo
 
 
 def check_modules(model: Any) -> list[torch.nn.Module]:

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.copy.tensors import block_of, local, piece_of
 from holdfast.snapshot.state.hidden import untracked
-from holdfast.snapshot.state.live import Change, LiveTensor, Look, Stateful
+from holdfast.snapshot.state.live import At, Change, LiveTensor, Look, Stateful
 from holdfast.snapshot.state.optimizers import OptimizerState, nested, says_more, unwrapped
 
 
@@ -54,6 +54,15 @@ class TorchAdapter(BaseAdapter):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
+    def rebuild(self, at: At) -> None:
+        super().rebuild(at)
+        self._name()
+
+    def _name(self) -> None:
+        """Name the parameters anew: they may be others, or other objects, by now."""
+        self._names.clear()
+        self._names.update(parameter_names(self._modules))
+
     def verify(self) -> None:
         super().verify()
         named = self._unknown_optimizers()
@@ -81,8 +90,7 @@ class TorchAdapter(BaseAdapter):
         return Look({**found.fixed, "export": export}, found.late)
 
     def tensors(self) -> Iterator[LiveTensor]:
-        self._names.clear()
-        self._names.update(parameter_names(self._modules))  # parameters may be other objects by now
+        self._name()
         self._check_names()
         for prefix, module in self._of_modules():
             for name, parameter in module.named_parameters():

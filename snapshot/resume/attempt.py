@@ -61,7 +61,7 @@ from holdfast.snapshot.resume.regions import (
 )
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.completeness import check_complete
-from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.live import At, Tree
 from holdfast.snapshot.state.record import (
     BEGAN,
     INPUTS,
@@ -74,6 +74,7 @@ from holdfast.snapshot.state.record import (
     whole_leaves,
 )
 from holdfast.snapshot.state.replicas import is_part_of
+from holdfast.snapshot.step.position import Position
 
 REFUSALS = (StateMismatch, ConfigError, ProtocolError)
 """What no other copy of the snapshot could mend."""
@@ -260,6 +261,11 @@ class Attempt(ABC):
         self.restored.loop, self.restored.began = early.get(LOOP, {}), late.get(BEGAN)
         self.restored.rewind = adapter.rewinding(early)
 
+    def rebuild(self, adapter: Adapter, early: Tree) -> None:
+        """Have the job make what it had added in training."""
+        loop = Position(self.snapshot.step, early.get(LOOP, {}), {})
+        adapter.rebuild(At(loop.number(self.snapshot.step), loop.epoch))
+
     def midway(self) -> None:
         """Half of the bytes are loaded."""
         failpoint("restore.middle", self.snapshot.step)
@@ -385,6 +391,7 @@ class SameWorld(Attempt):
             raise IncompleteSnapshot(f"no copy of it can be loaded: {error}") from error
         self.restored.notes, self.restored.inputs = saved.record.get(NOTES) or {}, saved.record.get(INPUTS)
         check_block(early.get(LOOP, {}), self._block)
+        self.rebuild(adapter, early)
         adapter.check(early, late, fixed)
         adapter.materialise(whole_leaves(saved.form, shared))
         self.made = True

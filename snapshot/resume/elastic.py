@@ -336,6 +336,7 @@ class OtherWorld(Attempt):
         preferred = [manifests[coord] for coord in preference(self._coord, self._old)]
         self._index = Index((held for each in preferred for held in each.held()), [each.coord for each in preferred])
         self._values = self._values_of(manifests, preferred, adapter)
+        self.rebuild(adapter, self._values[0])
         adapter.check(*self._values)
         adapter.materialise(_leaves_to_make(preferred, adapter))
         self.made = True

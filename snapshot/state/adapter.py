@@ -8,13 +8,19 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.state.live import Container, LiveTensor, Look, Tree, Updated
+from holdfast.snapshot.state.live import At, Container, LiveTensor, Look, Tree, Updated
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked
 
 
 class Adapter(Protocol):
-    """A job's state on this rank. Called from the training thread only."""
+    """A job's state on this rank. Called from the training thread only.
+
+    Attributes:
+        rebuilds: what the user has said for `rebuild`.
+    """
+
+    rebuilds: list[Callable[[At], object]]
 
     def coordinate(self) -> str:
         """The rank's logical place, which does not change when ranks are renumbered."""
@@ -26,6 +32,11 @@ class Adapter(Protocol):
 
     def track(self, piece: Tracked) -> None:
         """Add a piece of state. Raises `ConfigError` if its name is taken."""
+        ...
+
+    def rebuild(self, at: At) -> None:
+        """A snapshot of a job that was `at` that place is about to be checked: make what it has beside what it began
+        with."""
         ...
 
     def modules(self) -> Sequence[torch.nn.Module]:

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.smp_daemon.shared.errors import IncompleteSnapshot
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.wrappers import INNER
 
 HELD_BY = {"master_param": "main"}
 """Entries that another leaf of the same parameter holds: an optimizer that offloads lists the copies that it steps."""
@@ -49,7 +50,11 @@ def unlisted(fixed: Tree, leaves: Collection[str]) -> list[str]:
         for name, entries in kept["order"].items()
         for entry in entries
     }
-    return [leaf for leaf in leaves if leaf.startswith(prefixes) and leaf not in listed and not leaf.endswith(BESIDE)]
+    return [
+        leaf
+        for leaf in leaves
+        if leaf.startswith(prefixes) and leaf.partition(INNER)[0] not in listed and not leaf.endswith(BESIDE)
+    ]
 
 
 def differing(plain: list[dict[str, list[Any]]], fixed: Tree, late: Tree) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.tensors import is_dense, local, memory_of
-from holdfast.snapshot.state import rng
+from holdfast.snapshot.state import objects, rng
 from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, is_captured_number, nested
 from holdfast.snapshot.state.tracked import Tracked, make
@@ -51,22 +51,33 @@ def register(
     tensors: Callable[[Any], dict[str, torch.Tensor]] | None = None,
     changes: str = "any",
     when: str = "forward",
+    kept: bool = True,
 ) -> None:
-    """Declare, once for all jobs, what state a class of modules or optimizers keeps in its attributes.
+    """Declare, once for all jobs, what state the objects of a class keep.
 
     Every module in a model, and every optimizer, of that class or a subclass is then tracked automatically. Meant for
-    libraries, so that their users need not track anything.
+    libraries, so that their users need not track anything. Of any other class, it says how its objects are kept where
+    they are found: in an optimizer's state, or among the values of `SnapshotHook.track`. Without it an object is kept
+    by its attributes, if these are plain values.
 
     Args:
-        get, set: ``get(instance)`` returns plain values, and ``set(instance, values)`` loads them.
-        tensors: ``tensors(instance)`` returns a dict of tensors that lives as long as the instance.
+        get, set: ``get(instance)`` returns plain values, and ``set(instance, values)`` loads them. An object in an
+            optimizer's state is made anew first, without a call of its constructor.
+        tensors: ``tensors(instance)`` returns a dict of tensors that lives as long as the instance. For modules and
+            optimizers only.
         changes, when: as for `SnapshotHook.track`.
+        kept: False: objects of this class need not be kept; an optimizer makes them anew when they are not there.
 
     Raises:
         ConfigError: the arguments do not fit, or the class is registered already.
     """
     if kind in _registry:
         raise ConfigError(f"{kind.__qualname__} is registered already")
+    if not (issubclass(kind, torch.nn.Module | torch.optim.Optimizer) or hasattr(kind, "zero_grad")):
+        if tensors is not None or (get is None) is not (set is None) or (get is None) is kept:
+            raise ConfigError(f"register({kind.__qualname__}): give get and set, or kept=False")
+        objects.keep(kind, objects.Way(get, set))
+        return
 
     def of(name: str, owner: Any) -> Tracked:
         pull, push = (None if each is None else partial(each, owner) for each in (get, set))
@@ -78,7 +89,10 @@ def register(
 
 def unregister(kind: type) -> None:
     """Undo `register` for a class. Raises `KeyError` if it is not registered."""
-    del _registry[kind]
+    if kind in _registry:
+        del _registry[kind]
+    else:
+        objects.forget(kind)
 
 
 def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:

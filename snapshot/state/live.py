@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,18 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Tree) -> Any:
         """Load the state."""
         ...
+
+
+class At(NamedTuple):
+    """Where a job goes on after a restart.
+
+    Attributes:
+        step: as `SnapshotHook.step`.
+        epoch: as `SnapshotHook.epoch`.
+    """
+
+    step: int
+    epoch: int
 
 
 class Change(Enum):

@@ -7,6 +7,8 @@ of its state, as LoRA-FA does, is called ``named.<text>``; any other value there
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +17,17 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
-from holdfast.smp_daemon.shared.logs import some
+from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, Updated
+from holdfast.snapshot.state.objects import ATTRIBUTES, way_of
+from holdfast.snapshot.state.values import is_kept
 from holdfast.snapshot.state.walk import walk
+from holdfast.snapshot.state.wrappers import INNER, described, is_description, is_wrapper, wrapped_in, wrapper_of
+
+log = get_log(__name__)
 
 SHAREABLE = ("torch.optim.",)
 """Modules whose optimizers keep only functions of the reduced gradients, alike on all replicas. Other optimizers may
@@ -33,6 +40,9 @@ NAMED = "named."
 
 PLACES = frozenset({"params", "param_names"})
 """Keys of a group that list its parameters in order. The job sets these; they are not options."""
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 OWN = frozenset({"state", "param_groups", "defaults"})
 """Attributes of an optimizer that hold its own state, and no inner optimizers."""
@@ -125,6 +135,10 @@ class OptimizerState:
         self._before: dict[Any, Any] = {}
         self._made_with = _attributes(optimizer)
         self._counts: set[str] = set()
+        self._began = self._had = len(optimizer.param_groups)
+        self._kept: dict[str, tuple[type, bool]] = {}
+        self._told: set[str] = set()
+        self._wrappers: Tree = {}  # of the snapshot that is being restored
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter that the optimizer updates, once."""
@@ -144,23 +158,28 @@ class OptimizerState:
         ]
 
     def _entries(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Name, key and state of every parameter, and of dicts under text keys. Raises `ConfigError` for other keys,
-        and if a tensor is a key in such a dict."""
+        """Name, key and state of every parameter, and of dicts under text keys. What is under other keys is left out,
+        and such dicts with tensors for keys: they have no name that would be the same in every run."""
         for name, parameter in self.parameters():
             yield name, parameter, self.optimizer.state.get(parameter, {})
         for key, state in self.optimizer.state.items():
             if isinstance(key, str) and isinstance(state, dict):
-                if tensors := [inner for inner in state if isinstance(inner, torch.Tensor)]:
-                    raise self._nameless(tensors[0])
-                yield f"{NAMED}{key}", key, state
+                if any(isinstance(inner, torch.Tensor) for inner in state):
+                    self._tell_nameless(torch.Tensor)
+                else:
+                    yield f"{NAMED}{key}", key, state
             elif not isinstance(key, torch.Tensor | str):
-                raise self._nameless(key)
+                self._tell_nameless(type(key))
 
-    def _nameless(self, key: object) -> ConfigError:
-        return ConfigError(
-            f"{self._prefix} keeps state under a {type(key).__qualname__}, which has no name that would be the same in "
-            "every run: keep it elsewhere, and track it"
-        )
+    def _tell_nameless(self, kind: type) -> None:
+        if kind.__qualname__ not in self._told:
+            self._told.add(kind.__qualname__)
+            log.warning(
+                "%s keeps state under a %s, which has no name that would be the same in every run, so it is not "
+                "captured: name it by snap.track(name, get=..., set=...) if a step reads what an earlier one left",
+                self._prefix,
+                kind.__qualname__,
+            )
 
     def tensors(self) -> Iterator[LiveTensor]:
         """The current state tensors, such as Adam's moments. Many appear only with the first step."""
@@ -173,7 +192,11 @@ class OptimizerState:
                 if isinstance(value, torch.Tensor):
                     part = local(value)
                     block = of.block if tuple(part.shape) == of.shape else None
-                    yield LiveTensor(f"{self._prefix}.{name}.{key}", part, Change.STEP, replicated, block)
+                    place = f"{self._prefix}.{name}.{key}"
+                    if not is_wrapper(part):
+                        yield LiveTensor(place, part, Change.STEP, replicated, block)
+                    for inner, each in wrapped_in(part):
+                        yield LiveTensor(f"{place}{inner}", each, Change.STEP, replicated)
 
     def watched(self) -> Iterator[Container]:
         """The groups and each parameter's state, and their containers, since ``load_state_dict`` replaces them."""
@@ -198,10 +221,12 @@ class OptimizerState:
         order: dict[str, list[Any]] = {}
         plain: list[tuple[str, Any, list[Any]]] = []
         for name, key, state in self._entries():
-            order[name] = list(state)
-            if entries := [entry for entry, value in state.items() if not isinstance(value, torch.Tensor)]:
+            left = [entry for entry, value in state.items() if not self._is_kept(f"{name}.{entry}", value)]
+            order[name] = [entry for entry in state if entry not in left]
+            if entries := [e for e in order[name] if not isinstance(state[e], torch.Tensor) or is_wrapper(state[e])]:
                 plain.append((name, key, entries))
-        fixed = {"class": self._class(), "prefix": self._prefix, "order": order, "groups": self._groups()}
+        fixed: Tree = {"class": self._class(), "prefix": self._prefix, "order": order, "groups": self._groups()}
+        fixed["began"] = self._began
         return Look(fixed, partial(self._values, plain))
 
     def _class(self) -> str:
@@ -225,7 +250,7 @@ class OptimizerState:
         """
         held = self.optimizer.state
         try:
-            state = {name: {entry: held[key][entry] for entry in entries} for name, key, entries in plain}
+            state = {name: {entry: described(held[key][entry]) for entry in entries} for name, key, entries in plain}
         except KeyError as error:
             raise LayoutChanged(f"an entry of {self._prefix} is not there any more: {error}") from error
         numbers = _attributes(self.optimizer)
@@ -233,16 +258,42 @@ class OptimizerState:
         return {
             "numbers": {name: numbers[name] for name in sorted(self._counts & numbers.keys())},
             "groups": [
-                {k: v for k, v in group.items() if k not in PLACES and not isinstance(v, type)}
-                for group in self.optimizer.param_groups
+                {k: v for k, v in group.items() if k not in PLACES and self._is_kept(f"group {g}: {k}", v)}
+                for g, group in enumerate(self.optimizer.param_groups)
             ],
             "state": state,
             "values": {
                 key: value
                 for key, value in self.optimizer.state.items()
-                if isinstance(key, str) and not isinstance(value, dict)
+                if isinstance(key, str) and not isinstance(value, dict) and self._is_kept(key, value)
             },
         }
+
+    def _is_kept(self, place: str, value: Any) -> bool:
+        """Whether a value is captured. Code is the job's, and is there again after a restart; anything else that cannot
+        be kept exactly is named once: nobody may be able to change what an optimizer keeps."""
+        if isinstance(value, torch.Tensor) or is_captured_number(value):
+            return True
+        if isinstance(value, _CODE):
+            return False
+        known = self._kept.get(place)
+        if known is not None and known[0] is type(value) and type(value) not in _CONTAINERS:
+            return known[1]
+        kept = is_kept(value, f"{self._prefix}.{place}")
+        self._kept[place] = type(value), kept
+        way = way_of(value)
+        if not kept and not (way is not None and way.get is None) and place not in self._told:
+            self._told.add(place)
+            log.warning(
+                "%s: %s is a %s.%s, which is not captured, as it holds more than plain values: after a restart it is "
+                "what the optimizer makes anew. Say how it is kept, by holdfast.register(that class, get=..., "
+                "set=...), or that it need not be, by kept=False",
+                self._prefix,
+                place,
+                type(value).__module__,
+                type(value).__qualname__,
+            )
+        return kept
 
     def check(self, plain: Tree, fixed: Tree) -> None:
         """Raises `StateMismatch` unless the optimizer has the class and the groups that `fixed` was taken from.
@@ -250,9 +301,11 @@ class OptimizerState:
         Groups, and the parameters in a group, may have another order if each parameter's state is independent: with
         `torch.optim`'s optimizers except LBFGS, and with any optimizer that has no state.
         """
+        self._wrappers = plain["state"]
         kind = self._class()
         if kind != fixed["class"]:
             raise StateMismatch(f"{self._prefix} is a {fixed['class']} in the snapshot, a {kind} in this job")
+        self._add_groups(plain, fixed)
         held, have = fixed["groups"], self._groups()
         before = {name: g for g, group in enumerate(held) for name in group}
         now = {name: g for g, group in enumerate(have) for name in group}
@@ -279,6 +332,22 @@ class OptimizerState:
                 "on, and may keep state that depends on it: give them in the order of the snapshot"
             )
 
+    def _add_groups(self, plain: Tree, fixed: Tree) -> None:
+        """Make the groups that the earlier run added in training, of parameters that the model has, too: as when layers
+        are unfrozen. The job that starts again makes only those that it began with."""
+        held, groups = fixed["groups"], self.optimizer.param_groups
+        self._had = len(groups)
+        if not fixed.get("began") == self._had < len(held):
+            return
+        if [set(names) for names in held[: self._had]] != [set(names) for names in self._groups()]:
+            return
+        known = {name: parameter for parameter, name in self._names.items()}
+        added = list(zip(held[self._had :], plain["groups"][self._had :], strict=True))
+        if all(name in known for names, _ in added for name in names):
+            for names, options in added:
+                self.optimizer.add_param_group({**options, "params": [known[name] for name in names]})
+            log.info("%s: parameter groups that were added in training are made again: %d", self._prefix, len(added))
+
     def load(self, plain: Tree, fixed: Tree) -> None:
         """Load what `look` returned, and the values that it read. Options that are tensors are filled in place."""
         self._before = {}  # else it would keep replaced tensors alive
@@ -294,14 +363,18 @@ class OptimizerState:
         order = fixed["order"]
         for group, saved in zip(self.optimizer.param_groups, self._matching(plain, fixed), strict=True):
             for key, value in saved.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)
+                live = group.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
+                    live.copy_(value)
+                elif type(live) is type(value) and way_of(value) is ATTRIBUTES:
+                    vars(live).update(vars(value))  # other groups may refer to the same object
                 else:
                     group[key] = value
         keys: dict[str, Any] = dict(self.parameters())
         keys |= {name: name.removeprefix(NAMED) for name in order if name.startswith(NAMED)}
         for name, key in keys.items():
-            state = {**self.optimizer.state.get(key, {}), **plain["state"].get(name, {})}
+            held = {entry: value for entry, value in plain["state"].get(name, {}).items() if not is_description(value)}
+            state = {**self.optimizer.state.get(key, {}), **held}
             if state:
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
@@ -310,9 +383,9 @@ class OptimizerState:
         for gone in (text for text in texts if text not in values and f"{NAMED}{text}" not in order):
             self.optimizer.state.pop(gone)
         self.optimizer.state.update(values)
-        held = dict(self.optimizer.state)  # restore the order in which steps create the entries
+        before = dict(self.optimizer.state)  # restore the order in which steps create the entries
         self.optimizer.state.clear()
-        self.optimizer.state.update({key: held.pop(key) for key in keys.values() if key in held} | held)
+        self.optimizer.state.update({key: before.pop(key) for key in keys.values() if key in before} | before)
 
     def _matching(self, plain: Tree, fixed: Tree) -> Iterator[dict[str, Any]]:
         """The saved options of each group, found by its set of parameters; empty groups are matched in order."""
@@ -329,8 +402,9 @@ class OptimizerState:
         }
         parameters = dict(self.parameters())
         first = next(iter(parameters.values()), torch.empty(0))
+        self._make_wrappers(leaves, parameters)
         for leaf in leaves.values():
-            if not leaf.name.startswith(f"{self._prefix}."):
+            if not leaf.name.startswith(f"{self._prefix}.") or INNER in leaf.name:
                 continue
             place = leaf.name.removeprefix(f"{self._prefix}.")
             name, _, entry = place.rpartition(".")
@@ -342,8 +416,19 @@ class OptimizerState:
                 like = parameters.get(name, first)
                 self.optimizer.state.setdefault(key, {})[entry] = _empty_for(like, leaf)
 
+    def _make_wrappers(self, leaves: Mapping[str, Leaf], parameters: Mapping[str, torch.Tensor]) -> None:
+        """The tensors of other classes that the job does not have yet. Raises as `wrapper_of`."""
+        for name, entries in self._wrappers.items():
+            key: Any = name.removeprefix(NAMED) if name.startswith(NAMED) else parameters.get(name)
+            for entry, description in entries.items():
+                if key is not None and is_description(description) and entry not in self.optimizer.state.get(key, {}):
+                    device = parameters[name].device if name in parameters else torch.device("cpu")
+                    made = wrapper_of(description, f"{self._prefix}.{name}.{entry}", leaves, device)
+                    self.optimizer.state.setdefault(key, {})[entry] = made
+
     def withdraw(self) -> None:
-        """Remove what `materialise` created."""
+        """Remove what `materialise` created, and `check`."""
+        del self.optimizer.param_groups[self._had :]
         self.optimizer.state.clear()
         self.optimizer.state.update(self._before)
 

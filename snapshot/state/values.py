@@ -11,8 +11,9 @@ import copy
 import io
 import math
 import re
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,25 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.snapshot.copy.tensors import empty_restrided, octets, strides_of
+from holdfast.snapshot.state import objects
 
 LONGEST_JSON_INT = 4096
 """In bits. Longer integers are stored in hexadecimal: Python refuses decimal numbers of more than 4300 digits."""
 
 _PACKED = "holdfast.tensor"
 _NUMBER_TYPE = re.compile(r"[<>|=][biufc][1-9][0-9]?")
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "int": int,
+    "float": float,
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "tuple": tuple,
+    "none": None,
+}
+DEEPEST = 100
+"""How deep objects may lie within each other."""
+
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
 
@@ -69,10 +83,42 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return _encode_mapping(value, path, tensors)
         case torch.dtype() | torch.device():
             return {"$": type(value).__name__, "data": str(value).removeprefix("torch.")}
+    if (found := _encode_object(value, path, tensors)) is not None:
+        return found
     raise StateMismatch(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept exactly: "
         "keep numbers, texts, bytes, arrays, tensors, or lists, tuples, sets, deques and dicts of them"
     )
+
+
+def _encode_object(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Enumerations, named tuples, and objects of classes that can be found again; None for anything else."""
+    kind = type(value)
+    named = {"class": objects.name_of(kind)}
+    if isinstance(value, Enum):
+        return {"$": "enum", "name": value.name} | named if objects.class_of(named["class"]) is kind else None
+    if isinstance(value, torch.Size):
+        return {"$": "Size", "items": list(value)}
+    if isinstance(value, tuple) and hasattr(kind, "_make") and objects.class_of(named["class"]) is kind:
+        return {"$": "named", "items": _encode_items(value, path, tensors)} | named
+    if kind is defaultdict and value.default_factory in _FACTORIES.values():
+        factory = next((name for name, each in _FACTORIES.items() if each is value.default_factory))
+        return {"$": "defaultdict", "of": factory, "items": encode(dict(value), path, tensors)}
+    way = objects.way_of(value)
+    if way is None or way.get is None:
+        return None
+    if path.count(".") > DEEPEST:
+        raise StateMismatch(f"{path}: objects that refer to each other in a circle cannot be kept")
+    return {"$": "object", "attributes": encode(way.get(value), path, tensors)} | named
+
+
+def is_kept(value: Any, path: str) -> bool:
+    """Whether `encode` takes a value as it is now."""
+    try:
+        encode(value, path, {})
+    except StateMismatch:
+        return False
+    return True
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
@@ -145,7 +191,33 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
             return _dtype(value["data"])
         case "device":
             return torch.device(value["data"])
+        case "Size":
+            return torch.Size(value["items"])
+        case "defaultdict":
+            return defaultdict(_FACTORIES[value["of"]], decode(value["items"], tensor))
+        case "enum" | "named" | "object" as form:
+            return _decode_object(form, value, tensor)
     raise ProtocolError(f"the record holds an unknown tag {value['$']!r}")
+
+
+def _decode_object(form: str, value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Raises `StateMismatch` if the class is not there."""
+    kind: Any = objects.class_of(value["class"])
+    if kind is None:
+        raise StateMismatch(
+            f"the snapshot holds a {value['class'].replace(':', '.')}, and no module that is loaded has that class: "
+            "import it before the hook is entered"
+        )
+    if form == "enum" and issubclass(kind, Enum):
+        return kind[value["name"]]
+    if form == "named" and issubclass(kind, tuple) and hasattr(kind, "_make"):
+        return kind._make(decode(item, tensor) for item in value["items"])
+    made = objects.made(kind)
+    way = objects.way_of(made)
+    if way is None or way.set is None:
+        raise StateMismatch(f"the snapshot holds a {kind.__qualname__}, and how it is kept is not said any more")
+    way.set(made, decode(value["attributes"], tensor))
+    return made
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -278,7 +278,7 @@ class Data:
         place.under_way, self._resumed = True, False
         place.start = rng.capture()
         place.own_start = rng.states(self._own)
-        iterator, self._indices = open_pass(self._source)
+        iterator, self._indices = open_pass(self._source, self._place.epoch)
         return iterator
 
     def _finish(self) -> None:
@@ -354,7 +354,7 @@ class Data:
                 iterator = self._rebuild(source, told=True, checked=True)
             else:
                 self._between(source, told=True)
-                iterator, self._indices = open_pass(source)
+                iterator, self._indices = open_pass(source, self._place.epoch)
             return self._compare(iterator, expected)[1] == ""
         finally:
             rng.restore(before)
@@ -375,7 +375,7 @@ class Data:
             rng.restore(place.start)
             if told:
                 source.load_state_dict(unpacked(place.loader))
-            iterator, self._indices = open_pass(source)
+            iterator, self._indices = open_pass(source, self._place.epoch)
             if not told:
                 self._read_again(iterator, checked)
             elif self._indices is not None:

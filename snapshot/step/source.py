@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils import data as torch_data
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
@@ -136,11 +138,28 @@ def meaning_of(source: Any, name: str, heartbeat: Callable[[], None], *, exact: 
     return found
 
 
-def open_pass(source: Any) -> tuple[Iterator[Any], Indices | None]:
-    """An iterator of a new pass over `source`, and the indices it asks for, if those are known."""
-    if isinstance(source, torch_data.DataLoader) and source.persistent_workers:
+@contextmanager
+def _drawing_no_seed(loader: Any, epoch: int) -> Iterator[None]:
+    """Workers that persist draw their seed in the first pass only; those that are made anew for a later one do not
+    move the generator that the seed is drawn from, either."""
+    own = loader.generator
+    loader.generator = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
+    try:
+        yield
+    finally:
+        loader.generator = own
+
+
+def open_pass(source: Any, epoch: int) -> tuple[Iterator[Any], Indices | None]:
+    """An iterator of a new pass over `source`, and the indices it asks for, if those are known.
+
+    Args:
+        epoch: how many passes are finished.
+    """
+    again = isinstance(source, torch_data.DataLoader) and source.persistent_workers
+    if again:
         source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
-    with unwatched():
+    with unwatched(), _drawing_no_seed(source, epoch) if again and epoch else nullcontext():
         iterator: Any = iter(source if _is_iterable(source) else source())
     indices = None
     if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):

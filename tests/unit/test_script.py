@@ -286,3 +286,24 @@ def endless_source(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 @pytest.mark.parametrize("stop", [2, 5, 6])
 def test_an_endless_source_of_a_shuffled_loader_needs_no_promise(stop: int) -> None:
     assert trial(endless_source, Dropping, stop).statistics.failed == 0
+
+
+@pytest.mark.usefixtures("arena")
+def test_workers_that_persist_draw_as_often_as_without_the_hook() -> None:
+    job = Job()
+    data = TensorDataset(job.held_out)
+
+    def passes(read: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        for _ in range(3):
+            for (batch,) in read:
+                job.model(batch).square().sum().backward()
+                job.optim.step()
+                job.optim.zero_grad()
+        return torch.get_rng_state()
+
+    alone = passes(DataLoader(data, 3, num_workers=1, persistent_workers=True, shuffle=True))
+    with InMemorySnapshot(job.model, job.optim) as snap:
+        assert torch.equal(
+            alone, passes(snap.data(DataLoader(data, 3, num_workers=1, persistent_workers=True, shuffle=True)))
+        )

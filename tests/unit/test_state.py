@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import leaf_of, read_leaf
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, Updated
+from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look, Tree, Updated
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
     RECORD_PAGE_BYTES,
@@ -53,9 +53,14 @@ class Toy:
     late_tree: Tree = field(default_factory=dict)
     fixed_tree: Tree = field(default_factory=dict)
     problem: StateMismatch | None = None
+    rebuilds: list[Callable[[At], object]] = field(default_factory=list)
 
     def coordinate(self) -> str:
         return "dp0"
+
+    def rebuild(self, at: At) -> None:
+        for each in self.rebuilds:
+            each(at)
 
     def replica_set(self) -> str:
         return "dp0"

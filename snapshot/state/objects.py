@@ -1,0 +1,92 @@
+"""Objects among plain values: how one of the user's or a library's own class is kept, and made again.
+
+Nothing is imported and no constructor is called for what a record names: a class is found among the modules that are
+loaded, an instance of it is made empty, and gets its attributes back. A class may say otherwise, see `keep`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that a class statement has made."""
+
+
+_DEFAULTS = ("__new__", "__reduce_ex__", "__reduce__", "__getstate__")
+"""What a class does not define if its objects are no more than their attributes."""
+
+
+class Way(NamedTuple):
+    """How instances of a class are kept: ``get(instance)`` returns plain values, ``set(instance, values)`` loads them.
+    Without them nothing is kept, and the job makes such an object anew."""
+
+    get: Callable[[Any], Any] | None
+    set: Callable[[Any, Any], Any] | None
+
+
+_ways: dict[type, Way] = {}
+
+
+def keep(kind: type, way: Way) -> None:
+    """Say how instances of a class, or of subclasses, are kept. Raises `ConfigError` if that was said already."""
+    if kind in _ways:
+        raise ConfigError(f"{kind.__qualname__} is registered already")
+    _ways[kind] = way
+
+
+def forget(kind: type) -> None:
+    """Undo `keep`. Raises `KeyError` if there is nothing to undo."""
+    del _ways[kind]
+
+
+def way_of(value: Any) -> Way | None:
+    """How an object is kept; None: it is no object of a class that can be found again, or more than its attributes."""
+    kind = type(value)
+    for each in kind.__mro__:
+        if each in _ways:
+            return _ways[each]
+    plain = kind.__flags__ & _HEAP_TYPE and hasattr(value, "__dict__")
+    own = all(getattr(kind, name) is getattr(object, name) for name in _DEFAULTS)
+    silent = not hasattr(kind, "__setstate__")
+    if not (plain and own and silent) or isinstance(value, torch.nn.Module | Enum) or _slots(kind):
+        return None
+    return ATTRIBUTES if class_of(name_of(kind)) is kind else None
+
+
+def name_of(kind: type) -> str:
+    """The name under which `class_of` finds a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def class_of(name: str) -> type | None:
+    """The class of that name, if its module is loaded and has it."""
+    module, _, path = name.partition(":")
+    held: Any = vars(sys.modules[module]) if module in sys.modules else {}
+    found: Any = None
+    for part in path.split("."):
+        found = held.get(part)
+        held = vars(found) if isinstance(found, type) else {}
+    return found if isinstance(found, type) else None
+
+
+def made(kind: type) -> Any:
+    """An instance of a class without attributes; no code of the class runs."""
+    return object.__new__(kind)
+
+
+def _slots(kind: type) -> bool:
+    return any(vars(each).get("__slots__") for each in kind.__mro__)
+
+
+def _put(value: Any, attributes: dict[str, Any]) -> None:
+    vars(value).update(attributes)
+
+
+ATTRIBUTES = Way(lambda value: dict(vars(value)), _put)

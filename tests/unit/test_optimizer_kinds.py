@@ -1,0 +1,219 @@
+"""Optimizers keep state of any kind: restored to the last bit, or named, and never the end of a job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import ConfigError, InMemorySnapshot
+from holdfast.snapshot.state.hidden import unregister
+from tests.unit.test_beginning import Job, life, trial, warnings_of
+
+STEPS = 7
+
+
+class Projector:
+    """As GaLore's: a matrix that is renewed every few steps."""
+
+    def __init__(self) -> None:
+        self.basis: torch.Tensor | None = None
+        self.calls = 0
+
+    def project(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.calls % 3 == 0:
+            self.basis = torch.linalg.qr(gradient)[0]
+        self.calls += 1
+        assert self.basis is not None
+        return self.basis @ (self.basis.t() @ gradient)
+
+
+class Rough(torch.Tensor):
+    """A tensor in 8 bits, as torchao keeps moments."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> None:
+        self.codes, self.scale, self.kind = codes, scale, kind
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
+        return ["codes", "scale"], [self.kind, self.shape]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: list[Any], *_: Any) -> Any:
+        assert isinstance(context[1], torch.Size)
+        return cls(parts["codes"], parts["scale"], context[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{function} of a tensor in 8 bits")
+
+
+class Rule(Enum):
+    PLAIN = 1
+    HALVED = 2
+
+
+class Options:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Own(torch.optim.Optimizer):
+    """Calls `update` for each parameter."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                self.update(group, state, parameter)
+
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        parameter.sub_(parameter.grad, alpha=group["lr"])  # type: ignore[arg-type]
+
+
+class Projected(Own):
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        gradient: Any = parameter.grad
+        if parameter.dim() == 2:
+            gradient = state.setdefault("projector", Projector()).project(gradient)
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class Quantized(Own):
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        gradient: Any = parameter.grad
+        if "moment" not in state:
+            state["moment"] = Rough(torch.zeros_like(gradient, dtype=torch.int8), torch.ones(()), "signed")
+        moment = state["moment"]
+        mean = (moment.codes.float() * moment.scale).lerp(gradient, 0.3)
+        moment.scale.copy_(mean.abs().max() / 127 + 1e-12)
+        moment.codes.copy_((mean / moment.scale).round())
+        parameter.sub_(moment.codes.float() * moment.scale, alpha=group["lr"])
+
+
+class Optioned(Own):
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        options = group["options"]
+        options.scale *= 0.99
+        group["rule"] = Rule.HALVED if options.scale < 0.7 else Rule.PLAIN
+        group["apply"](parameter, parameter.grad, group["lr"] * options.scale / group["rule"].value)
+
+
+class Locking(Own):
+    """Keeps what nobody can capture, and needs nothing of it after a restart."""
+
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        with state.setdefault("lock", threading.Lock()):
+            parameter.sub_(parameter.grad, alpha=group["lr"])  # type: ignore[arg-type]
+
+
+class KeyedByNumbers(Own):
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        count = self.state.setdefault(7, {"count": 0})  # type: ignore[call-overload]
+        count["count"] += 1
+        parameter.sub_(parameter.grad, alpha=group["lr"])  # type: ignore[arg-type]
+
+
+def apply(parameter: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
+    parameter.sub_(gradient, alpha=rate)
+
+
+def job_with(kind: type[Own]) -> type[Job]:
+    class Made(Job):
+        def __init__(self) -> None:
+            super().__init__()
+            options = {"options": Options(), "rule": Rule.PLAIN, "apply": apply} if kind is Optioned else {}
+            self.optim = kind(self.model.parameters(), **options)
+            self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
+
+        def digest(self) -> str:
+            weights = [parameter.tolist() for parameter in self.model.parameters()]
+            return repr((weights, torch.get_rng_state().sum(), self.rates()))
+
+    return Made
+
+
+def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("stop", [2, 4, 5])
+@pytest.mark.parametrize("kind", [Projected, Quantized, Optioned])
+def test_state_of_any_kind_comes_back(kind: type[Own], stop: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert trial(loop, job_with(kind), stop).statistics.failed == 0
+    assert not [text for text in warnings_of(caplog) if "not captured" in text]
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("kind", [Locking, KeyedByNumbers])
+def test_what_cannot_be_kept_is_named_once_and_ends_no_job(kind: type[Own], caplog: pytest.LogCaptureFixture) -> None:
+    life(loop, job_with(kind)(), None)
+    said = [text for text in warnings_of(caplog) if "not captured" in text and "optim" in text]
+    assert said and len(said) == len(set(said))
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_need_not_be_kept_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
+    kind = type(threading.Lock())
+    holdfast.register(kind, kept=False)
+    try:
+        trial(loop, job_with(Locking))
+    finally:
+        unregister(kind)
+    assert not [text for text in warnings_of(caplog) if "not captured" in text]
+
+
+class Slotted:
+    """An object whose state is not in its attributes."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Counting(Own):
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        counter = state.setdefault("counter", Slotted())
+        counter.count += 1
+        parameter.sub_(parameter.grad, alpha=group["lr"] / counter.count)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_class_says_how_its_objects_are_kept() -> None:
+    def put(counter: Slotted, count: int) -> None:
+        counter.count = count
+
+    holdfast.register(Slotted, get=lambda counter: counter.count, set=put)
+    try:
+        assert trial(loop, job_with(Counting)).statistics.failed == 0
+    finally:
+        unregister(Slotted)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"get": lambda value: 1}, {"kept": False, "get": lambda value: 1, "set": setattr}, {"tensors": dict}],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Slotted"):
+        holdfast.register(Slotted, **arguments)
