@@ -19,8 +19,8 @@ MAX_RECORD_BYTES = 64 << 20
 MAX_UNIT_BYTES = 64 << 20
 """Raw bytes that one message between SMPs may carry."""
 
-MAX_HEADER_BYTES = 16 << 20
-"""Length of the JSON header of a slot file."""
+MAX_HEADER_BYTES = 256 << 20
+"""Length of the JSON header of a slot file: enough for a million tensors."""
 
 MAX_COUNT = 1 << 53
 """Largest epoch or step: exact in every JSON reader, and small enough to fit a word of the board with an outcome."""

@@ -76,7 +76,7 @@ def register(
     if not (issubclass(kind, torch.nn.Module | torch.optim.Optimizer) or hasattr(kind, "zero_grad")):
         if tensors is not None or (get is None) is not (set is None) or (get is None) is kept:
             raise ConfigError(f"register({kind.__qualname__}): give get and set, or kept=False")
-        objects.keep(kind, objects.Way(get, set))
+        objects.keep(kind, objects.Keeping(get, set))
         return
 
     def of(name: str, owner: Any) -> Tracked:

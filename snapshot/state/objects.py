@@ -23,7 +23,7 @@ _DEFAULTS = ("__new__", "__reduce_ex__", "__reduce__", "__getstate__")
 """What a class does not define if its objects are no more than their attributes."""
 
 
-class Way(NamedTuple):
+class Keeping(NamedTuple):
     """How instances of a class are kept: ``get(instance)`` returns plain values, ``set(instance, values)`` loads them.
     Without them nothing is kept, and the job makes such an object anew."""
 
@@ -31,10 +31,10 @@ class Way(NamedTuple):
     set: Callable[[Any, Any], Any] | None
 
 
-_ways: dict[type, Way] = {}
+_ways: dict[type, Keeping] = {}
 
 
-def keep(kind: type, way: Way) -> None:
+def keep(kind: type, way: Keeping) -> None:
     """Say how instances of a class, or of subclasses, are kept. Raises `ConfigError` if that was said already."""
     if kind in _ways:
         raise ConfigError(f"{kind.__qualname__} is registered already")
@@ -46,7 +46,7 @@ def forget(kind: type) -> None:
     del _ways[kind]
 
 
-def way_of(value: Any) -> Way | None:
+def way_of(value: Any) -> Keeping | None:
     """How an object is kept; None: it is no object of a class that can be found again, or more than its attributes."""
     kind = type(value)
     for each in kind.__mro__:
@@ -89,4 +89,4 @@ def _put(value: Any, attributes: dict[str, Any]) -> None:
     vars(value).update(attributes)
 
 
-ATTRIBUTES = Way(lambda value: dict(vars(value)), _put)
+ATTRIBUTES = Keeping(lambda value: dict(vars(value)), _put)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import some
@@ -191,9 +191,19 @@ def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
 
 
 def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int, run: str = UNNAMED.id) -> SlotFormat:
-    """The slot format for `leaves`, with room for the record to double in size. `run`: id of the run."""
+    """The slot format for `leaves`, with room for the record to double in size. `run`: id of the run.
+
+    Raises:
+        ConfigError: a name, a shape, or the number of tensors is beyond a limit of slot files; the message names it.
+    """
     pages = -(-2 * record_bytes // RECORD_PAGE_BYTES) + 1
-    return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES, run)
+    try:
+        return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES, run)
+    except ProtocolError as error:
+        raise ConfigError(
+            f"the state of {coord} does not fit a slot: {error}. Keep many small tensors as parts of few large ones, "
+            "or track them as one value"
+        ) from error
 
 
 def is_of_record(name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state.tracked import make
+from tests.deadlines import DEADLINE_S
 
 Model = torch.nn.Module
 Optim = torch.optim.Optimizer
@@ -222,3 +223,19 @@ def test_what_is_no_tensor_is_named() -> None:
     piece = make("x", None, None, {"a": torch.zeros(1), "b": 3}, "any", "forward")  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"'x': 'b' is a int"):
         list(piece.live())
+
+
+def test_a_list_that_grows_in_every_step_loses_few_snapshots(arena: Path) -> None:
+    """Its tensors are part of the record, whose room doubles."""
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[Any] = []
+    snap = InMemorySnapshot(model, optim, every=1)
+    snap.track("held", get=lambda: {"all": list(held), "last": held[-1:]}, set=held.append)
+    with snap:
+        for _ in snap.steps(60):
+            held.append(torch.randn(8))
+            model(torch.randn(1, 2)).sum().backward()
+            snap.drain(DEADLINE_S)
+            optim.step()
+    assert snap.statistics.failed <= 4
