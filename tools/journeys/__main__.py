@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 from holdfast import HoldfastError
-from tools.journeys import engineer, operator, student
+from tools.journeys import engineer, keeper, operator, student
 from tools.journeys.hosts import Failed, why_no_hosts
 from tools.journeys.newcomer import activated
 from tools.journeys.pages import Stale
 from tools.pythons import pin
 
-JOURNEYS = {"engineer": engineer.walk, "operator": operator.walk, "student": student.walk}
+JOURNEYS = {"engineer": engineer.walk, "keeper": keeper.walk, "operator": operator.walk, "student": student.walk}
 NEED_HOSTS = {"operator", "student"}
 
 
