@@ -1,11 +1,10 @@
-"""Somebody who keeps a machine for others: an upgrade under a running job, another user, too little memory, storage."""
+"""Somebody who keeps a machine for others: an upgrade under a running job, another user, too little memory."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from tools.journeys.hosts import Failed, Running, Shell
 from tools.journeys.newcomer import Hold, check_same, checkout, training
 from tools.journeys.pages import Docs
 
-START, RUNNING, PERSIST = "docs/start.md", "docs/running.md", "docs/persist.md"
+START, RUNNING = "docs/start.md", "docs/running.md"
 TORCHRUN = (
     "torchrun --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --max-restarts=3 --tee=3 train.py"
 )
@@ -45,7 +44,6 @@ os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 sys.exit(main(sys.argv[1:]))
 """
-BUCKET = "import s3fs; s3fs.S3FileSystem().mkdir('bucket')"
 
 
 def walk(python: Path, folder: Path) -> None:
@@ -59,7 +57,6 @@ def walk(python: Path, folder: Path) -> None:
         try:
             undisturbed = upgrade(docs, shell)
             greed(docs, shell, undisturbed)
-            storage(docs, shell, undisturbed, Path(arena))
         finally:
             for leftover in find_leftovers(Path(arena)):
                 remove(leftover)
@@ -176,48 +173,6 @@ def _killed(group: Path) -> int:
             found = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.M)
             return int(found[1]) if found else 0
     raise Failed(f"{group} does not count what it kills")
-
-
-def storage(docs: Docs, shell: Shell, undisturbed: list[str], arena: Path) -> None:
-    """Persist to a server that speaks S3, lose all memory, and go on from there. Raises `Failed`."""
-    shell.run("pip install -qq 'moto[server]' s3fs")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = shell.start(f"moto_server -H 127.0.0.1 -p {port}")
-    try:
-        server.wait_for("Running on")
-        url = f"http://127.0.0.1:{port}"
-        keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-        shell.set(keys | {"AWS_ENDPOINT_URL": url, "FSSPEC_S3_ENDPOINT_URL": url})
-        shell.run(f'python -c "{BUCKET}"')
-        shell.run(
-            docs.command(
-                PERSIST,
-                "Snapshots on storage",
-                "export HOLDFAST_PERSIST=",
-                {"/mnt/shared/snapshots": "s3://bucket/path"},
-            )
-        )
-        shell.set({"HOLDFAST_PERSIST_EVERY": "1s"})
-        hold = Hold(docs)
-        hold.at(60)
-        job = shell.start(TORCHRUN)
-        job.wait_for("step 60 ")
-        _until(shell, lambda said: re.search(r"step \d+ is persisted at s3", said) is not None)
-        os.killpg(job.process.pid, 9)
-        for leftover in find_leftovers(arena):
-            remove(leftover)
-        hold.go()
-        again = shell.start(TORCHRUN)
-        _ended(again)
-        check_same(undisturbed, [*job.said, *again.said])
-        first = min(int(found) for found in re.findall(r"step (\d+) loss", "\n".join(again.said)))
-        if first == 0:
-            raise Failed("it began anew")
-        print(f"  all memory was lost; the job went on with step {first} from S3, and every loss is the same")
-    finally:
-        server.process.terminate()
 
 
 def _until(shell: Shell, holds: Callable[[str], bool]) -> str:
