@@ -161,13 +161,6 @@ def _killed(plan: SeedPlan) -> SeedPlan:
     return replace(plan, every=1, steps=3, lives=(faults,), gaps=(Gap(0.0, True),))
 
 
-def _dies_as_it_encodes(plan: SeedPlan) -> SeedPlan:
-    """An SMP dies while encoding: the job restores a snapshot that is only sealed, and has no free slot."""
-    fault = DrawnFault("kill-process", point="encode.before", nth=2 + plan.seed % 2)
-    lives, gaps = ((fault,),), (Gap(0.0, True),)
-    return replace(plan, state=None, slots=2, every=1, protect_every=1, steps=3, lives=lives, gaps=gaps, quiet=2)
-
-
 def _ends_well(plan: SeedPlan) -> SeedPlan:
     return replace(plan, final="finish")
 
@@ -309,8 +302,8 @@ def _promised_only(inventories: Any, coords: Any, without: Any, choice: Any, *mo
     return plan_restore(inventories, coords, {*without, *younger}, choice, *more)
 
 
-def _seal_and_encode(self: Store, *arguments: Any, encode: bool = True) -> None:
-    _seal(self, *arguments, encode=True)
+def _seal_and_encode(self: Store, *arguments: Any, **options: Any) -> None:
+    _seal(self, *arguments, **{**options, "encode": True})
 
 
 def _oldest_first(inventories: Any, protected: Any) -> list[Any]:
@@ -378,12 +371,6 @@ def _refuse_what_is_there(self: Arena) -> Iterator[Any]:
 
 def _never(*arguments: Any, **options: Any) -> None:
     """Do nothing."""
-
-
-def _give_back_silently(self: Holdings, pool: Any, slot: Any, view: memoryview) -> None:
-    with self._lock:
-        if pool.is_at(slot, view):
-            pool.discard(slot)
 
 
 def _wait_for_ever(*arguments: Any) -> None:
@@ -867,16 +854,6 @@ MUTANTS: dict[str, SimMutant] = {
         "restored",
         (("holdfast.snapshot.resume.elastic", "stream_owners", _nobody_is_carried),),
         _with_state("dropout", replicated=True, sizes=(3, 3, 2)),
-    ),
-    "repair-in-the-way": SimMutant(
-        "parity of what was given up is repaired all the same, and who waits for its slot hears nothing",
-        "progress",
-        (
-            (Holdings, "stop_repairs", _never),
-            (Holdings, "give_back", _give_back_silently),
-            (Store, "is_given_up", lambda self, snapshot: False),
-        ),
-        _dies_as_it_encodes,
     ),
     "place-forgotten": SimMutant(
         "how far the data was read is not restored",

@@ -586,13 +586,14 @@ def here(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SmpPr
     return start
 
 
-def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+def said(caplog: pytest.LogCaptureFixture, text: str, level: int = logging.WARNING) -> int:
+    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= level)
 
 
 def test_training_goes_on_until_there_is_memory_and_snapshots_begin_then(
     ground: Ground, here: Callable[..., SmpProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
     smp = here(SLICE)
     model, optim = large_job()
     with InMemorySnapshot(model, optim, protect="none") as snap:
@@ -601,12 +602,12 @@ def test_training_goes_on_until_there_is_memory_and_snapshots_begin_then(
         held = ground.points.wait_any(smp.name, SLICE)
         step(model, optim)
         assert (snap.statistics.taken, snap.statistics.skipped) == (0, 6)
-        assert said(caplog, "is being reserved") == 1
+        assert said(caplog, "is being reserved", logging.INFO) == 1
         held.go()
         held = ground.points.wait_any(smp.name, SLICE)  # the first slot is reserved, the second is not
         while not snap.statistics.taken:
             step(model, optim)
-        assert said(caplog, "taken from step") == 1
+        assert said(caplog, "taken from step", logging.INFO) == 1
         step(model, optim, drained=snap)
         for _ in range(5):
             step(model, optim)
@@ -616,7 +617,7 @@ def test_training_goes_on_until_there_is_memory_and_snapshots_begin_then(
         while snap.statistics.taken < 4:
             step(model, optim)
         assert snap.statistics.failed == 0
-        assert said(caplog, "reserved") == 2
+        assert said(caplog, "reserved", logging.INFO) == 2
 
 
 def test_a_job_that_ends_before_is_told(

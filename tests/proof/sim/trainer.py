@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -251,6 +251,9 @@ class SimAdapter:
 
     def steppers(self) -> Steppers:
         return Steppers((), (), ())
+
+    def generators(self) -> Mapping[str, Any]:
+        return {}
 
 
 def _expand(seed: bytes, length: int) -> bytes:

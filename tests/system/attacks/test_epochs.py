@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from holdfast.smp_daemon.shared import client as client_module
-from holdfast.smp_daemon.shared.board import Board
+from holdfast.smp_daemon.shared.board import WORDS, Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -122,9 +122,12 @@ def zombie() -> Iterator[Zombie]:
 
 
 def held(smp: SmpProcess) -> dict[str, int]:
-    """A digest of every file of the arena, except those in which the SMP describes itself."""
+    """A digest of every file of the arena, except those in which the SMP describes itself; of the board, its words for
+    trainers."""
     files = [path for path in smp.arena.iterdir() if path.is_file() and path.name not in ("smp.log", "smp.json")]
-    return {path.name: xxhash.xxh3_64_intdigest(path.read_bytes()) for path in files}
+    contents = {path.name: path.read_bytes() for path in files}
+    contents["board"] = contents["board"][: 8 * WORDS]
+    return {name: xxhash.xxh3_64_intdigest(content) for name, content in contents.items()}
 
 
 @pytest.fixture
