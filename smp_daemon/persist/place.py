@@ -202,7 +202,8 @@ class Remote:
 
     def read_part(self, path: str, start: int, count: int) -> bytes:
         with _reported(f"{self.name}/{path} cannot be read"):
-            content: bytes = self._fs.cat_file(self._at(path), start, start + count)
+            # by name: s3fs has the version in second place
+            content: bytes = self._fs.cat_file(self._at(path), start=start, end=start + count)
             return content
 
     @contextmanager

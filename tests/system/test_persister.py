@@ -368,13 +368,24 @@ def test_a_start_goes_on_although_storage_does_not_say_what_it_has(
 # ---------------------------------------------------------------------- places
 
 
-@pytest.fixture(params=["directory", "memory"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> place.PersistPlace:
+def cat_a_version(self: Any, path: str, version: Any = None, start: Any = None, end: Any = None) -> bytes:
+    """`cat_file` with its arguments in the order of s3fs."""
+    assert version is None
+    with self.open(path, "rb") as file:
+        content: bytes = file.read()
+    return content[start:end]
+
+
+@pytest.fixture(params=["directory", "memory", "versions"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> place.PersistPlace:
     if request.param == "directory":
         (tmp_path / "deep/er").mkdir(parents=True)
         return open_place(f"file://{tmp_path}/deep/er")
     fsspec = pytest.importorskip("fsspec")
-    fsspec.filesystem("memory").rm("/", recursive=True)
+    memory = fsspec.filesystem("memory")
+    memory.rm("/", recursive=True)
+    if request.param == "versions":
+        monkeypatch.setattr(type(memory), "cat_file", cat_a_version)
     return open_place("memory://bucket/prefix")
 
 
