@@ -31,6 +31,8 @@ class InMemorySnapshot(SnapshotHook):
         optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. The state of optimizers that
             it wraps, as SAM and torchtitan's container do, is captured too. A step of an optimizer
             that a `torch.amp.GradScaler` among `extra` skips is a step. A loop with several says where its steps begin.
+            None: the loop changes parameters by itself, and says where its steps begin; then all of them are copied at
+            that moment, which the loop waits for, into as much memory again.
         scheduler: a learning rate scheduler, or a list of them.
         extra: more objects with ``state_dict`` and ``load_state_dict``, by name, such as a data loader. Entries that
             are None are left out. Ranks may pass different objects.
@@ -78,7 +80,7 @@ class InMemorySnapshot(SnapshotHook):
     def __init__(
         self,
         model: Any,
-        optim: Any,
+        optim: Any = None,
         *,
         scheduler: Stateful | Sequence[Stateful] | None = None,
         extra: Mapping[str, Stateful | None] | None = None,

@@ -85,6 +85,7 @@ class Loop:
         self._gradients = Gradients(adapter.modules(), log.warning, lambda: self._hear(Event.ZEROED))
         self._steppers = adapter.steppers()
         self._has_several = len(adapter.optimizers()) > 1
+        self._has_none = not adapter.optimizers()
         self._episodes = Episodes(log)
         self._where = TurnState.BETWEEN
         self._due: Due | None = None  # a snapshot to take when the next step begins
@@ -134,6 +135,7 @@ class Loop:
     def mark(self) -> None:
         """Data is about to be read for the next step. If a step has ended, note the state at its boundary."""
         self._declare()
+        self._end_without_optimizer()
         self._first.before_reading()
         self._hear(Event.MARK)
 
@@ -142,6 +144,12 @@ class Loop:
         if self._where is TurnState.BEGUN:
             self._gradients.come_round()
         self._begins(Event.BEGIN)
+
+    def _end_without_optimizer(self) -> None:
+        """If no optimizer steps, a step has ended when the loop comes round."""
+        if self._has_none and self._where is TurnState.BEGUN:
+            self.before_step()
+            self.after_step()
 
     def _declare(self) -> None:
         """The loop says where its steps begin."""
@@ -185,7 +193,7 @@ class Loop:
         """A module runs forward, in training mode and with gradients. This begins the step of a plain loop."""
         if self._where is TurnState.BETWEEN and not self._position.declared:
             self._began_with = number
-            self._begins(Event.FORWARD)
+            self._begins(Event.ALONE if self._has_none else Event.FORWARD)
         self._first.before_forward()
         if self._where is not TurnState.BETWEEN:
             self._note_inputs(given)
@@ -250,7 +258,7 @@ class Loop:
         """
         text = f"{refusal.value}{f' ({some(names)})' if names else ''}: {BEGIN}"
         step = self._progress.step
-        if self._first.is_new or refusal is NotPlain.SEVERAL:
+        if self._first.is_new or refusal in (NotPlain.SEVERAL, NotPlain.ALONE):
             raise ConfigError(f"it cannot be told where the steps of this loop begin. In step {step + 1}, {text}")
         self._due = None
         if self._copy is not None:
@@ -320,6 +328,8 @@ class Loop:
             takes: take a last snapshot of where the loop is now. A collective call then.
             goes_on: the loop was left before its end: the next start goes on where it was left.
         """
+        if takes:
+            self._end_without_optimizer()
         if takes and self.has_stepped:
             self._position.last_turn_ended(goes_on=goes_on)
             self._hear(Event.LAST)

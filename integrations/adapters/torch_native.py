@@ -92,10 +92,12 @@ class TorchAdapter(BaseAdapter):
     def tensors(self) -> Iterator[LiveTensor]:
         self._name()
         self._check_names()
+        # Where no optimizer steps, nothing tells when parameters are about to change.
+        change = Change.STEP if self._optimizers else Change.ANY
         for prefix, module in self._of_modules():
             for name, parameter in module.named_parameters():
                 block = block_of(parameter)
-                yield LiveTensor(f"{prefix}.{name}", local(parameter), Change.STEP, self._replicated, block=block)
+                yield LiveTensor(f"{prefix}.{name}", local(parameter), change, self._replicated, block=block)
             yield from buffers(module, prefix)
         of_no_module = {
             p: f"loose.optim{i or ''}.{name}" for i, s in enumerate(self._states) for name, p in s.unnamed()
@@ -122,6 +124,8 @@ class TorchAdapter(BaseAdapter):
 
 
 def _check_optimizers(optim: Any) -> list[torch.optim.Optimizer]:
+    if optim is None:
+        return []
     optimizers = list(optim) if isinstance(optim, list | tuple) else [optim]
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -129,5 +133,5 @@ def _check_optimizers(optim: Any) -> list[torch.optim.Optimizer]:
                 f"optim is a {type(optimizer).__qualname__}: give a torch.optim.Optimizer, some of them, or Megatron's"
             )
     if not optimizers:
-        raise ConfigError("optim is an empty list: the step of an optimizer is the boundary between snapshots")
+        raise ConfigError("optim is an empty list: leave it out if the loop changes parameters by itself")
     return optimizers

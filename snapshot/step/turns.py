@@ -47,10 +47,10 @@ class Event(Enum):
 
     FORWARD: a forward in training mode and with gradients. EVALUATION: another one, and random numbers were drawn since
     the last step. BACKWARD: gradients of the forward that began the step. STEP, STEPPED: the optimizer is about to
-    step; it has. SEVERAL: the same as STEP, of one of several. ZEROED: gradients of this step were zeroed, and are
-    computed again. MARK: data is about to be read. BEGIN: the loop says that the step begins. DECLARE: it says for the
-    first time where steps begin. LAST: it has ended well, and the state after its last step is to be kept. LEAVE: the
-    hook is left, in whatever way.
+    step; it has. SEVERAL: the same as STEP, of one of several. ALONE: a FORWARD, and the hook has no optimizer. ZEROED:
+    gradients of this step were zeroed, and are computed again. MARK: data is about to be read. BEGIN: the loop says
+    that the step begins. DECLARE: it says for the first time where steps begin. LAST: it has ended well, and the state
+    after its last step is to be kept. LEAVE: the hook is left, in whatever way.
 
     UNEVEN, MOVED: just before a FORWARD that begins a step, something was drawn or changed in another way than before
     the first step, so that a restart would not get there; see `snapshot.resume.rehearsal`.
@@ -62,6 +62,7 @@ class Event(Enum):
     STEP = auto()
     STEPPED = auto()
     SEVERAL = auto()
+    ALONE = auto()
     ZEROED = auto()
     MARK = auto()
     BEGIN = auto()
@@ -92,6 +93,7 @@ class NotPlain(Enum):
         "before: forward runs in a closure, in eval mode, or in a compiled model that the hook was not given"
     )
     SEVERAL = "the hook was given several optimizers, so one step of one of them need not be the end of a turn"
+    ALONE = "the hook was given no optimizer, whose steps it could see"
     NO_BACKWARD = (
         "the model ran forward in training mode and with gradients, and no gradients of it were computed, as in an "
         "evaluation or in a step that is left out, which `snap.step` does not count; evaluate under model.eval() and "
@@ -130,6 +132,7 @@ PLAIN = _table(
     """
     where        event        then         what is done
     BETWEEN      FORWARD      BEGUN        TAKE
+    BETWEEN      ALONE        BETWEEN      ALONE
     BETWEEN      STEP         STEPPING     UNSEEN
     BETWEEN      SEVERAL      STEPPING     SEVERAL
     BETWEEN      EVALUATION   BETWEEN      EVALUATED

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast import InMemorySnapshot, StateMismatch
+from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 
 
 class Died(BaseException):
@@ -249,12 +250,12 @@ def test_noise_from_a_generator_that_nothing_names_is_named_as_the_cause(arena: 
     """As mixup in the loop does; the data itself comes back."""
 
     def job(life: Life) -> None:
-        model, own = net(), torch.Generator().manual_seed(3)
+        model, draw = net(), partial(torch.rand, (), generator=torch.Generator().manual_seed(3))
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with life.snapshot(model, optim) as snap:
             batches = snap.data(DataLoader(table(), batch_size=8, shuffle=True))
             for x, y in batches:
-                share = torch.rand((), generator=own)
+                share = draw()
                 loss = loss_of(model, share * x + (1 - share) * x.flip(0), y)
                 loss.backward()
                 life.lose(batches.position - 1, loss)
@@ -532,3 +533,27 @@ def test_a_schedule_comes_back(arena: Path, kind: str) -> None:
 )
 def test_a_killed_loop_goes_on_bit_for_bit(arena: Path, job: Job, deaths: list[object]) -> None:
     check(job, *deaths)
+
+
+@pytest.mark.parametrize("dies", [1, 4])
+def test_a_loop_that_changes_parameters_by_itself_says_where_its_steps_begin(arena: Path, dies: int) -> None:
+    def job(life: Life) -> None:
+        model = net()
+        with life.snapshot(model, None) as snap:
+            for step in snap.steps(7):
+                loss = model(torch.randn(8, 16)).square().mean()
+                model.zero_grad()
+                loss.backward()
+                life.lose(step, loss)
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+        life.close(model)
+
+    check(job, dies)
+
+
+def test_without_an_optimizer_a_loop_that_says_nothing_is_refused(arena: Path) -> None:
+    model = net()
+    with pytest.raises(ConfigError, match=r"no optimizer.*snap\.begin"), InMemorySnapshot(model):
+        model(torch.randn(8, 16)).sum().backward()

@@ -182,7 +182,7 @@ def test_an_arena_that_is_a_link_is_refused(ground: Ground, target: str) -> None
     if target == "mine":
         real.mkdir(mode=0o700)
     (ground.base / "link").symlink_to(real)
-    assert "not a link" in start(ground, ground.base / "link") or "cannot make" in start(ground, ground.base / "link")
+    assert "link" in start(ground, ground.base / "link")
     assert not real.exists() or not list(real.iterdir())
 
 
@@ -191,7 +191,7 @@ def test_an_arena_that_others_can_enter_is_refused(ground: Ground, mode: int) ->
     arena = ground.base / "arena"
     arena.mkdir()
     arena.chmod(mode)
-    assert "mode 0700" in start(ground, arena)
+    assert "chmod 700" in start(ground, arena)
 
 
 @as_root
@@ -199,7 +199,7 @@ def test_an_arena_of_another_user_is_refused(ground: Ground) -> None:
     arena = ground.base / "arena"
     arena.mkdir(mode=0o700)
     os.chown(arena, NOBODY, NOBODY)
-    assert "of this user" in start(ground, arena)
+    assert f"belongs to user {NOBODY}" in start(ground, arena)
 
 
 @as_root
