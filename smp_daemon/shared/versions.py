@@ -23,7 +23,7 @@ OLDEST_PROTOCOL = 4
 """The oldest protocol that this version speaks: that of the release before, so that a job can be upgraded node by node.
 The first release does not know ranges, so a version without protocol 4 must begin its frames with another magic."""
 
-ARENA_FORMAT = 2
+ARENA_FORMAT = 3
 """Format of the files in an arena: records, layouts, slots and the board."""
 
 FIRST_FORMAT = 1
