@@ -114,6 +114,7 @@ class FirstTurns:
 
     def unlike_a_restart(self, *, is_due: bool) -> Iterator[tuple[Event, list[str]]]:
         """The first forward of a step is about to run: what a restart would not do again, and to what."""
+        self._script.turn_begins()
         rehearsal = self._rehearsal
         if rehearsal is None:
             return

@@ -52,7 +52,7 @@ class Rehearsal:
         drew = set(self.drawn())
         if self._drew is None:
             self._drew = drew
-        return sorted(drew ^ self._drew)
+        return sorted((drew ^ self._drew) & self._generators().keys())  # those that do not count any more are not there
 
     def moved(self) -> list[str]:
         """The values that have changed since `note_values`, if they have before the first step, too. The first call is

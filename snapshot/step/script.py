@@ -80,6 +80,10 @@ class Script:
             self._variables.look(but)
             self._put_back()
 
+    def turn_begins(self) -> None:
+        """A step of a plain loop is about to begin."""
+        self._variables.turn_begins()
+
     def step_begins(self, *, is_new: bool, declared: bool) -> None:
         """A step begins. Arguments and errors: as for `check`."""
         self.check(is_new=is_new, declared=declared)

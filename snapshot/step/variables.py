@@ -86,6 +86,7 @@ class Variables:
         self._drawn: set[str] = set(held.get("drawn", ()))
         self._found: dict[str, Any] = {}
         self._first: Tree = {}
+        self._begun: Tree | None = None  # their states as the first step of a plain loop began
         self._now: Tree = held
 
     def look(self, but: Collection[int]) -> None:
@@ -101,6 +102,20 @@ class Variables:
         states = self.states()
         self._drawn |= {name for name, state in states.items() if not rng.alike(state, self._first[name])}
         self._now = {"states": states, "drawn": sorted(self._drawn)}
+
+    def turn_begins(self) -> None:
+        """A step of a plain loop begins. What was drawn from before the first step, and not in it or since, as to
+        shuffle data once, does not count: the script draws from it again after a restart, and finds the same."""
+        if self._begun is None:
+            self._begun = self.states()
+        elif self._begun:
+            begun, self._begun = self._begun, {}
+            for name, state in self.states().items():
+                if rng.alike(state, begun[name]) and not rng.alike(state, self._first[name]):
+                    del self._found[name]
+                    self._drawn.discard(name)
+                    self._now["states"].pop(name, None)
+            self._now["drawn"] = sorted(self._drawn)
 
     def states(self) -> Tree:
         """Their states now."""

@@ -557,3 +557,22 @@ def test_without_an_optimizer_a_loop_that_says_nothing_is_refused(arena: Path) -
     model = net()
     with pytest.raises(ConfigError, match=r"no optimizer.*snap\.begin"), InMemorySnapshot(model):
         model(torch.randn(8, 16)).sum().backward()
+
+
+@pytest.mark.parametrize("dies", [1, 4])
+def test_what_a_plain_loop_shuffles_once_is_shuffled_alike_again(arena: Path, dies: int) -> None:
+    def job(life: Life) -> None:
+        model, rows = net(), torch.randn(32, 16)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        own = torch.Generator().manual_seed(3)
+        with life.snapshot(model, optim) as snap:
+            order = torch.randperm(32, generator=own)
+            for step in range(snap.step, 7):
+                loss = loss_of(model, rows[order[4 * step : 4 * step + 4]])
+                loss.backward()
+                life.lose(step, loss)
+                optim.step()
+                optim.zero_grad()
+            life.close(model, optim)
+
+    check(job, dies)

@@ -410,6 +410,7 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
                     "prefix": "optim",
                     "order": dict.fromkeys(names, keys),
                     "groups": [names],
+                    "began": 1,
                 }
             ],
             "flags": {
