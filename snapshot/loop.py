@@ -85,7 +85,7 @@ class Loop:
         self._gradients = Gradients(adapter.modules(), log.warning, lambda: self._hear(Event.ZEROED))
         self._steppers = adapter.steppers()
         self._has_several = len(adapter.optimizers()) > 1
-        self._has_none = not adapter.optimizers()
+        self._has_none = bool(adapter.modules()) and not adapter.optimizers()
         self._episodes = Episodes(log)
         self._where = TurnState.BETWEEN
         self._due: Due | None = None  # a snapshot to take when the next step begins

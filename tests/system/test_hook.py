@@ -28,6 +28,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, record_name
+from holdfast.snapshot import connect
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.resume.restore import Restored
@@ -554,11 +555,15 @@ def _interrupt_once_asked(snap: InMemorySnapshot) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def test_a_strict_hook_raises_what_went_wrong(arena: Path) -> None:
+def test_a_strict_hook_raises_what_went_wrong(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_starts(*_: object, **__: object) -> None:
+        raise SmpUnavailable("no SMP can be started")
+
     model, optim = small()
     with pytest.raises(SmpUnavailable):
         with InMemorySnapshot(model, optim, strict=True) as snap:
             train(snap, model, optim, 3)
+            monkeypatch.setattr(connect, "start_smp", none_starts)
             kill_smps(arena)
             train(snap, model, optim, 3)
 

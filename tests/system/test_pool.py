@@ -130,7 +130,7 @@ def test_over_slow_links_encoding_takes_steps_and_what_is_restored_is_whole(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("piece", ["lost", "order"])
+@pytest.mark.parametrize("piece", ["lost"])  # `order` is a generator in a variable, which is restored by itself
 def test_a_piece_that_is_left_out_is_missed(launcher: Launcher, piece: str) -> None:
     cell = Cell("left out", JOB, NODES, {"without": piece}, drain=True)
     difference = drill(launcher, cell, seed=SEED).difference

@@ -57,26 +57,31 @@ NAMES = {
     *("storage.arena.Arena._delete_later", "storage.deleted.Deleted.add"),
     *("storage.pool.SlotFilePool.discard", "storage.pool.SlotFilePool.plan", "storage.pool.SlotFilePool.made"),
     *("storage.pool.SlotFilePool.remove", "storage.pool.SlotFilePool._forget", "storage.reserver.Reserver.make"),
+    "storage.pool.SlotFilePool._empty",
     *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.Reserver.make.<locals>.given_up"),
 }
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
 those that are being made are still open."""
+
+OWNERS = {f"shared.owners.Owners.{name}" for name in ("change", "clear", "create", "found", "has", "renew")}
+"""What looks at empty files that say who owns slots, or renames one: a shard has at most 16 slots."""
 
 MAPPINGS = {"storage.pool._map", "storage.pool.SlotMemory.__init__", "shared.board.Board.__init__"}
 """What opens and maps a file, and touches no page."""
 
 ALLOWED: dict[str, set[str]] = {
     "file": SMALL_FILES | SETTINGS,
-    "posix.open": SMALL_FILES | MAPPINGS,
+    "posix.open": SMALL_FILES | MAPPINGS | OWNERS,
     "posix.read": SMALL_FILES,
-    "posix.close": SMALL_FILES | MAPPINGS,
+    "posix.close": SMALL_FILES | MAPPINGS | OWNERS,
     "posix.ftruncate": MAPPINGS,
     "mmap.mmap.madvise": MAPPINGS,
-    "posix.stat": SMALL_FILES | NAMES,
-    "posix.replace": SMALL_FILES | NAMES,
-    "posix.unlink": SMALL_FILES | NAMES,
-    "posix.scandir": SMALL_FILES | NAMES,
-    "posix.ScandirIterator.__exit__": SMALL_FILES | NAMES,
+    "posix.stat": SMALL_FILES | NAMES | OWNERS,
+    "posix.replace": SMALL_FILES | NAMES | OWNERS,
+    "posix.unlink": SMALL_FILES | NAMES | OWNERS,
+    "posix.scandir": SMALL_FILES | NAMES | OWNERS,
+    "posix.ScandirIterator.__exit__": SMALL_FILES | NAMES | OWNERS,
+    "posix.utime": OWNERS,
     "posix.statvfs": SETTINGS,
     "posix.sysconf": SETTINGS,
     "posix.truncate": {"shared.budget.Budget._trim"},  # by the slice that a slot takes
@@ -107,7 +112,6 @@ call is short however much a node holds, or do it without the lock."""
 
 TAKERS = {
     *(
-        "storage.store.Store.begin",
         "storage.store.Store.seal",
         "storage.store.Store.join",
         "storage.store.Store.retire",

@@ -33,8 +33,9 @@ STEP_S = 1.0
 TOLD = ("a snapshot ", "snapshots ", "memory for ", "a group of ", "restored ")
 """How the texts begin that are warnings only so that everybody sees them: what was chosen, and what came back."""
 
-ADVICE = ("until encoding keeps up again", "without HOLDFAST_DOMAINS")
-"""Parts of texts that say rightly that snapshots are taken faster than they can be encoded, or what to set."""
+ADVICE = ("until encoding keeps up again", "without HOLDFAST_DOMAINS", "keeps what is in memory for 30 days")
+"""Parts of texts that say rightly that snapshots are taken faster than they can be encoded, what to set, or what the
+job's protection is worth."""
 
 STARVED = "no snapshot is taken: "
 """How a text begins that is right on machines that are slower than holdfast expects of any."""
