@@ -83,7 +83,7 @@ class Variables:
 
     def __init__(self, held: Tree) -> None:
         self._held: Tree | None = held or None
-        self._drawn: set[str] = set(held.get("drawn", ()))
+        self._drawn = set(held)
         self._found: dict[str, Any] = {}
         self._first: Tree = {}
         self._begun: Tree | None = None  # their states as the first step of a plain loop began
@@ -101,7 +101,7 @@ class Variables:
         """Note their states now: they belong to the boundary."""
         states = self.states()
         self._drawn |= {name for name, state in states.items() if not rng.alike(state, self._first[name])}
-        self._now = {"states": states, "drawn": sorted(self._drawn)}
+        self._now = {name: states[name] for name in sorted(self._drawn & states.keys())}
 
     def turn_begins(self) -> None:
         """A step of a plain loop begins. What was drawn from before the first step, and not in it or since, as to
@@ -114,8 +114,7 @@ class Variables:
                 if rng.alike(state, begun[name]) and not rng.alike(state, self._first[name]):
                     del self._found[name]
                     self._drawn.discard(name)
-                    self._now["states"].pop(name, None)
-            self._now["drawn"] = sorted(self._drawn)
+                    self._now.pop(name, None)
 
     def states(self) -> Tree:
         """Their states now."""
@@ -127,11 +126,11 @@ class Variables:
         if self._held is None:
             return []
         held, self._held = self._held, None
-        there = self._drawn & self._found.keys()
-        rng.put_back(self._found, {name: held["states"][name] for name in there}, "the script")
+        self._drawn = held.keys() & self._found.keys()
+        rng.put_back(self._found, {name: held[name] for name in self._drawn}, "the script")
         self.note()
-        return sorted(self._drawn - there)
+        return sorted(held.keys() - self._found.keys())
 
     def tree(self) -> Tree:
-        """Their states when they were last noted, and the names of those that were drawn from."""
+        """The states of those that were drawn from, by name, when they were last noted."""
         return self._now

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast import ConfigError, InMemorySnapshot
+from holdfast.snapshot.step import variables
 from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, trial, warnings_of
 
 # ------------------------------------------------------------------ persistent workers of an evaluation
@@ -307,3 +308,33 @@ def test_workers_that_persist_draw_as_often_as_without_the_hook() -> None:
         assert torch.equal(
             alone, passes(snap.data(DataLoader(data, 3, num_workers=1, persistent_workers=True, shuffle=True)))
         )
+
+
+def test_a_generator_that_is_missing_in_one_life_is_found_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator().manual_seed(3)
+    there = {"loop.own": own}
+    monkeypatch.setattr(variables, "generators_in_variables", lambda but: dict(there))
+
+    def life_of(held: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        made = variables.Variables(held)
+        made.look(set())
+        gone = made.put_back()
+        torch.rand((), generator=own)
+        made.note()
+        return gone, made.tree()
+
+    _, held = life_of({})
+    assert list(held) == ["loop.own"]
+    found = there.pop("loop.own")
+    gone, without = life_of(held)
+    assert (gone, without) == (["loop.own"], {})
+    there["loop.own"] = found
+    assert life_of(without)[0] == [] and life_of(held)[0] == []
+
+
+def test_what_is_not_drawn_from_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "generators_in_variables", lambda but: {"loop.own": torch.Generator()})
+    made = variables.Variables({})
+    made.look(set())
+    made.note()
+    assert made.tree() == {}

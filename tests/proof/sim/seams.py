@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +42,7 @@ from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.orders import Due, SnapshotCopy
 from tests.proof.sim import trainer
 from tests.proof.sim.memory import Disk, MemoryPath
-from tests.proof.sim.modules import Generators, ObservedCapture, SteppingEngine
+from tests.proof.sim.modules import Generators, ObservedCapture, SimScript, SteppingEngine
 from tests.proof.sim.network import network
 from tests.proof.sim.scheduler import active
 from tests.proof.sim.system import SYSTEM, SimFcntl, SimTime
@@ -294,6 +295,12 @@ def _boundary(optimizers: Any, *arguments: Any) -> Any:
     return Boundary(optimizers, *arguments) if optimizers else trainer.SimBoundary()
 
 
+def _is_scripts_frame(frame: FrameType) -> bool:
+    """`variables.is_users_frame`: the script of one trainer is the user's, and the simulation around all of them, whose
+    variables hold the other scripts, is not."""
+    return frame.f_globals.get("__name__") == SimScript.__module__
+
+
 @contextmanager
 def _without_collector() -> Iterator[None]:
     enabled = gc.isenabled()
@@ -371,6 +378,7 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,
         "holdfast.snapshot.session.Capture": _capture,
         "holdfast.snapshot.loop.Boundary": _boundary,
+        "holdfast.snapshot.step.variables.is_users_frame": _is_scripts_frame,
         "holdfast.snapshot.rank.DeviceEngines": lambda devices: SteppingEngine() if devices else trainer.SimEngine(),
         "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
         "tests.proof.sim.trainer.captured": lambda *what: Hooks.captured(*what),
