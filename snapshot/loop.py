@@ -328,7 +328,7 @@ class Loop:
             takes: take a last snapshot of where the loop is now. A collective call then.
             goes_on: the loop was left before its end: the next start goes on where it was left.
         """
-        if takes:
+        if takes and not goes_on:  # else nothing tells whether the turn has changed the state yet: it is done again
             self._end_without_optimizer()
         if takes and self.has_stepped:
             self._position.last_turn_ended(goes_on=goes_on)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -576,3 +576,30 @@ def test_what_a_plain_loop_shuffles_once_is_shuffled_alike_again(arena: Path, di
             life.close(model, optim)
 
     check(job, dies)
+
+
+@pytest.mark.parametrize("at_top", [True, False], ids=["before the change", "after it"])
+def test_a_loop_without_an_optimizer_that_is_left_early_loses_no_turn(arena: Path, at_top: bool) -> None:
+    def job(snap: InMemorySnapshot, model: nn.Module, stop: int) -> None:
+        for step in snap.steps(6):
+            if at_top and step == stop:
+                break
+            loss = model(torch.randn(8, 16)).square().mean()
+            model.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+            if step == stop:
+                break
+
+    def life(stop: int, *, hooked: bool = True) -> str:
+        torch.manual_seed(0)
+        model = net()
+        with InMemorySnapshot(model, every=1, block=1) if hooked else Bare() as snap:
+            job(cast(InMemorySnapshot, snap), model, stop)
+        return hashlib.sha256(_bytes(model.state_dict())).hexdigest()
+
+    undisturbed = life(-1, hooked=False)
+    life(3)
+    assert life(-1) == undisturbed
