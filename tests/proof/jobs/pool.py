@@ -34,8 +34,8 @@ class Pool:
     """`chaos.drill.Job`: rank r owns stage r. Only the last rank has a loss.
 
     Args:
-        without: the state to leave untracked, for an audit to find: ``lost`` (the rounding error) or ``order`` (the
-            generator of the samples).
+        without: the state to leave untracked: ``lost`` (the rounding error), which is lost then, or ``order`` (the
+            generator of the samples), which is found in a variable.
     """
 
     def __init__(self, seed: int, without: str = "") -> None:
