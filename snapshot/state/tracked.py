@@ -110,12 +110,7 @@ def _packed(value: Any) -> Any:
         if not plain or value.device.type != "cpu" or value.nbytes > SMALL_BYTES or value.requires_grad:
             return value
         return {_SMALL: value.dtype, "shape": list(value.shape), "bytes": octets(value).numpy().copy()}
-    if type(value) not in _OPENED:
-        return value
-    if isinstance(value, dict):
-        return {key: _packed(part) for key, part in value.items()}
-    parts = map(_packed, value)
-    return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
+    return _in_container(_packed, value)
 
 
 def _unpacked(value: Any) -> Any:
@@ -124,11 +119,16 @@ def _unpacked(value: Any) -> Any:
         made = torch.empty(value["shape"], dtype=value[_SMALL])
         octets(made).copy_(torch.from_numpy(value["bytes"]))
         return made
+    return _in_container(_unpacked, value)
+
+
+def _in_container(change: Callable[[Any], Any], value: Any) -> Any:
+    """A container like `value` with each part changed; anything else as it is."""
     if type(value) not in _OPENED:
         return value
     if isinstance(value, dict):
-        return {key: _unpacked(part) for key, part in value.items()}
-    parts = map(_unpacked, value)
+        return {key: change(part) for key, part in value.items()}
+    parts = map(change, value)
     return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
 
 

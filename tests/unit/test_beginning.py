@@ -110,6 +110,15 @@ def trial(loop: Loop, make: Callable[[], Job] = Job, stop: int = STOP, behind: i
     Args:
         behind: how many steps are repeated.
     """
+    start, before, whole, first = stopped(loop, make, stop)
+    assert start == stop - behind
+    assert before == whole[:stop]
+    return first
+
+
+def stopped(loop: Loop, make: Callable[[], Job], stop: int) -> tuple[int, list[str], list[str], InMemorySnapshot]:
+    """A process is stopped, and its successor does the same as an undisturbed one. Returns at which step that begins,
+    what the stopped and the undisturbed process did, and the stopped one's hook."""
     torch.manual_seed(0)
     models = [make() for _ in range(3)]
     for other in models[1:]:
@@ -117,10 +126,8 @@ def trial(loop: Loop, make: Callable[[], Job] = Job, stop: int = STOP, behind: i
     _, whole, _ = life(loop, models[0], None)
     _, before, first = life(loop, models[1], stop)
     start, after, _ = life(loop, models[2], None, seed=99)
-    assert start == stop - behind
-    assert before == whole[:stop]
     assert after == whole[start:]
-    return first
+    return start, before, whole, first
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

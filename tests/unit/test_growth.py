@@ -11,7 +11,7 @@ from torch import nn
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state.live import At
-from tests.unit.test_beginning import Job, life, warnings_of
+from tests.unit.test_beginning import Job, stopped, warnings_of
 
 STEPS = 7
 
@@ -80,15 +80,8 @@ def longer(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 @pytest.mark.parametrize("layer", [Growing, Lazy, Observing])
 def test_buffers_get_the_shapes_that_they_had(layer: Callable[[], nn.Module], stop: int) -> None:
     model = job_with(layer)
-    torch.manual_seed(0)
-    jobs = [model() for _ in range(3)]
-    for other in jobs[1:]:
-        other.take_over(jobs[0])
-    _, whole, _ = life(longer, jobs[0], None)
-    life(longer, jobs[1], stop)
-    start, after, _ = life(longer, jobs[2], None, seed=99)
+    start, *_ = stopped(longer, model, stop)
     assert start >= 1
-    assert after == whole[start:]
 
 
 class Frozen(Job):
@@ -119,15 +112,8 @@ def unfrozen(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 6])
 def test_groups_that_were_added_are_made_again(stop: int, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    jobs = [Frozen() for _ in range(3)]
-    for other in jobs[1:]:
-        other.take_over(jobs[0])
-    _, whole, _ = life(unfrozen, jobs[0], None)
-    life(unfrozen, jobs[1], stop)
-    start, after, _ = life(unfrozen, jobs[2], None, seed=99)
+    start, *_ = stopped(unfrozen, Frozen, stop)
     assert (start > 2) is (stop == 6)
-    assert after == whole[start:]
     assert not [text for text in warnings_of(caplog) if "rebuild" in text]
 
 
@@ -171,28 +157,16 @@ def inserting(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
         job.step()
 
 
-def two_lives(make: Callable[[], Job]) -> tuple[list[str], int, list[str]]:
-    torch.manual_seed(0)
-    jobs = [make() for _ in range(3)]
-    for other in jobs[1:]:
-        other.take_over(jobs[0])
-    _, whole, _ = life(inserting, jobs[0], None)
-    life(inserting, jobs[1], 6)
-    start, after, _ = life(inserting, jobs[2], None, seed=99)
-    return whole, start, after
-
-
 @pytest.mark.usefixtures("arena")
 def test_a_script_makes_again_what_it_had_added_to_the_model() -> None:
-    whole, start, after = two_lives(Grown)
+    start, *_ = stopped(inserting, Grown, 6)
     assert start > 2
-    assert after == whole[start:]
 
 
 @pytest.mark.usefixtures("arena")
 def test_who_does_not_say_how_is_told_as_it_is_added(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StateMismatch):
-        two_lives(Silent)
+        stopped(inserting, Silent, 6)
     said = [text for text in warnings_of(caplog) if "snap.rebuild" in text]
     assert said and "model0" in said[0]
 
