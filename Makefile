@@ -174,7 +174,7 @@ docs: setup
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt snapshot/stream.c smp_daemon/shared/receive.c
+$(READY): pyproject.toml constraints.txt snapshot/stream.c smp_daemon/shared/receive.c smp_daemon/shared/xxh3.h
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"

@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "../smp_daemon/shared/xxh3.h"
+
 struct run {
     const char *source;
     char *target;
@@ -62,15 +64,6 @@ void holdfast_copy(const struct run *runs, size_t count) {
     for (size_t i = 0; i < count; i++) copy(runs[i].target, runs[i].source, runs[i].bytes);
     settle();
 }
-
-/* Functions of the xxHash library: XXH3_createState, XXH3_64bits_reset, _update, _digest and XXH3_freeState. */
-struct hash {
-    void *(*create)(void);
-    int (*reset)(void *state);
-    int (*update)(void *state, const void *bytes, size_t count);
-    unsigned long long (*digest)(const void *state);
-    int (*destroy)(void *state);
-};
 
 /* Bytes that are digested and then copied: they stay in the first cache, so memory is read once for both. */
 enum { PIECE = 4096 };

@@ -9,14 +9,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-/* Functions of the xxHash library: XXH3_createState, XXH3_64bits_reset, _update, _digest and XXH3_freeState. */
-struct hash {
-    void *(*create)(void);
-    int (*reset)(void *state);
-    int (*update)(void *state, const void *bytes, size_t count);
-    unsigned long long (*digest)(const void *state);
-    int (*destroy)(void *state);
-};
+#include "xxh3.h"
 
 static long long now_ms(void) {
     struct timespec now;
