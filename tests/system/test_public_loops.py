@@ -603,3 +603,12 @@ def test_a_loop_without_an_optimizer_that_is_left_early_loses_no_turn(arena: Pat
     undisturbed = life(-1, hooked=False)
     life(3)
     assert life(-1) == undisturbed
+
+
+def test_an_optimizer_that_the_hook_was_not_given_is_named(arena: Path) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"AdamW steps \d+ parameters.*optim="), InMemorySnapshot(model) as snap:
+        for _ in snap.steps(3):
+            model(torch.randn(8, 16)).sum().backward()
+            optim.step()
