@@ -60,7 +60,8 @@ class Codings:
         self._on_done = on_done
         self._gatherings: dict[Coding, GatheringSlot] = {}
         self._done: dict[Coding, set[int]] = {}
-        self._untold: list[tuple[int, SnapshotId, Layout]] = []  # own parities that the group is yet to be told of
+        # Own parities that the group is yet to be told of: noted with the store's lock, told without it.
+        self._untold: list[tuple[int, SnapshotId, Layout]] = []
 
     def accumulate(
         self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int

@@ -40,6 +40,16 @@ def unwatched() -> Iterator[list[DataLoader[Any]]]:
         _quiet.pop()
 
 
+@contextmanager
+def drawing_from(generator: torch.Generator, loader: DataLoader[Any]) -> Iterator[None]:
+    """Iterators that a loader makes meanwhile draw their seed from `generator`, and no other one moves."""
+    own, loader.generator = loader.generator, generator
+    try:
+        yield
+    finally:
+        loader.generator = own
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """An iterator that is read in more than one step.
@@ -122,12 +132,8 @@ class Iterators:
             self._make(iterator, loader, *args, **kwargs)
             seeds.append(int(iterator._base_seed))
             return
-        own = loader.generator
-        loader.generator = torch.Generator()
-        try:
+        with drawing_from(torch.Generator(), loader):
             self._make(iterator, loader, *args, **kwargs)
-        finally:
-            loader.generator = own
         iterator._base_seed = seeds[number]
 
 
