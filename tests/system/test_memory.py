@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
@@ -81,4 +82,7 @@ def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
     for who, seen in zip(("trainer", "SMP"), zip(*said["seen"], strict=True), strict=True):
         early, late = ([sample[0] for sample in part] for part in (seen[200:400], seen[-200:]))
         assert fmean(late) <= 1.01 * fmean(early), who
-        assert len({tuple(sample[1:]) for sample in seen[200:]}) == 1, f"files and threads of the {who}"
+        before, after = (Counter(tuple(sample[1:]) for sample in part) for part in (seen[200:400], seen[-200:]))
+        # What nearly all samples say: a thread may be at a file just then.
+        assert before.most_common(1)[0][0] == after.most_common(1)[0][0], f"files and threads of the {who}"
+        assert after.most_common(1)[0][1] > 180, after

@@ -443,6 +443,13 @@ class Oracle:
         if not own and not runs.wanted:
             self._violate("told", f"there is no run to choose, yet: {reason}")
 
+    def of_another_size(self, reason: str) -> None:
+        """In a life without faults, a job of another number of ranks was told that only its own number is restored from
+        storage."""
+        self.checks["recoverable"] += 1
+        if self.promised is not None and self.must_survive():
+            self._violate("recoverable", f"{self.promised} was protected and little enough was lost, yet: {reason}")
+
     def _check_told(self, reason: str) -> None:
         self.checks["told"] += 1
         if GIVE_UP_ENV not in reason and RUN_ENV not in reason:

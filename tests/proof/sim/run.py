@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from holdfast.smp_daemon.shared import limits
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from tests.proof.sim.faults import Faults
 from tests.proof.sim.moves import Moves
 from tests.proof.sim.plan import SeedPlan, draw
@@ -340,6 +340,11 @@ class _Driver:
             if not self._plan.moves:
                 return False
             self._decide(decision)
+        state = self._plan.state
+        if errors and state is not None and state.sizes and all(isinstance(error, StateMismatch) for error in errors):
+            world.oracle.of_another_size(str(errors[0]))
+            self._check()
+            return False
         world.oracle.checks["returns"] += 1
         if outcomes != {"done"}:
             raise Violation("returns", f"{when}, in quiet, the job ends with {outcomes}: {errors}")
