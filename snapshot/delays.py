@@ -38,11 +38,12 @@ class Delays:
         else:
             self._episodes.end("behind", "one of %s snapshots is protected again", every)
 
-    def note_skipped(self, ledger: Ledger, oldest: SnapshotCopy | None, now_s: float) -> None:
+    def note_skipped(self, ledger: Ledger, oldest: SnapshotCopy | None, moved_bytes: int, now_s: float) -> None:
         """None is taken although one is due: a snapshot before it is kept, or has been on its way for long.
 
         Args:
-            oldest: the oldest copy that is pending. now_s: the time.
+            oldest: the oldest copy that is pending. moved_bytes: what a node copies or sends for a snapshot, at most.
+            now_s: the time.
         """
         if ledger.restored is not None and not ledger.pending:
             text = (
@@ -50,7 +51,7 @@ class Delays:
                 "protected before take all slots; with slots=3 or more, one more is free"
             )
             self._episodes.begin("repaired", text, ledger.restored)
-        if oldest is not None and now_s - oldest.begun_s > STARVED_S + slowest_s(oldest.order.form.total_bytes):
+        if oldest is not None and now_s - oldest.begun_s > STARVED_S + slowest_s(moved_bytes):
             text = (
                 "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
                 "slow or stopped? `holdfast status` tells"

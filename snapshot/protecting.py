@@ -330,7 +330,9 @@ class Protecting:
 
     def _note_skipped(self) -> None:
         oldest = next((self.copies[each] for each in self.ledger.pending if each in self.copies), None)
-        self._delays.note_skipped(self.ledger, oldest, self._rank.system.monotonic())
+        layout = self.layouts.layout
+        moved_bytes = layout.moved_bytes if layout is not None else 0
+        self._delays.note_skipped(self.ledger, oldest, moved_bytes, self._rank.system.monotonic())
 
     # ------------------------------------------------------------------ copies
 

@@ -154,12 +154,17 @@ class Core:
             self.settings.deadlines,
             OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
             self.recoveries.trains,
+            self._shard_bytes,
             system,
         )
         self.buffers = BufferPool(buffers_for(self.settings.links * cards), system)
         self.drainer = Draining(job, system, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
+
+    def _shard_bytes(self, coord: str) -> int:
+        layout = self.store.layout
+        return layout.shard_bytes(coord) if layout is not None and coord in layout.coords else 0
 
     def inventory(self) -> Inventory:
         """What this SMP holds."""

@@ -26,6 +26,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, Hold
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
@@ -335,7 +336,7 @@ class _Work:
     def _await_others(self) -> None:
         """Wait until the snapshot is whole, or raise `PlaceError`. Giving up loses nothing: the last node to write its
         part publishes it."""
-        limit = self._monotonic() + max(self._options.every_s, STUCK_S)
+        limit = self._monotonic() + max(self._options.every_s, STUCK_S + slowest_s(self._layout.moved_bytes))
         wait_s = LOOK_FIRST_S
         while missing := publish(self._persister._its_place, self._layout, self.snapshot):
             self.progress.moved()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.quantities import parse_time
 
 STUCK_S = 60.0
@@ -48,9 +49,9 @@ class Deadlines:
 
     Attributes:
         start: from connecting to the end of the first step, which includes building and compiling the model.
-        restore: from the call to restore until the state is loaded.
+        restore: how long nothing moves while the state is fetched and loaded: neither the trainer nor its SMP.
         step: between two forwards or optimizer steps.
-        copy: from the start of a snapshot's copy until the snapshot is sealed.
+        copy: from the start of a snapshot's copy until the snapshot is sealed, and as long as its bytes may take.
         factor: a step may also take `factor` times the median step, if that is longer than `step`.
     """
 
@@ -60,11 +61,17 @@ class Deadlines:
     copy: float = 120.0
     factor: float = 10.0
 
-    def of(self, phase: str, step_s: float | None) -> float:
-        """The deadline of a phase. `step_s`: duration of the median step, if known. A trainer that has said goodbye has
-        no deadline."""
+    def of(self, phase: str, step_s: float | None, copy_bytes: int = 0) -> float:
+        """The deadline of a phase, in seconds. A trainer that has said goodbye has none.
+
+        Args:
+            step_s: duration of the median step, if known.
+            copy_bytes: the bytes of a snapshot of this trainer.
+        """
         if phase == "gone":
             return 0.0
+        if phase == "copy" and self.copy:
+            return self.copy + slowest_s(copy_bytes)
         if phase == "step" and self.step and step_s is not None:
             return max(self.step, self.factor * step_s)
         return float(getattr(self, phase))

@@ -32,14 +32,16 @@ class Heartbeat:
 
     Attributes:
         phase: what its training thread is doing.
-        quiet_s: time since that thread's last heartbeat.
+        quiet_s: time since that thread's last heartbeat; in a restore, since it or its SMP last moved anything.
         copying_s: how long the current snapshot has been copied and sealed so far; None: there is none.
+        copy_bytes: the bytes of that snapshot, as far as they are known.
         ended: whether its process has ended.
     """
 
     phase: TrainerPhase
     quiet_s: float
     copying_s: float | None = None
+    copy_bytes: int = 0
     ended: bool = False
 
 
@@ -60,7 +62,7 @@ def judge(heartbeat: Heartbeat, deadlines: Deadlines, step_s: float | None) -> H
     if heartbeat.ended:
         return HealthVerdict(Health.DEAD, verdict.phase, verdict.quiet_s, verdict.deadline_s)
     if heartbeat.copying_s is not None:
-        copying = _verdict("copy", heartbeat.copying_s, deadlines.of("copy", step_s))
+        copying = _verdict("copy", heartbeat.copying_s, deadlines.of("copy", step_s, heartbeat.copy_bytes))
         order = list(Health)
         if order.index(copying.health) > order.index(verdict.health):
             return copying

@@ -42,6 +42,7 @@ class _Watched:
     hang_up: Callable[[], None] | None
     pidfd: int = -1
     word: int = 0
+    moves: int = 0
     copying: int = 0
     copying_since_s: float = 0.0
     step: int = 0
@@ -65,14 +66,20 @@ class Watchdog:
         deadlines: Deadlines,
         on_hang: OnHang | None,
         on_step: Callable[[int], None] = lambda step: None,
+        shard_bytes: Callable[[str], int] = lambda coord: 0,
         system: System = MACHINE,
     ) -> None:
-        """`on_step`: called with the finished steps of a trainer whenever they are others; it must not block."""
+        """
+        Args:
+            on_step: called with the finished steps of a trainer whenever they are others; it must not block.
+            shard_bytes: the length of a trainer's shard, as far as it is known; it takes no lock.
+        """
         self._system = system
         self._board = board
         self._deadlines = deadlines
         self._on_hang = on_hang
         self._on_step = on_step
+        self._shard_bytes = shard_bytes
         # Guards `_seen`, with the trainers in it, and `_callers`. Threads of connections and the watching thread hold
         # it for moments, and take no lock under it except those of loggers. They close connections, and call
         # `on_step`, `on_hang` and `note_end`, without it. `_changed` is notified when a trainer may have left.
@@ -273,9 +280,11 @@ class Watchdog:
                 self._on_hang.run(report)
 
     def _read(self, seen: _Watched, now: float) -> None:
-        word, step, copying = self._board().heartbeats(seen.row)
-        if word != seen.word:
-            seen.word, seen.since_s = word, now
+        board = self._board()
+        word, step, copying = board.heartbeats(seen.row)
+        moves = board.moves if board.phase(seen.row) is TrainerPhase.RESTORE else seen.moves
+        if (word, moves) != (seen.word, seen.moves):
+            seen.word, seen.moves, seen.since_s = word, moves, now
         if copying != seen.copying:
             seen.copying, seen.copying_since_s = copying, now
         if step != seen.step:
@@ -286,7 +295,9 @@ class Watchdog:
     def _report(self, seen: _Watched, now: float) -> WatchedTrainer:
         self._read(seen, now)
         copying_s = now - seen.copying_since_s if seen.copying else None
-        heartbeat = Heartbeat(self._board().phase(seen.row), now - seen.since_s, copying_s, seen.ended)
+        heartbeat = Heartbeat(
+            self._board().phase(seen.row), now - seen.since_s, copying_s, self._shard_bytes(seen.coord), seen.ended
+        )
         verdict = judge(heartbeat, self._deadlines, median_step(seen.steps_s))
         return WatchedTrainer(
             seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s

@@ -81,10 +81,6 @@ class Copier:
         for thread in self._threads:
             thread.start()
 
-    def let_go(self) -> None:
-        """Forget every slot. Call it after `close`."""
-        self._ahead = None
-
     def say(self, text: str) -> None:
         """Have the SMP show a text to operators, after the copies that were submitted. Returns at once. Any thread may
         call it."""

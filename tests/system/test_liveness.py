@@ -26,6 +26,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.deadlines import Deadlines, parse_deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.watchdog.liveness import (
     Health,
     Heartbeat,
@@ -57,6 +58,9 @@ LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
         (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=60.0), None, Health.ALIVE, "step"),
         (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=61.0), None, Health.LATE, "copy"),
         (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=121.0), None, Health.HUNG, "copy"),
+        (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=121.0, copy_bytes=10**9), None, Health.LATE, "copy"),
+        (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=800.0, copy_bytes=80 * 10**9), None, Health.LATE, "copy"),
+        (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=921.0, copy_bytes=80 * 10**9), None, Health.HUNG, "copy"),
         (Heartbeat(TrainerPhase.STEP, 61.0, copying_s=121.0), None, Health.HUNG, "step"),
         (Heartbeat(TrainerPhase.STEP, 1.0, ended=True), None, Health.DEAD, "step"),
         (Heartbeat(TrainerPhase.GONE, 1e6), 0.1, Health.ALIVE, "gone"),
@@ -252,6 +256,36 @@ def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) ->
     attendance.joined(other.pid, "dp3")
     assert attendance.await_room(1, DEADLINE_S) is None
     attendance.close()
+
+
+def test_a_restore_is_slow_and_not_stuck_while_the_smp_moves_bytes(
+    tmp_path: Path, other: subprocess.Popen[bytes]
+) -> None:
+    class Clock(System):
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock, board = Clock(), Board(tmp_path / "board", create=True)
+    attendance = Watchdog(lambda: board, LIMITS, None, system=clock)
+    row = attendance.attend(other.pid, "dp3")
+    assert row is not None
+
+    def health_after(seconds: float) -> Health:
+        clock.now += seconds
+        return attendance.trainers()[0].health
+
+    board.heartbeat(row, TrainerPhase.RESTORE, 0)
+    assert health_after(0) is Health.ALIVE
+    for _ in range(3):
+        board.note_move()
+        assert health_after(400) is not Health.HUNG
+    assert health_after(601) is Health.HUNG
+    board.heartbeat(row, TrainerPhase.STEP, 0)
+    assert health_after(0) is Health.ALIVE
+    board.note_move()
+    assert health_after(61) is Health.HUNG  # a step moves nothing by way of the SMP
 
 
 def await_that(condition: Callable[[], Any]) -> None:

@@ -25,6 +25,7 @@ class Faults:
         self._at_points: dict[str, list[tuple[int, DrawnFault]]] = defaultdict(list)
         self._life = 0
         self.zombies: list[SimProcess] = []
+        self.paused: list[SimProcess] = []
         world.at_point = self._point
         Hooks.is_due = self._at_points.__contains__
 
@@ -120,6 +121,7 @@ class Faults:
         scheduler, process = self._world.scheduler, node.smp_process
         assert process is not None
         scheduler.freeze(process)
+        self.paused.append(process)
         most_s = FROZEN_S if self._world.plan.costs is None else LONG_FROZEN_S
         scheduler.at(scheduler.now + self._random.random() * most_s, lambda: scheduler.thaw(process))
 

@@ -301,9 +301,10 @@ class _Driver:
         self._end(final == "finish")
 
     def _calm(self) -> None:
-        """End all faults: repair the network, thaw what hangs and end it later, and give every place a serving node."""
+        """End all faults: repair the network, thaw what hangs, end hung trainers later, and give every place a serving
+        node."""
         self._world.network.repair()
-        for process in self._faults.zombies:
+        for process in (*self._faults.zombies, *self._faults.paused):
             self._scheduler.thaw(process)
         self._pass(CALM_S)
         for process in self._faults.zombies:
