@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, DeadlineExceeded, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, SmpUnavailable
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
-from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import Accumulate
 from holdfast.smp_daemon.shared.sources import Address
@@ -102,17 +102,24 @@ class Sender:
 
         Raises:
             StaleEpoch, ProtocolError: the work is no longer wanted, by this node or by a peer.
-            SmpUnavailable, DeadlineExceeded: a peer cannot be reached.
+            SmpUnavailable, DeadlineExceeded: a peer cannot be reached, or has no slot for its parity.
         """
         store = self._store
+        # A node has a slot once its trainers have sealed their part, and some may have more bytes to copy than others.
+        slots_by_s = store.system.monotonic() + CALL_DEADLINE_S + slowest_s(layout.moved_bytes)
         cards = layout.node(store.node).bulk_addresses
         count = self._links * len(cards)
         for number in range(len(self._lanes), count):
             source = cards[number % len(cards)][0] if len(cards) > 1 else ""
             self._lanes.append(_Lane(number, store, source, alone=count == 1))
         group, _ = layout.place(store.node)
-        store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
-        supply = _Supply(_outbound_units(store, snapshot, layout), self._lanes, check, pace, store)
+        supply = _Supply(_outbound_units(store, snapshot, layout), self._lanes, check, pace, slots_by_s, store)
+        while True:
+            try:
+                store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
+                break
+            except NoFreeSlot as error:
+                supply.put_off(error)
         # The calling thread runs the first lane. Each of these threads owns one of the other lanes until it is joined.
         threads = [
             store.system.Thread(target=self._run, args=(lane, supply), name="send", daemon=True)
@@ -139,8 +146,12 @@ class _Supply:
         lanes: list[_Lane],
         check: Callable[[], None],
         pace: Callable[[int], None],
+        slots_by_s: float,
         store: Store,
     ) -> None:
+        """`slots_by_s`: when each node must have a slot for its parity (`System.monotonic`)."""
+        self._monotonic = store.system.monotonic
+        self._slots_by_s = slots_by_s
         self._units = units
         self._lanes = lanes
         self._check = check
@@ -204,6 +215,13 @@ class _Supply:
             self._ready.extend(units)
             self._changed.notify_all()
             return True
+
+    def put_off(self, error: NoFreeSlot) -> None:
+        """A node has no slot for its parity yet. Raises `DeadlineExceeded` if it should have one by now, or as
+        `check`."""
+        self.check()
+        if self._monotonic() > self._slots_by_s:
+            raise DeadlineExceeded(str(error)) from error
 
     def check(self) -> None:
         """Raises if the work is no longer wanted, or has failed in any lane."""
@@ -306,6 +324,11 @@ class _Lane:
             self.links.receive(address)
         except (SmpUnavailable, DeadlineExceeded) as error:
             self._broken(unit.owner, error)
+            return
+        except NoFreeSlot as error:
+            self._supply.put_off(error)
+            self._sent.popleft()
+            self._send(unit)
             return
         except DamagedSnapshot as error:
             self._sent.popleft()

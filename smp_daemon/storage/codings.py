@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -19,6 +19,10 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, GatheringSlot, Holdings, ParityKey
+
+SLOT_WAIT_S = CALL_DEADLINE_S / 2
+"""How long a node that asks waits for a slot here before it is told that there is none yet. It hears from this node well
+before it would take it for dead."""
 
 
 class Coding(NamedTuple):
@@ -71,7 +75,7 @@ class Codings:
         Call `await_gathering` first: it waits for a slot.
 
         Raises:
-            StaleEpoch, ProtocolError, DeadlineExceeded.
+            StaleEpoch, ProtocolError, NoFreeSlot.
         """
         self._check_epoch(epoch)
         gathering = self._gather(coding)
@@ -85,13 +89,15 @@ class Codings:
             self._commit_parity(coding, gathering)
 
     def await_gathering(self, epoch: int, coding: Coding) -> None:
-        """Block until this node knows the group and has a slot for its parity. Parity of padding alone is done at
-        once.
+        """Block until this node knows the group and has a slot for its parity, `SLOT_WAIT_S` at most. Parity of padding
+        alone is done at once.
 
         Raises:
-            StaleEpoch, ProtocolError, DeadlineExceeded.
+            NoFreeSlot: not yet: a slot becomes free once this node's trainers have sealed a later snapshot. When that
+                is depends on their bytes, so whoever asks decides how long it goes on asking.
+            StaleEpoch, ProtocolError.
         """
-        deadline = self._system.monotonic() + CALL_DEADLINE_S
+        deadline = self._system.monotonic() + SLOT_WAIT_S
         with self.changed:
             while True:
                 if epoch < self._epoch():
@@ -104,7 +110,7 @@ class Codings:
                         pass  # the next `seal` releases a slot
                 left = deadline - self._system.monotonic()
                 if left <= 0 or not self.changed.wait(left):
-                    raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
+                    raise NoFreeSlot(f"node {self._node!r} has no slot yet for the parity of {coding.snapshot}")
         if gathering is not None and gathering.parity.complete:
             self._commit_parity(coding, gathering)
         self._tell_group()

@@ -54,6 +54,18 @@ def test_a_setting_that_no_smp_starts_with_is_told_to_every_rank(simulation: Non
     assert report.checks["said"] == 1
 
 
+def test_a_node_waits_for_a_peer_whose_copy_takes_minutes_longer(simulation: None) -> None:
+    """It has no slot for parity until then. The snapshot was given up after half a minute."""
+    for seed in range(3):
+        plan = small(seed)
+        assert plan.costs is not None
+        costs = replace(plan.costs, scale=200_000_000, copy=2e9, digest=1e9, populate=5e9, network=20e9)
+        plan = replace(
+            plan, ranks=(0, 1), lengths=(1500, 700), protect="1+1", slots=3, steps=3, step_s=1.0, costs=costs
+        )
+        assert play(plan).violations == []
+
+
 def test_a_rebuild_over_a_slow_network_is_waited_for_as_long_as_units_come(simulation: None) -> None:
     """Such a one was given up after the time that bytes were expected to take."""
     for seed in range(3):
