@@ -40,14 +40,42 @@ def unwatched() -> Iterator[list[DataLoader[Any]]]:
         _quiet.pop()
 
 
+class _OnceFewer:
+    """A sampler whose first iterator is not made; all else is the sampler's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._is_first = True
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_first:
+            self._is_first = False
+            return iter(())
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
 @contextmanager
-def drawing_from(generator: torch.Generator, loader: DataLoader[Any]) -> Iterator[None]:
-    """Iterators that a loader makes meanwhile draw their seed from `generator`, and no other one moves."""
-    own, loader.generator = loader.generator, generator
+def for_a_later_pass(loader: DataLoader[Any], generator: torch.Generator) -> Iterator[None]:
+    """An iterator that a loader makes meanwhile stands for one with persistent workers that begins a later pass.
+
+    Such a one draws no seed, so the new one draws its seed from `generator`. And it makes one iterator of its sampler,
+    where a new one makes two: torchdata's sampler draws the order of a pass whenever one is made.
+    """
+    of_batches = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    own, sampler = loader.generator, getattr(loader, of_batches)
+    loader.generator = generator
+    vars(loader)[of_batches] = _OnceFewer(sampler)  # setting it is forbidden, as other attributes depend on it
     try:
         yield
     finally:
         loader.generator = own
+        vars(loader)[of_batches] = sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +160,7 @@ class Iterators:
             self._make(iterator, loader, *args, **kwargs)
             seeds.append(int(iterator._base_seed))
             return
-        with drawing_from(torch.Generator(), loader):
+        with for_a_later_pass(loader, torch.Generator()):
             self._make(iterator, loader, *args, **kwargs)
         iterator._base_seed = seeds[number]
 

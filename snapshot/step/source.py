@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.digests import digest_of_batch
 from holdfast.snapshot.state.live import Stateful
 from holdfast.snapshot.step import meaning
-from holdfast.snapshot.step.iterators import drawing_from, unwatched
+from holdfast.snapshot.step.iterators import for_a_later_pass, unwatched
 from holdfast.snapshot.step.meaning import Meaning
 
 log = get_log(__name__)
@@ -147,10 +147,8 @@ def open_pass(source: Any, epoch: int) -> tuple[Iterator[Any], Indices | None]:
     again = isinstance(source, torch_data.DataLoader) and source.persistent_workers
     if again:
         source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
-    # Workers that persist draw their seed in the first pass only; those that are made anew for a later one do not move
-    # the generator that the seed is drawn from, either.
-    own = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
-    with unwatched(), drawing_from(own, source) if again and epoch else nullcontext():
+    seeded = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
+    with unwatched(), for_a_later_pass(source, seeded) if again and epoch else nullcontext():
         iterator: Any = iter(source if _is_iterable(source) else source())
     indices = None
     if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):

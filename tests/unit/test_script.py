@@ -289,25 +289,44 @@ def test_an_endless_source_of_a_shuffled_loader_needs_no_promise(stop: int) -> N
     assert trial(endless_source, Dropping, stop).statistics.failed == 0
 
 
+class DrawsEagerly:
+    """Batches of indices in an order that is drawn when an iterator is made, not when it is first read."""
+
+    def __init__(self, count: int) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+        self._count = count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(self._count, generator=self.generator).view(-1, 2).tolist())
+
+    def __len__(self) -> int:
+        return self._count // 2
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.usefixtures("arena")
-def test_workers_that_persist_draw_as_often_as_without_the_hook() -> None:
+def test_workers_that_persist_read_and_draw_as_without_the_hook(is_eager: bool) -> None:
     job = Job()
     data = TensorDataset(job.held_out)
 
-    def passes(read: Any) -> torch.Tensor:
+    def loader() -> DataLoader[Any]:
+        how: Any = {"batch_sampler": DrawsEagerly(len(data))} if is_eager else {"batch_size": 3, "shuffle": True}
+        return DataLoader(data, num_workers=1, persistent_workers=True, **how)
+
+    def passes(read: Any) -> list[Any]:
         torch.manual_seed(0)
+        seen = []
         for _ in range(3):
             for (batch,) in read:
+                seen.append(batch.tolist())
                 job.model(batch).square().sum().backward()
                 job.optim.step()
                 job.optim.zero_grad()
-        return torch.get_rng_state()
+        return [seen, torch.get_rng_state().tolist()]
 
-    alone = passes(DataLoader(data, 3, num_workers=1, persistent_workers=True, shuffle=True))
+    alone = passes(loader())
     with InMemorySnapshot(job.model, job.optim) as snap:
-        assert torch.equal(
-            alone, passes(snap.data(DataLoader(data, 3, num_workers=1, persistent_workers=True, shuffle=True)))
-        )
+        assert alone == passes(snap.data(loader()))
 
 
 def test_a_generator_that_is_missing_in_one_life_is_found_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
