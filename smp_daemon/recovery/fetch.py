@@ -11,6 +11,7 @@ that does not match its digest is an erasure, like one that nobody holds.
 
 from __future__ import annotations
 
+import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -399,9 +400,10 @@ class Fetcher(UnitSource):
                 self._note_refusal(ways, asked, error)
             text = "%s does not give unit %d of %s, requested as %s: %s"
             extra = about(self.sources.snapshot, coord=unit.name, peer=asked.address)
-            self._episodes.begin(
-                asked.address, text, asked.address, unit.index, unit.name, asked.way.kind.value, error, extra=extra
-            )
+            # A source that says it does not hold the unit is well: its trainers may have begun another snapshot there.
+            level = logging.INFO if type(error) is ProtocolError else logging.WARNING
+            what = (asked.address, unit.index, unit.name, asked.way.kind.value, error)
+            self._episodes.begin(asked.address, text, *what, level=level, extra=extra)
         except BaseException:
             self._give_up(asked)
             raise

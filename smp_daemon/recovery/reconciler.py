@@ -7,6 +7,7 @@ node in charge hears how it ended; it then plans again, since others may hold so
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,8 +155,8 @@ class Reconciler:
             except HoldfastError as error:
                 if self._is_over(wish):
                     break
-                text = "this node does not hold %s yet: %s"
-                self._episodes.begin(wish.name, text, wish.name, error, extra=extra)
+                text, level = "this node does not hold %s yet: %s", self._level(wish)
+                self._episodes.begin(wish.name, text, wish.name, error, level=level, extra=extra)
                 in_vain += isinstance(error, Unrecoverable | DamagedSnapshot)
                 if wish.parity is not None and in_vain >= ATTEMPTS:  # its sources stay what they are
                     self._post(wish, RepairState.HOPELESS)
@@ -164,6 +165,13 @@ class Reconciler:
                 self._store.changed.wait_for(lambda: self._is_over(wish) or self._is_here(wish), pause_s)
             pause_s = min(2 * pause_s, MOST_S)
         log.info("nobody waits for %s any more", wish.name, extra=extra)
+
+    def _level(self, wish: Wish) -> int:
+        """How a failed attempt is logged. A snapshot that nobody was promised gives its slot to the next one, on some
+        nodes before others."""
+        snapshot, protected = wish.parity.snapshot if wish.parity is not None else None, self._store.protected
+        is_promised = snapshot is None or protected is None or snapshot <= protected
+        return logging.WARNING if is_promised else logging.INFO
 
     def _is_here(self, wish: Wish) -> bool:
         return wish.parity is not None and self._store.holdings.holds(wish.parity)
