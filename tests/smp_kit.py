@@ -440,6 +440,9 @@ def refusal(command: list[str]) -> HoldfastError:
 
 # ---------------------------------------------------------------------- trainers
 
+PIECE_BYTES = 64 << 20
+"""Bytes that are drawn at a time: `Random.randbytes` draws less than 2**28."""
+
 
 class Trainer:
     """Writes snapshots of one shard as a training process would. The bytes are pseudorandom and reproducible."""
@@ -463,7 +466,9 @@ class Trainer:
         write_stamp(memoryview(slot), snapshot)
         source = random.Random(f"{self.coord} {snapshot}")
         for offset, leaf in self.form.offsets.values():
-            slot[offset : offset + leaf.bytes] = source.randbytes(leaf.bytes)
+            for begin in range(offset, offset + leaf.bytes, PIECE_BYTES):
+                end = min(begin + PIECE_BYTES, offset + leaf.bytes)
+                slot[begin:end] = source.randbytes(end - begin)
         offset, capacity = self.form.record
         record = json.dumps({"step": snapshot.step, "coord": self.coord, "rng": source.getrandbits(64)}).encode()
         slot[offset : offset + capacity] = record.ljust(capacity)
