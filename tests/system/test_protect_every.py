@@ -269,6 +269,7 @@ class Ordered:
         self.go = threading.Event()
         store: Any = SimpleNamespace(
             epoch=1,
+            protected=None,
             changed=threading.Condition(threading.RLock()),
             board=Board(board, create=True),
             holdings=SimpleNamespace(holds=lambda key: key in self.held),
@@ -337,6 +338,19 @@ def test_a_repair_that_misses_somebody_is_tried_for_ever_and_one_that_lacks_byte
     ordered.outcomes = [SmpUnavailable("away") for _ in range(5)] + [Unrecoverable("too little") for _ in range(3)]
     ordered.order()
     assert ordered.finish() is RepairState.HOPELESS and ordered.began == 8
+
+
+@pytest.mark.parametrize(("protected", "warns"), [(SnapshotId(1, 5), True), (SnapshotId(1, 4), False), (None, True)])
+def test_a_repair_in_vain_is_a_warning_where_the_snapshot_was_promised(
+    ordered: Ordered, protected: SnapshotId | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ordered.store.protected = protected
+    ordered.outcomes = [Unrecoverable("too little") for _ in range(3)]
+    with caplog.at_level("INFO"):
+        ordered.order()
+        assert ordered.finish() is RepairState.HOPELESS
+    assert any(record.levelname == "WARNING" for record in caplog.records) is warns
+    assert any("does not hold" in record.getMessage() for record in caplog.records)
 
 
 def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(ordered: Ordered) -> None:
