@@ -27,6 +27,7 @@ from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
+    NotHeld,
     ProtocolError,
     SmpUnavailable,
     Unrecoverable,
@@ -400,8 +401,8 @@ class Fetcher(UnitSource):
                 self._note_refusal(ways, asked, error)
             text = "%s does not give unit %d of %s, requested as %s: %s"
             extra = about(self.sources.snapshot, coord=unit.name, peer=asked.address)
-            # A source that says it does not hold the unit is well: its trainers may have begun another snapshot there.
-            level = logging.INFO if type(error) is ProtocolError else logging.WARNING
+            # Nothing is wrong with a source that no longer holds the unit: its trainers took the slot for a snapshot.
+            level = logging.INFO if isinstance(error, NotHeld) else logging.WARNING
             what = (asked.address, unit.index, unit.name, asked.way.kind.value, error)
             self._episodes.begin(asked.address, text, *what, level=level, extra=extra)
         except BaseException:

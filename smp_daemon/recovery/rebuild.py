@@ -166,7 +166,7 @@ def repair_unit(store: Store, source: UnitSource, key: Key, index: int) -> None:
 
     Raises:
         Unrecoverable, DamagedSnapshot: the unit cannot be recovered.
-        ProtocolError: `key` is not held here any more.
+        NotHeld: `key` is not held here any more.
     """
     _, record = store.holdings.open(key)
     unit = memoryview(bytearray(record.unit(index)[1]))

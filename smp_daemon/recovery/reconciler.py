@@ -169,9 +169,10 @@ class Reconciler:
     def _level(self, wish: Wish) -> int:
         """How a failed attempt is logged. A snapshot that nobody was promised gives its slot to the next one, on some
         nodes before others."""
-        snapshot, protected = wish.parity.snapshot if wish.parity is not None else None, self._store.protected
-        is_promised = snapshot is None or protected is None or snapshot <= protected
-        return logging.WARNING if is_promised else logging.INFO
+        protected = self._store.protected
+        if wish.parity is None or protected is None or wish.parity.snapshot <= protected:
+            return logging.WARNING
+        return logging.INFO
 
     def _is_here(self, wish: Wish) -> bool:
         return wish.parity is not None and self._store.holdings.holds(wish.parity)

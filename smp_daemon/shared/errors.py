@@ -45,6 +45,10 @@ class ProtocolError(HoldfastError):
     """A message or a file does not follow the format; none of it was used."""
 
 
+class NotHeld(ProtocolError):
+    """A node is asked for bytes that it does not hold, or no longer."""
+
+
 class NotOurs(ProtocolError):
     """Bytes are not those that were asked for: of another run, snapshot or shard, or of another layout."""
 
@@ -90,6 +94,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         NoFreeSlot,
         ProtocolError,
         DamagedSnapshot,
+        NotHeld,
         NotOurs,
         IncompleteSnapshot,
         Unrecoverable,

@@ -21,8 +21,8 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, GatheringSlot, Holdings, ParityKey
 
 SLOT_WAIT_S = CALL_DEADLINE_S / 2
-"""How long a node that asks waits for a slot here before it is told that there is none yet, which is well before it
-would take this node for dead."""
+"""How long a peer's unit waits for a slot before the peer is told that there is none yet: well within the time after
+which it would take this node for dead."""
 
 
 class Coding(NamedTuple):

@@ -24,7 +24,7 @@ import numpy as np
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.shared.belief import Claim, believe, believe_unit, parity_part
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, NotHeld, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import move_deadline
@@ -164,13 +164,13 @@ class Holdings:
 
     def open(self, key: Key) -> tuple[memoryview, Any]:
         """The mapped bytes and the commit record, of bytes that may be believed: every path that reads what is held
-        here comes through this. Raises `ProtocolError` if `key` is not held here, `NotOurs` if it is not believed."""
+        here comes through this. Raises `NotHeld` if `key` is not held here, `NotOurs` if it is not believed."""
         with self._lock:
             self._look_at(key)
             record = self._records.get(key)
             slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
             if record is None or slot is None:
-                raise ProtocolError(f"{key} is not held here")
+                raise NotHeld(f"{key} is not held here")
             self._believe(key, record)
             return self._pool(key).view(slot), record
 
@@ -279,7 +279,7 @@ class Holdings:
 
         Raises:
             DamagedSnapshot: `content` does not match the digest that the unit was sealed with.
-            ProtocolError: `key` is not held here any more.
+            NotHeld: `key` is not held here any more.
         """
         with self._lock:  # otherwise the slot could be reused before the copy is made
             view, record = self.open(key)
@@ -299,12 +299,12 @@ class Holdings:
 
     @contextmanager
     def _keeping(self, key: Key) -> Iterator[None]:
-        """Keep the trainer from taking a slot during the block. Raises `ProtocolError` if it has just taken it."""
+        """Keep the trainer from taking a slot during the block. Raises `NotHeld` if it has just taken it."""
         pool = self._pool(key)
         slot = pool.find(key.snapshot, SlotState.SEALED)
         was_held = slot is not None and slot.held
         if slot is None or not (was_held or pool.hold(slot)):
-            raise ProtocolError(f"{key} is not held here any more")
+            raise NotHeld(f"{key} is not held here any more")
         yield
         if not was_held:
             pool.let_go(slot)
@@ -572,12 +572,12 @@ class Holdings:
         """Note a damaged unit, unless something was repaired since there were that many `repairs`: then it may have
         been this unit, and has to be read again. Returns whether it is damaged.
 
-        Raise `ProtocolError` if the slot was given up while the unit was read: then the unit is not damaged, but gone.
+        Raise `NotHeld` if the slot was given up while the unit was read: then the unit is not damaged, but gone.
         """
         with self._lock:
             self._look_at(key)  # its trainer may have overwritten it
             if self._records.get(key) is not record:
-                raise ProtocolError(f"{key} is not held here any more")
+                raise NotHeld(f"{key} is not held here any more")
             if (key, index) in self._damaged:
                 return True
             if self._repair_count != repairs:
