@@ -18,7 +18,7 @@ from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.recovery.reconciler import Reconciler
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
 from holdfast.smp_daemon.shared.deadlines import Deadlines
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -163,8 +163,12 @@ class Core:
             thread.start(self.store)
 
     def _shard_bytes(self, coord: str) -> int:
+        """The length of a trainer's shard, in bytes; 0: no layout of this epoch has it yet."""
         layout = self.store.layout
-        return layout.shard_bytes(coord) if layout is not None and coord in layout.coords else 0
+        try:
+            return layout.shard_bytes(coord) if layout is not None else 0
+        except ProtocolError:
+            return 0
 
     def inventory(self) -> Inventory:
         """What this SMP holds."""

@@ -208,7 +208,7 @@ class Layout:
         """The group with that tag, or None if this layout has none."""
         return self._by_tag.get(tag)
 
-    @property
+    @cached_property
     def moved_bytes(self) -> int:
         """What a node copies or sends for one snapshot, at most: each byte goes to one node for each parity."""
         return max(node.state_bytes for node in self.nodes) * max(1, self.parity)

@@ -294,9 +294,12 @@ class Watchdog:
 
     def _report(self, seen: _Watched, now: float) -> WatchedTrainer:
         self._read(seen, now)
-        copying_s = now - seen.copying_since_s if seen.copying else None
         heartbeat = Heartbeat(
-            self._board().phase(seen.row), now - seen.since_s, copying_s, self._shard_bytes(seen.coord), seen.ended
+            self._board().phase(seen.row),
+            now - seen.since_s,
+            copying_s=now - seen.copying_since_s if seen.copying else None,
+            copy_bytes=self._shard_bytes(seen.coord) if seen.copying else 0,
+            ended=seen.ended,
         )
         verdict = judge(heartbeat, self._deadlines, median_step(seen.steps_s))
         return WatchedTrainer(
