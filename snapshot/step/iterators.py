@@ -40,8 +40,8 @@ def unwatched() -> Iterator[list[DataLoader[Any]]]:
         _quiet.pop()
 
 
-class _OnceFewer:
-    """A sampler whose first iterator is not made; all else is the sampler's."""
+class _EmptyAtFirst:
+    """A sampler in all respects, except that its first iterator is empty, and is not made by the sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -70,7 +70,7 @@ def for_a_later_pass(loader: DataLoader[Any], generator: torch.Generator) -> Ite
     of_batches = "batch_sampler" if loader.batch_sampler is not None else "sampler"
     own, sampler = loader.generator, getattr(loader, of_batches)
     loader.generator = generator
-    vars(loader)[of_batches] = _OnceFewer(sampler)  # setting it is forbidden, as other attributes depend on it
+    vars(loader)[of_batches] = _EmptyAtFirst(sampler)  # setting it is forbidden, as other attributes depend on it
     try:
         yield
     finally:

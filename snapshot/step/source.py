@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -144,11 +144,13 @@ def open_pass(source: Any, epoch: int) -> tuple[Iterator[Any], Indices | None]:
     Args:
         epoch: how many passes are finished.
     """
-    again = isinstance(source, torch_data.DataLoader) and source.persistent_workers
+    again = is_loader(source) and source.persistent_workers
     if again:
         source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
-    seeded = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
-    with unwatched(), for_a_later_pass(source, seeded) if again and epoch else nullcontext():
+    making: AbstractContextManager[None] = nullcontext()
+    if again and epoch:
+        making = for_a_later_pass(source, torch.Generator().manual_seed(torch.initial_seed() ^ epoch))
+    with unwatched(), making:
         iterator: Any = iter(source if _is_iterable(source) else source())
     indices = None
     if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
