@@ -67,6 +67,9 @@ class InMemorySnapshot(SnapshotHook):
         restore_step: restore the snapshot of this step instead of the newest. Newer ones are kept until a snapshot
             taken since is protected; from then on, a restart with the same value resumes from what was taken since.
             Default ``HOLDFAST_RESTORE_STEP``.
+        require: ``"snapshot"``: refuse to begin from nothing; a number: refuse to go back behind that step, with an
+            `Unrecoverable` that says what was found. Of a script with several trainings it concerns the first that is
+            entered. Default ``HOLDFAST_REQUIRE``, or nothing is required.
         elastic: also restore a snapshot of a different number of data-parallel ranks; its shards are cut anew, in
             memory. The same on every rank. Default ``HOLDFAST_ELASTIC``, or off. See docs/elastic.md.
         block: which training of the script this is, from 1, if it has several under one job and a start need not enter

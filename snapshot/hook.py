@@ -258,7 +258,9 @@ class SnapshotHook:
             self._adapter.track(piece)
         options, arena = self._options, self._options.job_arena
         self._block = options.block or self.blocks.number(arena)
-        options = replace(options, block=self._block)
+        # The trainings after the first one begin from nothing by design.
+        require = options.require if self.blocks.is_start(arena) else 0
+        options = replace(options, block=self._block, require=require)
         self._entered = enter(self._adapter, options, self._statistics, self.checks, self.system)
         self._entered.look_at_first_turns()
         return self

@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.settings import (
     MAX_REPEATS,
     MTBF,
     OVERHEAD_BUDGET,
+    REQUIRE,
     RESTORE_STEP,
     RUN,
 )
@@ -51,6 +52,7 @@ class OptionsGiven(TypedDict, total=False):
     max_repeats: int | None
     generations: int | None
     restore_step: int | None
+    require: int | Literal["snapshot"] | None
     elastic: bool | None
     block: int | None
 
@@ -79,6 +81,7 @@ class Options:
     max_repeats: int = field(default_factory=MAX_REPEATS.value)
     generations: int = field(default_factory=GENERATIONS.value)
     restore_step: int | None = field(default_factory=RESTORE_STEP.value)
+    require: int | Literal["snapshot"] = field(default_factory=REQUIRE.value)
     run: str = field(default_factory=RUN.value)
     give_up: tuple[str, ...] = field(default_factory=GIVE_UP.value)
     elastic: bool = field(default_factory=ELASTIC.value)
@@ -128,7 +131,13 @@ class Options:
     def for_start(self) -> StartOptions:
         """How to treat what earlier starts left behind."""
         return StartOptions(
-            self.max_repeats, self.generations, self.restore_step, self.run, self.give_up, self.block or 1
+            self.max_repeats,
+            self.generations,
+            self.restore_step,
+            1 if self.require == "snapshot" else self.require,
+            self.run,
+            self.give_up,
+            self.block or 1,
         )
 
     @property

@@ -192,6 +192,13 @@ def _every(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else whole(1, MAX_COUNT).read(text)
 
 
+def _require(text: str) -> int:
+    try:
+        return 1 if text == "snapshot" else whole(1).read(text)
+    except ConfigError:
+        raise ConfigError(f"{text!r}: say snapshot, or the step that a start may not go back behind") from None
+
+
 def _interval(text: str) -> float:
     seconds = parse_time(text)
     if seconds < LEAST_PERSIST_S:
@@ -293,6 +300,15 @@ RESTORE_STEP = Setting(
     "Go back to the snapshot of this step.",
     shown="the newest",
     page="restarts.md#going-back-further",
+)
+REQUIRE = Setting(
+    TRAINERS,
+    "HOLDFAST_REQUIRE",
+    ValueKind("snapshot|STEP", lambda text: _require(text) if text else 0),
+    "",
+    "Refuse a start that would begin from nothing (snapshot), or go back behind this step.",
+    shown="any start",
+    page="restarts.md#a-start-that-must-go-on",
 )
 RUN = Setting(
     TRAINERS,

@@ -39,6 +39,10 @@ class Blocks:
         """Number of the block that is entered next."""
         return self._next.get(arena, 1)
 
+    def is_start(self, arena: Path) -> bool:
+        """Whether that is the first one of its job in this process, so that a start of the job enters it."""
+        return arena not in self._next
+
     def over(self, arena: Path, number: int) -> None:
         """Block `number` was left well."""
         self._next[arena] = number + 1

@@ -14,18 +14,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, newest_start
-from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, Repeated
+from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, Repeated, Unrecoverable
 from holdfast.smp_daemon.shared.identity import ID_DIGITS, UNNAMED, first_after, is_run_id
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS
 from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snapshots
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
-from holdfast.smp_daemon.shared.settings import GENERATIONS, GIVE_UP, MAX_REPEATS, RESTORE_STEP, RUN
+from holdfast.smp_daemon.shared.settings import GENERATIONS, GIVE_UP, MAX_REPEATS, REQUIRE, RESTORE_STEP, RUN
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop
 
 MAX_REPEATS_ENV = MAX_REPEATS.variable
 RESTORE_STEP_ENV = RESTORE_STEP.variable
+REQUIRE_ENV = REQUIRE.variable
 GENERATIONS_ENV = GENERATIONS.variable
 
 ATTEMPTS = 4
@@ -47,6 +48,7 @@ class StartOptions:
             0: no limit.
         generations: how many protected snapshots are kept, besides those in progress.
         restore_step: the step to go back to; None: the newest.
+        require: the step that it must not go back behind; 1: it must not begin from nothing; 0: it may.
         run: id of the run to go on with; empty: the one that was begun last, see `shared.runs`.
         give_up: ids of runs that are over: none of their snapshots is used.
         block: number of the block of the script that is entered.
@@ -55,6 +57,7 @@ class StartOptions:
     max_repeats: int = MAX_REPEATS.value({})
     generations: int = GENERATIONS.value({})
     restore_step: int | None = None
+    require: int = 0
     run: str = ""
     give_up: tuple[str, ...] = ()
     block: int = 1
@@ -71,6 +74,8 @@ class StartOptions:
             raise ConfigError(f"{GENERATIONS_ENV}={self.generations}: keep 1 to {MAX_GENERATIONS} protected snapshots")
         if self.restore_step is not None and self.restore_step < 1:
             raise ConfigError(f"{RESTORE_STEP_ENV}={self.restore_step}: give the step of a snapshot, 1 or more")
+        if not isinstance(self.require, int) or self.require < 0:
+            raise ConfigError(f"require={self.require!r}: say 'snapshot', or the step not to go back behind, 1 or more")
         for variable, ids in ((RUN_ENV, (self.run,) if self.run else ()), (GIVE_UP_ENV, self.give_up)):
             for each in ids:
                 if not is_run_id(each):
@@ -88,8 +93,8 @@ def agree(everyones: Sequence[StartOptions]) -> StartOptions:
         others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
         raise ConfigError(
             f"ranks enter different blocks of the script, or were started with different {MAX_REPEATS_ENV}, "
-            f"{GENERATIONS_ENV}, {RESTORE_STEP_ENV}, {RUN_ENV} or {GIVE_UP_ENV} (rank 0: {everyones[0]}; rank "
-            f"{others}: {everyones[others]}): set the same values on all ranks"
+            f"{GENERATIONS_ENV}, {RESTORE_STEP_ENV}, {REQUIRE_ENV}, {RUN_ENV} or {GIVE_UP_ENV} "
+            f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set the same values on all ranks"
         )
     return everyones[0]
 
@@ -115,6 +120,37 @@ def choose(inventories: Sequence[Inventory], options: StartOptions) -> Choice | 
     raise ConfigError(
         f"{RESTORE_STEP_ENV}={options.restore_step}: memory holds no whole snapshot of that step; it holds "
         f"{steps_in_words(held)}. Choose one of them, or start without it; {GENERATIONS_ENV} keeps more"
+    )
+
+
+def check_required(
+    plan: RestorePlan | None, options: StartOptions, inventories: Sequence[Inventory], passed_over: Sequence[str]
+) -> None:
+    """Raise unless what a start is going to restore, or nothing, is as much as its options require.
+
+    Args:
+        inventories: what the SMPs that answer hold of the run.
+        passed_over: why better snapshots were not used.
+
+    Raises:
+        Unrecoverable: it is not.
+    """
+    step = plan.snapshot.step if plan is not None else 0
+    if step >= options.require:
+        return
+    nodes = ", ".join(sorted({inventory.node for inventory in inventories})) or "none"
+    why = f" ({'; '.join(passed_over)})" if passed_over else ""
+    if plan is None:
+        found = f"there is nothing to go back to{why}"
+        way = "If that is meant, start once without it"
+    else:
+        where = PERSISTED if plan.sources.persisted else "in memory"
+        found = f"the newest step that can be restored is {step:,}, {where}{why}"
+        way = f"To go on from there, start once with {REQUIRE_ENV}={step}"
+    wanted = f"not to go back behind step {options.require:,}" if options.require > 1 else "not to begin from nothing"
+    raise Unrecoverable(
+        f"this start was told {wanted} (require=, {REQUIRE_ENV}): {found}; nodes that answered: {nodes}. Bring lost "
+        f"nodes or files back, and look whether job, arena and storage are those of the start before. {way}"
     )
 
 

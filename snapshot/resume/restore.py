@@ -42,6 +42,7 @@ from holdfast.snapshot.resume.choice import (
     StartOptions,
     agree,
     check_repeats,
+    check_required,
     choose,
     tier_of,
 )
@@ -82,7 +83,8 @@ def restore(
 
     Raises:
         StateMismatch: the snapshot does not fit the job. Nothing was written on any rank.
-        Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
+        Unrecoverable: see `plan_restore` and `check_required`; or every copy turned out to be damaged, and tensors may
+            be filled in part.
         ConfigError: another block of the script is held, see `check_order` and `check_block`.
         ConfigError, PlaceError: see `RestoreAttempts.choose_persisted`, `snapshot.resume.choice.agree`.
         Repeated: see `check_repeats`. Nothing was changed anywhere.
@@ -163,6 +165,7 @@ class _Starting:
             return self.decide(failure)
         if plan is None:
             plan = self._in_storage(lost, failure)
+        check_required(plan, self._agreed, everyone, self._course.passed_over)
         if plan is not None and self._is_resharded(plan):
             check_change(plan.sources.layout.coords, self._coords)
         drawn, now_s = entered.drawn, entered.now_s

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, StateMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, StateMismatch, Unrecoverable
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_persisted, plan_restore
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.snapshot.resume.choice import ATTEMPTS, RestoreAttempts, tier_of
+from holdfast.snapshot.resume.choice import ATTEMPTS, RestoreAttempts, StartOptions, check_required, tier_of
 
 RUN = Run("5ca1ab1e", 100)
 OLD, NEW = SnapshotId(1, 10), SnapshotId(1, 20)
@@ -141,3 +141,9 @@ def test_a_persisted_snapshot_of_other_ranks_is_refused() -> None:
 def test_what_an_smp_sees_is_read_back() -> None:
     answer = replace(seen(OLD, NEW, others=("a",)), epoch=7)
     assert decode_json(Persisted, encode_json(answer), "") == answer
+
+
+def test_what_is_persisted_counts_where_a_step_is_required() -> None:
+    check_required(persisted(NEW), StartOptions(require=NEW.step), [], [])
+    with pytest.raises(Unrecoverable, match=rf"{NEW.step}, persisted \(memory: lost\)"):
+        check_required(persisted(NEW), StartOptions(require=NEW.step + 1), [], ["memory: lost"])
