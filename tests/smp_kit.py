@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -367,6 +367,15 @@ def processes_left(path: Path, grace_s: float) -> list[psutil.Process]:
     """All processes that have `path` in their command line and do not end by themselves within `grace_s`."""
     limit = time.monotonic() + grace_s
     return [p for p in psutil.process_iter() if mentions(p, path) and not ends(p, limit - time.monotonic())]
+
+
+def open_files(pid: int) -> dict[int, str]:
+    """What each file descriptor of a process leads to. Its threads may close some meanwhile."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found[int(path.name)] = str(path.readlink())
+    return found
 
 
 def mentions(process: psutil.Process, path: Path) -> bool:

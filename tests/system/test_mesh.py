@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from holdfast.snapshot.collective.mesh import AgreementLost, Mesh
 from holdfast.snapshot.collective.routes import hops, sockets_needed
 from tests.deadlines import DEADLINE_S
+from tests.smp_kit import open_files
 
 T = TypeVar("T")
 
@@ -50,9 +51,7 @@ def together(meshes: list[Mesh], call: Callable[[Mesh], T]) -> list[T]:
 
 
 def sockets() -> int:
-    return sum(
-        str(file.readlink()).startswith("socket:") for file in Path("/proc/self/fd").iterdir() if file.is_symlink()
-    )
+    return sum(link.startswith("socket:") for link in open_files(os.getpid()).values())
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -45,6 +45,7 @@ from tests.smp_kit import (
     Trainer,
     end,
     memory_of,
+    open_files,
     playground,
     processes_left,
     read_line,
@@ -177,7 +178,7 @@ class TestADetachedSmp:
     def test_holds_on_to_nothing_of_its_starter(self, ground: Ground, arena: Path) -> None:
         owner = start_smp(JOB, "node0", arena, host=ground.host())
         process = Path(f"/proc/{owner.pid}")
-        links = {int(path.name): str(path.readlink()) for path in (process / "fd").iterdir()}
+        links = open_files(owner.pid)
         assert [links[fd] for fd in (0, 1, 2)] == ["/dev/null"] * 3
         assert not [link for link in links.values() if link.startswith("pipe:")]
         assert (process / "cwd").readlink() == Path("/")
