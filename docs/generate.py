@@ -160,13 +160,14 @@ def _jobs() -> Iterator[str]:
 
 # ---------------------------------------------------------------------- proof
 
+WORDS_QUOTED = 14
 
 def proof() -> Iterator[str]:
     promises = importlib.import_module("tests.promises")
     broken = importlib.import_module("tests.proof.broken_builds")
     yield "# What proves it"
     yield (
-        "Each line is a promise, as it stands in the README or in these pages, and the tests that fail if it is not "
+        "Each line begins as a promise of the README or of these pages does, and names the tests that fail if it is not "
         "kept. `make proof` runs all of them and prints this table with what came of each."
     )
     found = promises.proofs()
@@ -191,7 +192,13 @@ def _row(promise: Any, tests: list[Any]) -> str:
     for test in tests:
         by_file.setdefault(test.file, []).append(test.test)
     proofs = (f"`{file}` {', '.join(names)}" for file, names in by_file.items())
-    return f"| {promise.text.replace('|', '')} | {'<br>'.join(proofs)} |"
+    return f"| {_beginning(promise.text.replace('|', ''))} | {'<br>'.join(proofs)} |"
+
+
+def _beginning(text: str) -> str:
+    """Enough of a promise to find it on its page; code is left whole."""
+    words = re.findall(r"(?:`[^`]*`|\S)+", text)
+    return " ".join(words) if len(words) <= WORDS_QUOTED else f"{' '.join(words[:WORDS_QUOTED]).rstrip(',;:')} …"
 
 
 # ---------------------------------------------------------------------- Python
@@ -214,7 +221,7 @@ def python() -> Iterator[str]:
     around = vars(sys.modules[snapshot.__mro__[1].__module__])
     yield "### What `snap.data` takes"
     yield "[Loops](loops.md#say-where-a-step-begins) says which sources resume where they were."
-    yield from document(around["Data"].__init__, with_defaults=False)
+    yield from document(around["Data"].__init__, with_defaults=False, with_errors=False)
     for name, kind in (("statistics", "Statistics"), ("restored", "Restored")):
         yield f"### What `snap.{name}` holds"
         yield from document(around[kind])
@@ -248,6 +255,12 @@ INNER = {
     "begin",
     "heartbeat",
     "source, ahead, exact",
+    "over",
+    "run",
+    "protected",
+    "only_sealed",
+    "order_repairs",
+    "earlier",
 }
 """Arguments and attributes that only the hook uses, or that are described elsewhere on the page."""
 
@@ -338,7 +351,7 @@ def signature(member: Any) -> str:
     return f"({', '.join(names)})"
 
 
-def document(thing: Any, *more: Any, with_defaults: bool = True) -> Iterator[str]:
+def document(thing: Any, *more: Any, with_defaults: bool = True, with_errors: bool = True) -> Iterator[str]:
     """A docstring as Markdown; `with_defaults`: arguments are shown with theirs, some of which `more` has."""
     text, *sections = re.split(r"^(Args|Attributes|Returns|Raises):\n", inspect.getdoc(thing) or "", flags=re.M)
     yield prose(text)
@@ -350,7 +363,7 @@ def document(thing: Any, *more: Any, with_defaults: bool = True) -> Iterator[str
             signatures = [inspect.signature(each).parameters for each in (thing, *more)]
             defaults = dict(ChainMap(*map(dict, signatures))) if title == "Args" and with_defaults else {}
             yield "\n".join(entry(names, meaning, defaults) for names, meaning in entries if names not in INNER)
-        else:
+        elif with_errors:
             yield "\n".join(f"* Raises `{names}`: {cell(meaning)}" for names, meaning in entries)
 
 

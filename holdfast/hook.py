@@ -20,19 +20,16 @@ class InMemorySnapshot(SnapshotHook):
     and the optimizer are made, and before data is read. Leaving without an exception ends the job and frees its memory,
     unless a loop over `steps` or `data` was left before its end.
 
-    The state at a boundary is the state with which the next training step begins. Lasting changes that code makes
-    between two steps (clamped weights, averages, schedules, counters) belong to it; temporary ones (weights swapped for
-    an evaluation) do not. Say where a step begins with `steps`, `data` or `begin`. A plain loop need not: in each
-    of its turns a forward in training mode and with gradients begins the step, its gradients are computed, and one
-    optimizer steps once. Any other loop ends with a `ConfigError` in its first turns, which names the line to add.
+    Say where a step begins with `steps`, `data` or `begin`. A plain loop need not, in each turn of which one forward in
+    training mode and its backward are followed by one step of one optimizer. Any other loop ends with a `ConfigError`
+    in its first turns, which names the line to add. docs/loops.md says which state belongs to a snapshot.
 
     Args:
         model: a module, or a list of modules (Megatron's chunks).
         optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. The state of optimizers that
             it wraps, as SAM and torchtitan's container do, is captured too. A step of an optimizer
-            that a `torch.amp.GradScaler` among `extra` skips is a step. A loop with several says where its steps begin.
-            None: the loop changes parameters by itself, and says where its steps begin; then all of them are copied at
-            that moment, which the loop waits for, into as much memory again.
+            that a `torch.amp.GradScaler` among `extra` skips is a step. None: the loop changes parameters by itself;
+            all of them are copied as a step begins, which the loop waits for, into as much memory again.
         scheduler: a learning rate scheduler, or a list of them.
         extra: more objects with ``state_dict`` and ``load_state_dict``, by name, such as a data loader. Entries that
             are None are left out. Ranks may pass different objects.

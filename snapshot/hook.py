@@ -126,14 +126,12 @@ class SnapshotHook:
 
     @property
     def restored(self) -> Restored:
-        """How this rank started: which ``snapshot`` was restored, or None on a cold start; from which ``tier``, and
-        ``how``; and how many finished steps it does again, ``steps_again``. See `snapshot.resume.restore.Restored`."""
+        """How this rank started: see `snapshot.resume.attempt.Restored`."""
         return self._session.restored
 
     @property
     def statistics(self) -> Statistics:
-        """Counters since the hook was entered, and how often snapshots are taken and why: ``taken``, ``protected``,
-        ``interval``, ``stall_s`` and others. See `snapshot.progress.Statistics`."""
+        """Counters, and how often snapshots are taken and why: see `snapshot.progress.Statistics`."""
         return self._statistics
 
     @property
