@@ -160,15 +160,16 @@ def _jobs() -> Iterator[str]:
 
 # ---------------------------------------------------------------------- proof
 
-WORDS_QUOTED = 14
+WORDS_QUOTED = 12
+
 
 def proof() -> Iterator[str]:
     promises = importlib.import_module("tests.promises")
     broken = importlib.import_module("tests.proof.broken_builds")
     yield "# What proves it"
     yield (
-        "Each line begins as a promise of the README or of these pages does, and names the tests that fail if it is not "
-        "kept. `make proof` runs all of them and prints this table with what came of each."
+        "The beginning of each promise of the README and of these pages, and the tests that fail if it is not kept. "
+        "`make proof` runs all of them and prints this table with what came of each."
     )
     found = promises.proofs()
     for page in dict.fromkeys(promise.page for promise in promises.PROMISES.values()):
@@ -423,22 +424,27 @@ def commands() -> Iterator[str]:
         "and remove its files. What a command left that was killed with SIGKILL, `holdfast gc` removes."
     )
     found = list(leaves(parser))
-    yield "\n".join(f"* [`{p.prog}`](#{p.prog.replace(' ', '-')}): {cell(h)}" for p, h in found)
     lines = {leaf.prog: [option(leaf, each) for each in leaf._actions if each.dest != "help"] for leaf, _ in found}
     times = Counter(line for own in lines.values() for line in own)
     shared = {line: line.partition("`:")[0].removeprefix("* `") for line in times if times[line] > 1}
     yield f"## {SHARED}"
     yield "The commands that have them name them at their end."
     yield "\n".join(sorted(shared))
-    for leaf, _ in found:
+    for leaf, summary in found:
         yield f"## {leaf.prog}"
-        yield cell(leaf.description or "")
-        yield "\n".join(line for line in lines[leaf.prog] if line not in shared)
+        yield cell(leaf.description or f"{summary[0].upper()}{summary[1:]}.")
+        settings = [line.partition("`:")[0].removeprefix("* `") for line in lines[leaf.prog] if line.endswith(SETTING)]
+        if settings:
+            options = ", ".join(f"`{each}`" for each in settings)
+            yield f"{options}: the [variables](reference-environment.md) of the same names."
+        yield "\n".join(line for line in lines[leaf.prog] if line not in shared and not line.endswith(SETTING))
         if others := [f"`{shared[line]}`" for line in lines[leaf.prog] if line in shared]:
-            yield f"Also {', '.join(others)}: see [there](#{SHARED.lower().replace(' ', '-')})."
+            yield f"Also [{', '.join(others)}](#{SHARED.lower().replace(' ', '-')})."
 
 
 SHARED = "Options of several commands"
+SETTING = ": a setting"
+"""How the line of an option ends that is a variable of the environment, too, and has its sentence there."""
 
 
 def leaves(parser: argparse.ArgumentParser, summary: str = "") -> Iterator[tuple[argparse.ArgumentParser, str]]:
@@ -460,7 +466,7 @@ def option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     variable = f"HOLDFAST_{action.dest.upper()}"
     known = importlib.import_module("holdfast.smp_daemon.shared.settings").VARIABLES
     if parser.prog == "holdfast smp start" and variable in known:
-        meaning = f"[`{variable}`](reference-environment.md)"  # which says the same
+        return f"* `{shown}`{SETTING}"
     return f"* `{shown}`: {meaning}" if meaning else f"* `{shown}`"
 
 
@@ -479,6 +485,9 @@ def environment() -> Iterator[str]:
     for section in dict.fromkeys(setting.where for setting in table):
         yield f"## {section.title}"
         yield section.text
+        if section.title == "Internal":
+            yield ", ".join(f"`{each.variable}`" for each in table if each.where is section) + "."
+            continue
         yield "\n".join(
             f"* `{each.variable}`{f' (default {shown(each)})' if shown(each) else ''}: {each.meaning}{more(each)}"
             for each in table

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         description="Asks the SMPs of this machine, and those of other nodes that they know, what they hold. Status 0 "
         "only if there is a job, every SMP of it answers, no node and no snapshot is lost, and its trainers are here.",
     )
-    top = commands.add_parser("top", help="the same every two seconds, until interrupted")
+    top = commands.add_parser("top", help="what holdfast status says, every two seconds until interrupted")
     for parser, run in ((status, show_status), (top, show_top)):
         parser.add_argument("--job", help="only this job")
         add_arena(parser)
