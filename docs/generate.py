@@ -244,6 +244,9 @@ def python() -> Iterator[str]:
 HOOKED = {"before_step", "after_step", "on_forward", "on_backward"}
 """Methods that are public only because hooks of optimizers and modules call them."""
 
+VARIABLE = re.compile(r"Default\s+``HOLDFAST_")
+"""What is said of an argument that is also a variable of the environment, and is described there."""
+
 INNER = {
     "notes",
     "loop",
@@ -363,7 +366,14 @@ def document(thing: Any, *more: Any, with_defaults: bool = True, with_errors: bo
         elif title in ("Args", "Attributes"):
             signatures = [inspect.signature(each).parameters for each in (thing, *more)]
             defaults = dict(ChainMap(*map(dict, signatures))) if title == "Args" and with_defaults else {}
-            yield "\n".join(entry(names, meaning, defaults) for names, meaning in entries if names not in INNER)
+            variables = [names for names, meaning in entries if VARIABLE.search(meaning)]
+            kept = [each for each in entries if each[0] not in {*INNER, *variables}]
+            yield "\n".join(entry(names, meaning, defaults) for names, meaning in kept)
+            if variables:
+                yield (
+                    f"{', '.join(f'`{each}`' for each in variables)}: as the [variables](reference-environment.md) "
+                    "`HOLDFAST_...` of these names, which are the defaults."
+                )
         elif with_errors:
             yield "\n".join(f"* Raises `{names}`: {cell(meaning)}" for names, meaning in entries)
 

@@ -261,7 +261,7 @@ DOMAINS = Setting(
 
 TRAINERS = Section(
     "Taking and restoring snapshots",
-    "Read by trainers. An argument of `InMemorySnapshot` of the same meaning takes precedence.",
+    "Read by trainers; an argument of `InMemorySnapshot` takes precedence. The same on every rank.",
 )
 EVERY = Setting(
     TRAINERS,
