@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.fleet.sweep import SeedMean, Sweep, SweepRow
     from holdfast.planner.rates import SmpRates
 
-NAMES = ("holdfast", "gemini", "gemini-racks", "disk-sync", "disk-async", "nothing")
+NAMES = ("holdfast", "gemini", "disk-sync", "disk-async", "nothing")
 
 
 def make_parser() -> Parser:
@@ -186,11 +186,9 @@ def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
         for every in (None if word == "auto" else _numbers("--every", word)[0] for word in parsed.every.split(","))
         for some in map(parse_protect_every, parsed.protect_every.split(","))
     ]
-    pairs = PairReplication(persist_s=persist_s)
     known: dict[str, list[Strategy]] = {
         "holdfast": [*ours],
-        "gemini": [pairs],
-        "gemini-racks": [replace(pairs, spread=True)],
+        "gemini": [PairReplication(persist_s=persist_s)],
         "disk-sync": [DiskSync()],
         "disk-async": [DiskAsync()],
         "nothing": [Nothing()],

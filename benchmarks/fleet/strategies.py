@@ -179,29 +179,28 @@ class InMemoryCode:
 
 @dataclass(frozen=True, slots=True)
 class PairReplication:
-    """GEMINI (SOSP 2023): the other nodes of a group also hold each node's whole state in memory.
+    """GEMINI (SOSP 2023): the other nodes of a group also hold each node's whole state in memory, and neighbours are a
+    group. The same copies at holdfast's interval, and over racks, are holdfast's ``copies:1``.
 
     Attributes:
         copies: m, the number of copies, including the node's own. Any m - 1 nodes of a group may be lost.
-        spread: whether groups keep the nodes of a rack apart. The published placement groups neighbours.
-        every: steps between snapshots; None: chosen as holdfast does. It is raised if the traffic does not fit.
+        every: steps between snapshots: each one, as published. It is raised if the traffic does not fit.
         persist_s: time between snapshots that are also written to storage; infinite: none are.
     """
 
     copies: int = 2
-    spread: bool = False
-    every: int | None = None
+    every: int = 1
     persist_s: float = PERSIST_S
 
     def __post_init__(self) -> None:
-        _check(1 if self.every is None else self.every, self.persist_s)
+        _check(self.every, self.persist_s)
         if self.copies < 2:
             raise ConfigError(f"{self.copies} copies: a node's own and at least one other's make 2")
 
     @property
     def name(self) -> str:
         """Such as ``gemini 2 copies``."""
-        return f"gemini {self.copies} copies" + (" over racks" if self.spread else "")
+        return f"gemini {self.copies} copies"
 
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`. There are two buffers for each copy, as in the library of GEMINI's author."""
@@ -209,7 +208,7 @@ class PairReplication:
         send_s = others * job.node_bytes / site.network_rate
         return Design(
             saves=_in_memory(job, site, mtbf_s, send_s, self.every, 2, self.persist_s),
-            groups=place(job.nodes, 1 + others, others, site.rack, spread=self.spread) if others else None,
+            groups=place(job.nodes, 1 + others, others, site.rack, spread=False) if others else None,
             load_s=_loads(job, site),
             group_repair_s=send_s,
             memory_bytes=2 * (1 + others) * job.node_bytes,

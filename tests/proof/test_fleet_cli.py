@@ -30,8 +30,7 @@ def test_a_small_sweep_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Ca
     rows = rows_of([*SMALL, "--markdown", str(page), "--plot", str(plot)], tmp_path)
     names = [row["strategy"] for row in rows if row["gpus"] == 1024]
     assert names == [
-        *("holdfast by default", "holdfast 6+2", "gemini 2 copies", "gemini 2 copies over racks"),
-        *("disk, sync", "disk, async", "nothing"),
+        *("holdfast by default", "holdfast 6+2", "gemini 2 copies", "disk, sync", "disk, async", "nothing"),
     ]
     for row in rows:
         assert sum(row[part]["mean"] for part in ("ettr", "save", "lost", "recovery", "waiting")) == pytest.approx(1)
@@ -62,20 +61,32 @@ def test_codes_intervals_and_spares_are_multiplied(tmp_path: Path) -> None:
     assert rarely["lost_steps"]["mean"] > often["lost_steps"]["mean"]
 
 
+@pytest.mark.parametrize("interference", ["5%", "0%"])
 @pytest.mark.parametrize(
     ("gpus", "model", "seeds"), [(8, "7b", 60), (64, "70b", 40), (1024, "70b", 8), (16384, "70b", 4)]
 )
-def test_the_default_loses_less_than_every_other_strategy(gpus: int, model: str, seeds: int, tmp_path: Path) -> None:
-    """Copies placed over racks and taken at our own interval, which nobody has published, are the same thing in more
-    memory: as good within a hundredth of a percent. On one node, copies of others are no copies."""
-    options = ["--gpus", str(gpus), "--model", model, "--protect", "auto", "--every", "auto,1", "--seeds", str(seeds)]
-    ours, *others = rows_of(options, tmp_path)
+def test_the_default_loses_less_than_every_other_strategy(
+    gpus: int, model: str, seeds: int, interference: str, tmp_path: Path
+) -> None:
+    """Each saves as often as its authors say, whether sending slows training down or is free; where it is not, holdfast
+    as often as it can is one of them."""
+    options = ["--gpus", str(gpus), "--model", model, "--seeds", str(seeds), "--interference", interference]
+    every = "auto" if interference == "0%" else "auto,1"
+    ours, *others = rows_of([*options, "--protect", "auto", "--every", every], tmp_path)
     assert ours["strategy"] == "holdfast by default"
-    alike = {"gemini 2 copies over racks"} | ({"gemini 2 copies"} if gpus <= 64 else set())
+    assert {other["strategy"] for other in others} >= {"gemini 2 copies", "disk, sync", "disk, async", "nothing"}
     for other in others:
-        ahead = ours["ettr"]["mean"] - other["ettr"]["mean"]
-        assert ahead > (-1e-4 if other["strategy"] in alike else 0), other["strategy"]
-        assert other["strategy"] not in alike or gpus == 8 or ours["memory_bytes"] < other["memory_bytes"]
+        assert ours["ettr"]["mean"] > other["ettr"]["mean"], other["strategy"]
+
+
+@pytest.mark.parametrize(("gpus", "seeds"), [(64, 40), (1024, 8), (16384, 4)])
+def test_the_default_is_as_good_as_whole_copies_in_less_memory(gpus: int, seeds: int, tmp_path: Path) -> None:
+    """Copies at the same interval send as much. At 64 GPUs they survive a lost rack, which one group does not."""
+    options = ["--gpus", str(gpus), "--model", "70b", "--seeds", str(seeds), "--strategies", "holdfast"]
+    ours, copies = rows_of([*options, "--protect", "auto,copies:1"], tmp_path)
+    assert ours["ettr"]["mean"] == pytest.approx(copies["ettr"]["mean"], abs=1e-4)
+    assert ours["network_rate"] == copies["network_rate"]
+    assert ours["memory_bytes"] < 0.6 * copies["memory_bytes"]
 
 
 def test_racks_and_bursts_and_times_to_restart_change_what_comes_out(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     InMemoryCode(6, 2, every=10),
     InMemoryCode(1, 2, persist_s=math.inf),
     PairReplication(),
-    PairReplication(3, spread=True),
+    PairReplication(3),
     DiskSync(),
     DiskAsync(),
     Nothing(),

@@ -102,8 +102,12 @@ def test_this_system_keeps_racks_apart_and_published_pairs_do_not() -> None:
         groups = strategy.design(JOB, SITE, 1e5).groups
         assert groups is not None
         assert groups.survives(rack) == survives, strategy.name
-    spread = PairReplication(spread=True).design(JOB, SITE, 1e5).groups
-    assert spread is not None and spread.survives(rack)
+
+
+def test_published_pairs_save_each_step_or_as_often_as_they_can_send() -> None:
+    """Sending takes 8 s, and the copy from the GPUs 1 s; there are two buffers."""
+    slow, quick = (PairReplication().design(replace(JOB, step_s=s), SITE, 1e5).saves[0] for s in (10.0, 1.0))
+    assert (slow.every, quick.every) == (1, 9)
 
 
 def test_what_is_on_storage_alone_takes_no_memory_of_other_nodes() -> None:
