@@ -19,7 +19,7 @@ from holdfast import InMemorySnapshot
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.step import copier
 from holdfast.snapshot.step.copier import Copier
-from tests.proof.device.seam import SeamLoop, Training
+from tests.proof.device.seam import DRAIN_S, SeamLoop, Training
 
 POINTS = ("forward", "copy", "step", "seal")
 """Points of death: in a forward pass, during the copy of the state, in the middle of the optimizer's step, and just
@@ -57,7 +57,7 @@ def _train(training: Training, notes: Path, snap: InMemorySnapshot | None) -> No
 
     def begins(step: int) -> None:
         if snap is not None:
-            snap.drain(10.0)
+            snap.drain(DRAIN_S)
 
     training.run(begins, range if snap is None else snap.steps, note)
     digest = hashlib.sha256(b"".join(training.state().values())).hexdigest()

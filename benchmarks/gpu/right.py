@@ -22,7 +22,7 @@ from benchmarks.gpu.machine import ROOT, Machine, arena, run_check, tests
 from holdfast import InMemorySnapshot
 from holdfast.snapshot.copy import pages
 from holdfast.snapshot.state import rng
-from tests.proof.device.seam import FAULTS, SeamLoop, observe, twin
+from tests.proof.device.seam import DRAIN_S, FAULTS, SeamLoop, observe, twin
 from tests.proof.matrix import cells as matrix
 
 Figures = dict[str, Any]
@@ -50,8 +50,8 @@ def facts(machine: Machine) -> Figures:
 
 def parts(machine: Machine) -> Figures:
     """The copy engine's own tests pass on the device and on the emulated one."""
-    ends_s = time.monotonic() + 105
-    on_device, said = tests("tests/proof/test_cuda_gpu.py", "-m", "gpu", deadline_s=60.0)
+    ends_s = time.monotonic() + machine.limit_s(105.0)
+    on_device, said = tests("tests/proof/test_cuda_gpu.py", "-m", "gpu", deadline_s=machine.limit_s(60.0))
     choice = ["-k", "order or capture"] if machine.dry else []
     left_s = ends_s - time.monotonic()
     beside, said_beside = tests("tests/proof/test_cuda.py", *choice, deadline_s=left_s, environment=NO_GPU)
@@ -132,7 +132,7 @@ def moved(machine: Machine) -> Figures:
         hook = InMemorySnapshot(model, optimizer, job="moved", arena=base / "moved", strict=True, every=1)
         with hook as snap:
             for step in snap.steps(8):
-                snap.drain(10.0)
+                snap.drain(DRAIN_S)
                 if step == 3:
                     model.to(device.name)
                     for state in optimizer.state.values():
@@ -173,7 +173,7 @@ def leaks(machine: Machine) -> Figures:
                 optimizer.step()
                 optimizer.zero_grad()
                 if step % 3 == 0:
-                    snap.drain(10.0)
+                    snap.drain(DRAIN_S)
                 if step == count // 10:
                     early = _held(machine)
             late = _held(machine)
@@ -209,7 +209,8 @@ def demo(machine: Machine) -> Figures:
     nodes, device = ("4", "cpu") if machine.dry else ("2", "cuda")
     options = ["--nodes", nodes, "--ranks", "1", "--steps", "10", "--device", device, "--json", "-"]
     command = [str(Path(sys.executable).parent / "holdfast"), "demo", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    limit_s = machine.limit_s(100.0)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
     if not done.stdout.startswith("{"):
         return {"failure": done.stderr[-300:], "passes": False}
     found = json.loads(done.stdout)
@@ -254,8 +255,9 @@ def _run(machine: Machine, notes: Path, home: Path | None, *options: str) -> int
     command = [sys.executable, "-m", "benchmarks.gpu.job", "--notes", str(notes), *["--dry"] * machine.dry]
     command += [f"--arena={home}"] if home is not None else []
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    limit_s = machine.limit_s(90.0)
     return subprocess.run(
-        [*command, *options], timeout=90, env=environment, capture_output=True, check=False
+        [*command, *options], timeout=limit_s, env=environment, capture_output=True, check=False
     ).returncode
 
 

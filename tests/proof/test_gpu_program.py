@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.gpu import beside, written
-from benchmarks.gpu.machine import Machine, arena, run_check
+from benchmarks.gpu import beside, machine, written
+from benchmarks.gpu.machine import OF_CHECKS, Machine, arena, end_all, run_check
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_arenas
 from tests.deadlines import DEADLINE_S
@@ -54,6 +55,7 @@ def test_the_report_has_all_parts_and_is_there_after_each_check(tmp_path: Path) 
 
 @pytest.mark.cluster
 def test_a_check_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "BESIDE_OTHERS", 1)
     with arena() as base:
         monkeypatch.setenv(ARENA_ENV, str(base))
         found: dict[str, Any] = {}
@@ -67,8 +69,30 @@ def test_a_check_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPa
         check.suspend()  # so it takes too long, however fast this machine
         thread.join(LONG_S + DEADLINE_S)
         assert "took over" in found["failure"]
-        assert smps and not any(smp.is_running() and smp.status() != psutil.STATUS_ZOMBIE for smp in smps)
+        assert smps and not any(map(is_alive, smps))
         assert not list(base.iterdir())
+
+
+def test_what_a_check_has_started_ends_with_it_whoever_its_parent_is(tmp_path: Path) -> None:
+    """Such a process might still be about to start an SMP."""
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    orphaned = ["sh", "-c", "sleep 1000 >/dev/null & echo $!"]  # its parent has ended before it
+    checks = {"of the check": f"{outer}:{inner}", "of the one around it": str(outer), "of neither": ""}
+    started = {
+        name: psutil.Process(int(subprocess.check_output(orphaned, env={**os.environ, OF_CHECKS: value})))
+        for name, value in checks.items()
+    }
+    try:
+        for base, wanted in ((inner, ["of the one around it", "of neither"]), (outer, ["of neither"])):
+            end_all(base)
+            assert [name for name, each in started.items() if is_alive(each)] == wanted
+    finally:
+        for each in filter(is_alive, started.values()):
+            each.kill()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 ROW = {"stall_p50_ms": 1.0, "lost_ratio": 0.2}

@@ -32,7 +32,8 @@ from tests.proof.device.standin import EmulatedCuda
 DRAINED = 3
 """How often the loop waits until its snapshots are protected, in steps: it has only as many slots."""
 
-DRAIN_S = 10.0
+DRAIN_S = 60.0
+"""How long that may take, also on a busy machine, in seconds."""
 
 LATE_S = 0.03
 """How long a device that copies late rests before it does, in seconds."""
