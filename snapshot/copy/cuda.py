@@ -194,7 +194,10 @@ class CudaEngine:
             self._pages.release(self.runtime)
 
     def table(self, pieces: Sequence[SlotTensor]) -> Table:
-        return remembered(self._tables, pieces, lambda some: Table(some, CHUNK_BYTES, REGISTER_BYTES))
+        def made(pieces: Sequence[SlotTensor]) -> Table:
+            return Table(pieces, CHUNK_BYTES, REGISTER_BYTES, owner=self.runtime.allocation_of)
+
+        return remembered(self._tables, pieces, made)
 
     def queue(
         self, table: Table, slot: memoryview, pause: Callable[[int], None], begun: DeviceEvent

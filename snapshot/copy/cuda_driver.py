@@ -58,6 +58,14 @@ def takes_host_addresses(number: int) -> bool:
     return bool(answer.value)
 
 
+def allocation_of(address: int) -> int:
+    """Where the allocation begins that an address of a device is in; 0: the driver does not know, as of memory that was
+    mapped. The driver refuses a copy that goes beyond the end of one, even if another follows without a gap."""
+    start, count = ctypes.c_uint64(), ctypes.c_size_t()
+    code = _library().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(count), ctypes.c_uint64(address))
+    return 0 if code else start.value
+
+
 def new_stream(priority: int) -> int:
     """The handle of a new stream of the current device that nobody else is given. Negative priorities go first."""
     stream = ctypes.c_void_p()

@@ -59,7 +59,8 @@ class Runtime(Protocol):
     streams in the order in which they were launched, so that one that waits holds up all that follow.
     `on` makes a stream, and its device, the calling thread's current one; within it the thread breaks no capture of a
     CUDA graph. On the current stream `copy` queues a copy between tensors of the device, and `copy_runs` queues rows of
-    source, target and bytes, each on the device or pinned. Sources and targets must stay until the copy is done.
+    source, target and bytes, each on the device or pinned, and within one allocation: `allocation_of` tells which one a
+    tensor of the device is in. Sources and targets must stay until the copy is done.
     `scratch` is device memory that, once dropped, only work queued later on that stream gets. `make_way` lets copies of
     other streams go before those that are queued next, by a kernel between them.
     `wait` blocks until an event, or raises `DeadlineExceeded` once the device has taken 60 s for it since `begun`,
@@ -77,6 +78,7 @@ class Runtime(Protocol):
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
     def copy_runs(self, table: Runs) -> None: ...
+    def allocation_of(self, tensor: torch.Tensor) -> int: ...
     def make_way(self) -> None: ...
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def pinned(self, count: int) -> torch.Tensor: ...
@@ -142,6 +144,10 @@ class TorchRuntime:
 
     def copy_runs(self, table: Runs) -> None:
         cuda_driver.queue_copies(table, torch.cuda.current_stream(self.device).cuda_stream)
+
+    def allocation_of(self, tensor: torch.Tensor) -> int:
+        # A storage is always within one.
+        return cuda_driver.allocation_of(tensor.data_ptr()) or tensor.untyped_storage().data_ptr()
 
     def make_way(self) -> None:
         # Copies that follow each other on a stream are one piece of work to the copy engine; a kernel separates them.

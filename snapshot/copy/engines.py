@@ -376,15 +376,19 @@ class Table:
         batch_bytes: int | None = None,
         border_bytes: int | None = None,
         unit_bytes: int | None = None,
+        owner: Callable[[torch.Tensor], int] | None = None,
     ) -> None:
         """`batch_bytes`: see `runs.batches`. `border_bytes`: no run crosses a multiple of it in the slot. `unit_bytes`:
-        length of units to keep whole; None: none."""
+        length of units to keep whole; None: none. `owner`: tells of what a tensor is a part, whose border no run
+        crosses either."""
         self.pieces = pieces
         self._held = tuple(pieces)  # the caller may change a list
         self._addresses = self._where()
         self.odd = [piece for piece in pieces if not piece.is_plain]
         self.whole_units: list[tuple[Runs, NDArray[np.uint8], NDArray[np.int64]]] = []
-        table = runs.merged(runs.make_runs([(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]))
+        plain = [piece for piece in pieces if piece.bytes and piece.is_plain]
+        owners = None if owner is None else [owner(piece.tensor) for piece in plain]
+        table = runs.merged(runs.make_runs([(p.tensor.data_ptr(), p.offset, p.bytes) for p in plain]), owners)
         if border_bytes is not None:
             table = runs.cut(table, 1, border_bytes)
         if unit_bytes is not None:

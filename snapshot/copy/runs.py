@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -29,12 +30,15 @@ def make_runs(rows: list[tuple[int, int, int]]) -> Runs:
     return np.array([row for row in rows if row[2]], dtype=np.uint64).reshape(-1, 3)
 
 
-def merged(runs: Runs) -> Runs:
-    """The same bytes in fewer runs: a run that begins where the one before ends, at both ends, is merged with it."""
+def merged(runs: Runs, owners: Sequence[int] | None = None) -> Runs:
+    """The same bytes in fewer runs: a run that begins where the one before ends, at both ends, is merged with it.
+    `owners`: of what each run is a part; runs of different ones are not merged."""
     if len(runs) < 2:
         return runs
     ends = runs[:-1, :2] + runs[:-1, 2:]
     begins = np.concatenate([[True], (ends != runs[1:, :2]).any(axis=1)])
+    if owners is not None:
+        begins[1:] |= np.diff(np.array(owners, np.uint64)) != 0
     first = np.flatnonzero(begins)
     out = runs[first]
     out[:, 2] = np.add.reduceat(runs[:, 2], first)

@@ -100,13 +100,21 @@ class Driver:
         self.bind()
         check(getattr(self._library, name)(*arguments))
 
-    def launch(self, handle: int, work: Work) -> None:
+    def call_on(self, device: int, name: str, *arguments: Any) -> None:
+        """As `call`, with a device as the current one meanwhile: torch does so for work on a stream of it."""
+        before, self.number = self.number, device
+        try:
+            self.call(name, *arguments)
+        finally:
+            self.bind(before)
+
+    def launch(self, device: int, handle: int, work: Work) -> None:
         """Queue a kernel."""
         with self._lock:
             self._next += 1
             number = self._next
             self._works[number] = work
-        self.call("testLaunch", ctypes.c_void_p(handle), self._kernel, ctypes.c_uint64(number))
+        self.call_on(device, "testLaunch", ctypes.c_void_p(handle), self._kernel, ctypes.c_uint64(number))
 
     def stream(self, device: int, *, training: bool = True) -> DriverStream:
         """Make a stream."""
@@ -202,10 +210,10 @@ class Driver:
 class DriverEvent:
     """An event, as torch makes them."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, device: int) -> None:
         self._driver = driver
         self.handle = ctypes.c_void_p()
-        driver.call("cuEventCreate", ctypes.byref(self.handle), 2)
+        driver.call_on(device, "cuEventCreate", ctypes.byref(self.handle), 2)
 
     def query(self) -> bool:
         self._driver.bind()
@@ -230,19 +238,19 @@ class DriverStream:
         self.cuda_stream = handle if cuda_stream is None else cuda_stream
 
     def queue(self, work: Work) -> None:
-        self._driver.launch(self.handle, work)
+        self._driver.launch(self.device, self.handle, work)
 
     def record_event(self) -> DriverEvent:
-        event = DriverEvent(self._driver)
-        self._driver.call("cuEventRecord", event.handle, ctypes.c_void_p(self.handle))
+        event = DriverEvent(self._driver, self.device)
+        self._driver.call_on(self.device, "cuEventRecord", event.handle, ctypes.c_void_p(self.handle))
         return event
 
     def wait_event(self, event: DriverEvent) -> None:
-        self._driver.call("cuStreamWaitEvent", ctypes.c_void_p(self.handle), event.handle, 0)
+        self._driver.call_on(self.device, "cuStreamWaitEvent", ctypes.c_void_p(self.handle), event.handle, 0)
 
     def hold(self, seconds: float) -> None:
         """Let the stream rest before its next work."""
-        self._driver.call("testHold", ctypes.c_void_p(self.handle), ctypes.c_uint64(int(1e6 * seconds)))
+        self._driver.call_on(self.device, "testHold", ctypes.c_void_p(self.handle), ctypes.c_uint64(int(1e6 * seconds)))
 
     @property
     def graph(self) -> object:

@@ -4,18 +4,20 @@
 // One thread is the device. It does the work of all streams, one piece at a time, each after a delay that a seed draws:
 // in the order of each stream, and else in an order that is drawn, or prefers kernels or copies. A kernel also waits for
 // those before it in its hardware queue, whatever their streams; copies do not. A long copy is done in two halves, with
-// other work in between. Memory of the device is the host's, so kernels are functions of the caller.
+// other work in between. Memory of the device is the host's, so kernels are functions of the caller. Allocations follow
+// each other without gaps, and no copy may go beyond the one in which it begins.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_CONTEXT = 201, NOT_READY = 600, ILLEGAL = 700, REGISTERED = 712,
-       UNREGISTERED = 713, CAPTURING = 900, INVALIDATED = 901, ISOLATION = 905, UNKNOWN = 999 };
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201, HANDLE = 400, NOT_FOUND = 500,
+       NOT_READY = 600, ILLEGAL = 700, REGISTERED = 712, UNREGISTERED = 713, CAPTURING = 900, INVALIDATED = 901, ISOLATION = 905, UNKNOWN = 999 };
 enum { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
 enum { KERNEL, COPY, RECORD, WAIT, HOLD };
 enum { DRAWN = 0, KERNELS_FIRST = 1, COPIES_FIRST = 2 };
@@ -23,7 +25,7 @@ enum { DEVICE_MEMORY, PINNED, PAGES };
 enum { MOST = 4096, MOST_QUEUES = 32 };
 
 typedef void (*Function)(uint64_t);
-typedef struct Event { long recorded, passed; int captured; } Event;
+typedef struct Event { long recorded, passed; int captured, device; } Event;
 typedef struct Op {
     int kind, half;
     struct Op *next;    // of its stream, or graph
@@ -162,7 +164,9 @@ static void *device(void *unused) {
 }
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pid_t process;
 static void start(void) {
+    process = getpid();
     pthread_t thread;
     pthread_create(&thread, NULL, device, NULL);
 }
@@ -183,6 +187,10 @@ static int unsafe(void) {  // called with the lock: what CUDA forbids during a c
 
 static int enter(int needs_context) {
     pthread_once(&once, start);
+    if (process != getpid()) {  // a fork has no device, and the lock may be held for good
+        fprintf(stderr, "a forked process calls the driver\n");
+        _exit(NOT_INITIALIZED);
+    }
     pthread_mutex_lock(&lock);
     return sticky ? sticky : needs_context && bound < 0 ? NO_CONTEXT : OK;
 }
@@ -193,6 +201,11 @@ static int leave(int code) {
 }
 
 static Stream *at(void *handle) { return handle ? handle : streams[bound < 0 ? 0 : bound]; }
+
+static int enter_at(void *handle) {  // as `enter`, for work on a stream: it must be of the current context
+    int code = enter(1);
+    return code || at(handle)->device == bound ? code : HANDLE;
+}
 
 static int put(Stream *stream, Op wanted) {  // called with the lock
     Op *op = malloc(sizeof wanted);
@@ -225,7 +238,7 @@ int cuDeviceGetAttribute(int *found, int attribute, int number) {
 
 int cuGetErrorString(int code, const char **text) {
     *text = code == NO_MEMORY ? "out of memory" : code == NO_CONTEXT ? "invalid device context"
-        : code == ILLEGAL ? "an illegal memory access was encountered"
+        : code == HANDLE ? "invalid resource handle" : code == ILLEGAL ? "an illegal memory access was encountered"
         : code == CAPTURING ? "operation not permitted when stream is capturing"
         : code == INVALIDATED ? "operation failed due to a previous error during capture" : "an error";
     return OK;
@@ -256,14 +269,14 @@ static int copy(void *target, const void *source, size_t count, void *handle) { 
 }
 
 int cuMemcpyAsync(void *target, const void *source, size_t count, void *handle) {
-    int code = enter(1);
+    int code = enter_at(handle);
     return leave(code ? code : copy(target, source, count, handle));
 }
 
 static int batch(void **targets, void **sources, size_t *counts, size_t count, void *attributes, size_t *indices,
                  size_t attribute_count, size_t *failed, void *handle) {
     (void)indices;
-    int code = enter(1);
+    int code = enter_at(handle);
     if (!code && (!handle || attribute_count != 1 || *(int *)attributes != 1 || !count)) code = INVALID;
     for (size_t i = 0; !code && i < count; i++) {
         *failed = i;
@@ -286,12 +299,14 @@ int cuCtxGetDevice(int *number) { *number = bound; return bound < 0 ? NO_CONTEXT
 
 int cuEventCreate(void **found, unsigned flags) {
     (void)flags;
-    *found = calloc(1, sizeof(Event));
+    Event *made = *found = calloc(1, sizeof(Event));
+    made->device = bound;
     return OK;
 }
 
 int cuEventRecord(Event *event, void *handle) {
-    int code = enter(1);
+    int code = enter_at(handle);
+    if (!code && event->device != bound) code = HANDLE;
     if (code) return leave(code);
     Stream *stream = at(handle);
     event->captured = stream->graph != NULL;
@@ -300,7 +315,7 @@ int cuEventRecord(Event *event, void *handle) {
 
 int cuStreamWaitEvent(void *handle, Event *event, unsigned flags) {
     (void)flags;
-    int code = enter(1);
+    int code = enter_at(handle);
     Stream *stream = at(handle);
     if (!code && event->captured != (stream->graph != NULL)) {
         if (stream->graph) stream->graph->invalid = 1;
@@ -328,12 +343,25 @@ int cuCtxSynchronize(void) {
     return leave(code);
 }
 
+static char *carve(size_t count) {  // called with the lock: memory that is never given back
+    static char *next, *end;
+    count = (count + 4095) / 4096 * 4096;
+    if ((size_t)(end - next) < count) {
+        size_t whole = count > 1ul << 30 ? count : 1ul << 30;
+        next = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        end = next + whole;
+    }
+    char *found = next;
+    next += count;
+    return found;
+}
+
 static int allocate(void **found, size_t count, int kind) {
     int code = enter(1);
     if (!code) code = unsafe();
     if (!code && kind == DEVICE_MEMORY && count > memory_left) code = NO_MEMORY;
     if (code) return leave(code);
-    *found = aligned_alloc(4096, (count + 4095) / 4096 * 4096);
+    *found = carve(count);
     memset(*found, 0xdd, count);
     if (kind == DEVICE_MEMORY && memory_left != UINT64_MAX) memory_left -= count;
     return leave(add_range((uint64_t)*found, count, kind));
@@ -342,6 +370,20 @@ static int allocate(void **found, size_t count, int kind) {
 int cuMemAlloc_v2(void **found, size_t count) { return allocate(found, count, DEVICE_MEMORY); }
 int cuMemHostAlloc(void **found, size_t count, unsigned flags) { (void)flags; return allocate(found, count, PINNED); }
 
+int cuMemGetAddressRange_v2(uint64_t *start, size_t *count, uint64_t place) {
+    int code = enter(1);
+    Range *range = code ? NULL : range_of(place, 1);
+    if (range && range->kind == DEVICE_MEMORY) *start = range->start, *count = range->count;
+    return leave(code ? code : range && range->kind == DEVICE_MEMORY ? OK : NOT_FOUND);
+}
+
+static int is_mapped(void *place, size_t count) {
+    unsigned char *resident = malloc(count / 4096 + 1);
+    int code = mincore(place, count, resident);
+    free(resident);
+    return !code;
+}
+
 int cuMemHostRegister_v2(void *place, size_t count, unsigned flags) {
     int code = enter(1);
     if (!code) code = unsafe();
@@ -349,7 +391,7 @@ int cuMemHostRegister_v2(void *place, size_t count, unsigned flags) {
     for (int i = 0; i < range_count; i++)
         if ((uint64_t)place < ranges[i].start + ranges[i].count && ranges[i].start < (uint64_t)place + count)
             return leave(REGISTERED);
-    if (flags != 1 || !place) return leave(INVALID);
+    if (flags != 1 || !is_mapped(place, count)) return leave(INVALID);
     if (++registrations >= refuse_from) return leave(NO_MEMORY);
     return leave(add_range((uint64_t)place, count, PAGES));
 }
@@ -398,7 +440,7 @@ int cuGraphLaunch(Graph *graph, void *handle) {
 // Queue a kernel: `function(argument)`. `*behind`: whether a copy is before it in its stream, so that its hardware queue
 // waits for that copy.
 int testLaunch(void *handle, Function function, uint64_t argument) {
-    int code = enter(1);
+    int code = enter_at(handle);
     if (code) return leave(code);
     Stream *stream = at(handle);
     for (Op *op = stream->first; op; op = op->next) if (op->kind == COPY) { waited_kernels++; break; }

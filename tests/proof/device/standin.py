@@ -8,6 +8,7 @@ its devices, as their device. Torch operations on them are queued and done late,
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -43,6 +44,9 @@ _ASKS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"}
 
 _DEVICE, _IS_CUDA, _IS_CPU = (getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu"))
 
+_NO_KERNEL = {torch.uint16, torch.uint32, torch.uint64}
+"""What torch has no kernels of CUDA for in operations on lists of tensors."""
+
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -76,6 +80,7 @@ class EmulatedCuda:
         self.copies = 0
         self.fail_at: int | None = None
         self._local = threading.local()
+        self._process = os.getpid()  # its forks cannot use the device
 
     # ------------------------------------------------------------------ for scripts
 
@@ -110,10 +115,15 @@ class EmulatedCuda:
         name = f"stream{stream.device}"
         before = self.current(stream.device)
         setattr(self._local, name, stream)
+        number = None if self.driver is None else self.driver.number
+        if self.driver is not None:
+            self.driver.bind(stream.device)  # as torch does, which makes its device the current one, too
         try:
             yield stream
         finally:
             setattr(self._local, name, before)
+            if self.driver is not None:
+                self.driver.bind(number)
 
     def capturing(self) -> bool:
         """Whether what this thread queues is being recorded into a graph."""
@@ -194,7 +204,7 @@ class EmulatedCuda:
         driver = self.driver
         found: dict[str, Callable[..., Any]] = {
             "is_available": lambda: True,
-            "is_initialized": lambda: self.memory.used,
+            "is_initialized": lambda: self.memory.used and os.getpid() == self._process,
             "is_current_stream_capturing": self.capturing,
             "CUDAGraph": DriverGraph if driver else RecordedGraph,
             "current_device": lambda: 0,
@@ -249,6 +259,8 @@ class EmulatedCuda:
             return function(*arguments, **options)
         if len(places) > 1 and name != "copy_":
             raise RuntimeError(f"{name}: tensors are on several devices: {sorted(places)}")
+        if name.startswith("_foreach") and not _NO_KERNEL.isdisjoint(leaf.dtype for leaf in leaves):
+            raise NotImplementedError(f"{name} is not implemented for {sorted({str(leaf.dtype) for leaf in leaves})}")
         device = min(places)
         stream = self.current(device)
         if name in _ASKS:
@@ -369,6 +381,11 @@ class EmulatedRuntime:
             self._check_reach(source, count)
             self._check_reach(target, count)
             self._queue(partial(ctypes.memmove, target, source, count))
+
+    def allocation_of(self, tensor: torch.Tensor) -> int:
+        with quiet():
+            block = self._standin.memory.of(tensor)
+        return 0 if block is None else block.address
 
     def make_way(self) -> None:
         self._standin.current(self._number).queue(lambda: None)
