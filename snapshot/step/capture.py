@@ -269,6 +269,14 @@ def read_state(early: Tree) -> Tree:
     return found
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _signed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory of a type for which torch has kernels of CUDA that work on lists of tensors."""
+    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
+
+
 class Staging:
     """Copies of tensors that may change at any moment, in memory that is used again. Thread-safe."""
 
@@ -287,7 +295,9 @@ class Staging:
             with within_memory("what may change at any moment"):
                 staged = tuple(SlotTensor(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
         with torch.no_grad():
-            torch._foreach_copy_([piece.tensor for piece in staged], [piece.tensor for piece in pieces])
+            torch._foreach_copy_(
+                [_signed(piece.tensor) for piece in staged], [_signed(piece.tensor) for piece in pieces]
+            )
         return staged
 
     def give_back(self, staged: tuple[SlotTensor, ...]) -> None:

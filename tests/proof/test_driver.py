@@ -6,11 +6,14 @@ each fault the order that shows it, and the same loop without the fault must be 
 
 from __future__ import annotations
 
+import gc
+import itertools
 import mmap
+import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,9 @@ from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
 from holdfast.snapshot.copy.engines import SlotTensor, address_of
 from holdfast.snapshot.copy.pages import Pages
+from holdfast.snapshot.copy.tensors import DTYPES, octets
 from holdfast.snapshot.state import rng
+from holdfast.snapshot.step.capture import Staging
 from tests.deadlines import DEADLINE_S
 from tests.proof.device import driver
 from tests.proof.device.driver import Driver
@@ -81,24 +86,29 @@ def engine_on(gpu: EmulatedCuda) -> CudaEngine:
 
 def copied(engine: CudaEngine, *tensors: torch.Tensor) -> list[bool]:
     """Copy tensors to a slot that the device may write to, if it can; return which of them are there as they were."""
-    wanted = [tensor.cpu() for tensor in tensors]
-    pieces: list[SlotTensor] = []
-    for tensor in tensors:
-        at = pieces[-1].offset + pieces[-1].bytes if pieces else 4096
-        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
+    wanted, pieces = [tensor.cpu() for tensor in tensors], pieces_of(tensors)
     slot = memoryview(mmap.mmap(-1, pieces[-1].offset + pieces[-1].bytes))
     engine.prepare([slot], nullcontext)
     transfer = engine.mark()
-    transfer.copy(tuple(pieces), slot, lambda count: None)
+    transfer.copy(pieces, slot, lambda count: None)
     transfer.guard()
     transfer.fence()
     for tensor in tensors:
         tensor.fill_(9)
     transfer.finish()
     return [
-        bytes(slot[piece.offset : piece.offset + piece.bytes]) == value.contiguous().numpy().tobytes()
+        bytes(slot[piece.offset : piece.offset + piece.bytes]) == octets(value.contiguous()).numpy().tobytes()
         for piece, value in zip(pieces, wanted, strict=True)
     ]
+
+
+def pieces_of(tensors: Sequence[torch.Tensor]) -> tuple[SlotTensor, ...]:
+    """The tensors, one behind the other in a slot."""
+    pieces: list[SlotTensor] = []
+    for tensor in tensors:
+        at = pieces[-1].offset + pieces[-1].bytes if pieces else 4096
+        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
+    return tuple(pieces)
 
 
 def seen(
@@ -219,6 +229,77 @@ def test_an_engine_is_the_first_thing_that_a_thread_makes_on_a_device(gpu: Emula
     assert said == ["alike"]
 
 
+def test_several_devices_of_one_process_each_do_their_own_work() -> None:
+    """The training thread stays on the first one; work on a stream needs the context of its device."""
+    devices = [torch.device("cuda", number) for number in range(3)]
+    with EmulatedCuda(driver=Driver(SEED, devices=3)).installed() as gpu:
+        live = [gpu.tensor(torch.randn(40, 50), number) for number in (2, 0, 1, 2)]
+        live.append(gpu.tensor(torch.randn(30, 20), 1).t())
+        wanted, pieces = [tensor.cpu() for tensor in live], pieces_of(live)
+        engines = gpu.engines(devices)
+        slot = memoryview(mmap.mmap(-1, pieces[-1].offset + pieces[-1].bytes))
+        engines.prepare([slot], nullcontext)
+        transfer = engines.mark()
+        sample = engines.sample(pieces, 3)
+
+        def copy() -> None:
+            engines.enter_thread()
+            transfer.copy(pieces, slot, lambda count: None)
+            after = transfer.sample(pieces, 3)
+            transfer.guard()
+            transfer.finish()
+            said.append(bool((after.read() == sample.read()).all()))
+
+        said: list[bool] = []
+        thread = MACHINE.Thread(target=copy)
+        thread.start()
+        thread.join(DEADLINE_S)
+        assert said == [True]
+        transfer.fence()
+        for tensor in live:
+            tensor.fill_(9)
+        engines.load(pieces, slot)
+        assert [tensor.cpu().tolist() for tensor in live] == [value.tolist() for value in wanted]
+        assert torch.cuda.current_device() == 0
+        assert driver_of(gpu).get("registered") == 1, "for all of them"
+        engines.close()
+        assert driver_of(gpu).get("registered") == 0
+
+
+def test_work_on_a_stream_of_another_device_is_refused() -> None:
+    with EmulatedCuda(driver=Driver(SEED, devices=2)).installed() as gpu:
+        source, target = gpu.tensor(torch.ones(9), 1), gpu.empty((9,), None, torch.float32, 1)
+        stream = TorchRuntime(torch.device("cuda", 1)).own_stream("copies")
+        table = runs.make_runs([(source.data_ptr(), target.data_ptr(), 36)])
+        with pytest.raises(RuntimeError, match="resource handle"):
+            cuda_driver.queue_copies(table, stream.cuda_stream)  # type: ignore[attr-defined]
+
+
+def test_a_fork_of_the_process_leaves_the_device_alone(gpu: EmulatedCuda) -> None:
+    """As a worker of a data loader does: CUDA cannot be used there."""
+    engine = engine_on(gpu)
+    assert copied(engine, gpu.tensor(torch.ones(300))) == [True]
+    pid = os.fork()
+    if not pid:
+        used = cuda_runtime.uses_cuda() or "cuda" in rng.capture()
+        del engine
+        gc.collect()
+        os._exit(1 if used else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert copied(engine, gpu.tensor(torch.ones(300))) == [True]
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_every_type_are_copied_packed_and_staged(gpu: EmulatedCuda, dtype: torch.dtype) -> None:
+    engine = engine_on(gpu)
+    noise = torch.randint(0, 2 if dtype is torch.bool else 200, (64, 8 * dtype.itemsize), dtype=torch.uint8)
+    plain, turned = gpu.tensor(noise.view(dtype)), gpu.tensor(noise.view(dtype)).t()
+    staged = Staging().take(pieces_of([plain, turned]))
+    assert [piece.tensor.cpu().view(torch.uint8).tolist() for piece in staged[:1]] == [noise.tolist()]
+    assert copied(engine, plain, turned) == [True, True]
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["own stream", "default stream"])
 def test_copies_are_queued_in_one_batch_or_one_by_one(gpu: EmulatedCuda, own: bool) -> None:
     """CUDA batches nothing on its default stream."""
@@ -232,6 +313,24 @@ def test_copies_are_queued_in_one_batch_or_one_by_one(gpu: EmulatedCuda, own: bo
         runtime.copy_runs(table)
         runtime.wait(stream.record_event())
     assert [target.tolist() for target in targets] == [list(s.cpu().numpy().tobytes()) for s in sources]
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["cudaMalloc", "mapped"])
+def test_no_copy_goes_from_one_allocation_into_the_next(
+    gpu: EmulatedCuda, knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that fill theirs follow each other without gaps, on the device as in the slot."""
+    engine = engine_on(gpu)
+    live = [gpu.tensor(torch.full((4 * mmap.PAGESIZE,), i, dtype=torch.uint8)) for i in range(3)]
+    live += torch.split(live.pop(), mmap.PAGESIZE)
+    assert {b.data_ptr() - a.data_ptr() - a.nbytes for a, b in itertools.pairwise(live)} == {0}
+    if not knows:
+        monkeypatch.setattr(cuda_driver, "allocation_of", lambda address: 0)
+    assert copied(engine, *live) == [True] * 6
+    assert sum(map(len, engine.table(pieces_of(live)).batches)) == 3, "parts of one allocation are copied at once"
+    monkeypatch.setattr(engine.runtime, "allocation_of", lambda tensor: 0)
+    with pytest.raises(HoldfastError, match="CUDA error 1"):
+        copied(engine, *live)
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
