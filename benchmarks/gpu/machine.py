@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_arenas, remove
 from tests.proof.device.driver import Driver
 from tests.proof.device.queues import LAZY
-from tests.proof.device.seam import SHOWN_BY, SHOWN_LATE, Cpu, Emulated, Real, SeamDevice
+from tests.proof.device.seam import Cpu, Emulated, Real, SeamDevice
 from tests.proof.device.standin import EmulatedCuda
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,20 +52,18 @@ class Machine:
     @property
     def device(self) -> SeamDevice:
         """The device that training runs on."""
-        return self.device_that_shows("")
+        return self.device_with()
 
-    def device_that_shows(self, fault: str) -> SeamDevice:
-        """A device on which a given fault of `FAULTS` becomes visible."""
-        late = fault in SHOWN_LATE
+    def device_with(self, late_copies: bool = False) -> SeamDevice:
+        """The device, if it is to copy late."""
         if not self.dry:
-            return Real(late_copies=late)
-        order = SHOWN_BY.get(fault, LAZY)
+            return Real(late_copies=late_copies)
         connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
         try:
-            driver = Driver(order, connections=connections)
+            driver = Driver(LAZY, connections=connections)
         except RuntimeError:  # no driver can stand in here: the emulated device has an order of its own
-            return Emulated(EmulatedCuda(order))
-        return Emulated(EmulatedCuda(driver=driver), late_copies=late)
+            return Emulated(EmulatedCuda(LAZY))
+        return Emulated(EmulatedCuda(driver=driver), late_copies=late_copies)
 
     @property
     def beside(self) -> SeamDevice:

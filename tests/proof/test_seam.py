@@ -16,7 +16,7 @@ from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.step.orders import SnapshotCopy
 from tests.deadlines import DEADLINE_S
 from tests.proof.device.queues import EAGER, LAZY
-from tests.proof.device.seam import FAULTS, SHOWN_BY, Cpu, Emulated, SeamLoop, SeamOutcome, observe, twin
+from tests.proof.device.seam import FAULTS, Cpu, Emulated, SeamLoop, SeamOutcome, missed, observe, twin
 from tests.proof.device.standin import EmulatedCuda
 
 ORDERS = [LAZY, EAGER, 1, 2]
@@ -86,8 +86,22 @@ def test_a_copy_that_is_checked_before_its_step_ends_finds_nothing_changed(
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_broken_on_purpose_is_noticed(arena: Path, name: str) -> None:
-    broken, loop = FAULTS[name]
-    with broken():
-        outcome = seen(loop, arena, SHOWN_BY.get(name, LAZY))
-    assert not outcome.exact, outcome
+def test_what_is_broken_on_purpose_is_found_by_its_own_sign(arena: Path, name: str) -> None:
+    def made(late_copies: bool) -> Emulated:
+        return Emulated(EmulatedCuda(LAZY if late_copies else EAGER))
+
+    assert not missed(FAULTS[name], made, Cpu(), arena)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_loop_that_fails_in_another_way_has_no_sign_of_a_fault(name: str) -> None:
+    to_the_end = [1, 4, 14]
+    for outcome in (SeamOutcome(15, to_the_end, failure="no memory"), SeamOutcome(15, to_the_end, given_up=3)):
+        assert not outcome.exact
+        assert not FAULTS[name].shows(outcome)
+    assert not FAULTS[name].shows(SeamOutcome(15))
+
+
+def test_a_fault_that_a_device_does_not_show_is_not_counted_as_found(arena: Path) -> None:
+    """A CPU has no fence to leave out."""
+    assert "no sign" in missed(FAULTS["no-fence"], lambda late_copies: Cpu(), Cpu(), arena)

@@ -23,10 +23,10 @@ from holdfast.snapshot.copy.cuda import CudaEngine, CudaTransfer
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent
 from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.step.capture import Staging
 from holdfast.snapshot.step.copier import Copier
 from holdfast.snapshot.step.orders import SnapshotCopy
-from tests.proof.device.queues import EAGER
 from tests.proof.device.standin import EmulatedCuda
 
 DRAINED = 3
@@ -34,6 +34,12 @@ DRAINED = 3
 
 DRAIN_S = 60.0
 """How long that may take, also on a busy machine, in seconds."""
+
+FAULT_STEPS = 15
+"""Number of steps of a loop that shows a fault."""
+
+CAPTURED = 5
+"""The step from which on such a loop replays its optimizer's step, if it does."""
 
 LATE_S = 0.03
 """How long a device that copies late rests before it does, in seconds."""
@@ -52,10 +58,6 @@ class SeamDevice(Protocol):
 
     def own_stream(self) -> AbstractContextManager[object]:
         """Make a stream other than the default one current in this block."""
-        ...
-
-    def broken(self) -> AbstractContextManager[object]:
-        """Make the device work in this block in an order that shows faults."""
         ...
 
     def delay(self) -> None:
@@ -93,7 +95,7 @@ class Cpu:
     def installed(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    own_stream = broken = installed
+    own_stream = installed
 
     def batch(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -118,29 +120,29 @@ class Cpu:
 
 
 class Emulated:
-    """An emulated device. Results are those of the CPU."""
+    """An emulated device. Results are those of the CPU. `late_copies`: see `Real`; only with a driver."""
 
     name = "cuda:0"
 
     def __init__(self, standin: EmulatedCuda, *, late_copies: bool = False) -> None:
-        """`late_copies`: see `Real`; only with a driver."""
         self.standin = standin
         self._late_copies = late_copies
 
-    def installed(self) -> AbstractContextManager[object]:
-        return self.standin.installed()
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        late = copying_late(lambda engine: engine.stream.hold(LATE_S)) if self._late_copies else nullcontext()
+        with self.standin.installed(), late:
+            yield
 
     def own_stream(self) -> AbstractContextManager[object]:
         return self.standin.stream(self.standin.queues.stream(0))
-
-    def broken(self) -> AbstractContextManager[object]:
-        return copying_late(lambda engine: engine.stream.hold(LATE_S)) if self._late_copies else nullcontext()
 
     def batch(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.name)
 
     def delay(self) -> None:
-        """Do nothing: the device is late anyway."""
+        if self.standin.driver is not None and not self._late_copies:  # without one, the order of work decides
+            self.standin.current(0).hold(LATE_S)
 
     def synchronize(self) -> None:
         self.standin.synchronize()
@@ -166,7 +168,8 @@ class Emulated:
 
 
 class Real:
-    """The first CUDA device of this machine. Its copies are done at once, beside the training, unless `late_copies`."""
+    """The first CUDA device of this machine. Training is late on it, and copies come at once; or the other way round,
+    with `late_copies`."""
 
     name = "cuda:0"
     cycles = 50_000_000
@@ -175,7 +178,10 @@ class Real:
         self._late_copies = late_copies
 
     def installed(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        def rest(engine: CudaEngine) -> None:
+            torch.cuda._sleep(3 * self.cycles)  # type: ignore[no-untyped-call]
+
+        return copying_late(rest) if self._late_copies else nullcontext()
 
     def own_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
@@ -188,12 +194,6 @@ class Real:
 
     def engines(self) -> DeviceEngines:
         return DeviceEngines({torch.device(self.name)})
-
-    def broken(self) -> AbstractContextManager[object]:
-        def rest(engine: CudaEngine) -> None:
-            torch.cuda._sleep(3 * self.cycles)  # type: ignore[no-untyped-call]
-
-        return copying_late(rest) if self._late_copies else nullcontext()
 
     def batch(self, values: torch.Tensor) -> torch.Tensor:
         return values.pin_memory().to(self.name, non_blocking=True)
@@ -250,6 +250,7 @@ class SeamOutcome:
         taken: steps whose slot was sealed.
         wrong: names and steps of tensors that differ from the twin's.
         given_up: number of snapshots that were given up because they would not have been exact.
+        changed: how many of them because the hook saw that the state changed while it was copied.
         failure: the error that ended the loop, if any.
     """
 
@@ -257,7 +258,13 @@ class SeamOutcome:
     taken: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     given_up: int = 0
+    changed: int = 0
     failure: str = ""
+
+    @property
+    def wrong_names(self) -> set[str]:
+        """Names of the tensors that differ in any step."""
+        return {each.partition(" of step ")[0] for each in self.wrong}
 
     @property
     def exact(self) -> bool:
@@ -360,7 +367,11 @@ def twin(device: SeamDevice, loop: SeamLoop) -> dict[int, State]:
 def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena: Path, job: str) -> SeamOutcome:
     """Train with a snapshot at every step, and compare each slot with the `wanted` state of its step."""
     outcome = SeamOutcome(loop.steps)
-    seal = Copier._seal
+    seal, abort = Copier._seal, SnapshotCopy.abort
+
+    def aborting(copy: SnapshotCopy, error: HoldfastError) -> None:
+        outcome.changed += isinstance(error, StateChanged)
+        abort(copy, error)
 
     def sealing(copier: Copier, copy: SnapshotCopy) -> None:
         form, step = copy.order.form, copy.snapshot.step
@@ -375,7 +386,8 @@ def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena:
         hook = InMemorySnapshot(training.model, training.optimizer, job=job, arena=arena, every=1, strict=True)
         hook.track("average", tensors=training.average, changes="after step")
         try:
-            with patch.object(Copier, "_seal", sealing), hook as snap:
+            noting = patch.object(Copier, "_seal", sealing), patch.object(SnapshotCopy, "abort", aborting)
+            with noting[0], noting[1], hook as snap:
 
                 def begins(step: int) -> None:
                     if step % DRAINED == 0:
@@ -459,18 +471,73 @@ def deaf_to_replays() -> Iterator[None]:
         yield
 
 
-SHOWN_LATE = frozenset({"no-fence", "early-give-back", "no-finish", "live-buffers"})
-"""Faults that show only on a device that copies state late."""
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A way to break holdfast.
 
-SHOWN_BY = {"early-mark": EAGER}
-"""The order of work on an emulated device that shows a fault, if it is not `LAZY`."""
+    Attributes:
+        broken: breaks it within a block.
+        shows: whether an outcome has the sign of this fault. That a loop fails somehow is none.
+        late: whether a device shows it that copies state late; see `Real`.
+        captured: see `SeamLoop`.
+    """
 
-FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], SeamLoop]] = {
-    "no-fence": (no_fence, SeamLoop()),
-    "early-mark": (early_mark, SeamLoop()),
-    "early-give-back": (early_give_back, SeamLoop()),
-    "no-finish": (no_finish, SeamLoop()),
-    "live-buffers": (live_buffers, SeamLoop()),
-    "deaf-to-replays": (deaf_to_replays, SeamLoop(captured=5)),
+    broken: Callable[[], AbstractContextManager[None]]
+    shows: Callable[[SeamOutcome], bool]
+    late: bool = True
+    captured: int = 0
+
+    @property
+    def loop(self) -> SeamLoop:
+        """A loop that shows it."""
+        return SeamLoop(steps=FAULT_STEPS, captured=self.captured)
+
+
+def _of_the_step_before(outcome: SeamOutcome) -> bool:
+    """Copies came too early, and held what the step before had not computed yet."""
+    return outcome.changed > 0 or any(name.endswith("weight") for name in outcome.wrong_names)
+
+
+def _of_the_step(outcome: SeamOutcome) -> bool:
+    """The optimizer ran before the copy. The hook itself sees that, and seals nothing that is wrong."""
+    return outcome.changed > 0 and not outcome.wrong
+
+
+def _of_the_forward(outcome: SeamOutcome) -> bool:
+    """Only what a forward changes has another value."""
+    return bool(outcome.wrong) and all(name.startswith("1.") for name in outcome.wrong_names)
+
+
+def _unheard(outcome: SeamOutcome) -> bool:
+    """No snapshot was taken once the optimizer's step came from a graph."""
+    return len(outcome.taken) > 0 and max(outcome.taken) <= CAPTURED
+
+
+FAULTS = {
+    "no-fence": Fault(no_fence, _of_the_step),
+    "early-mark": Fault(early_mark, _of_the_step_before, late=False),
+    "early-give-back": Fault(early_give_back, _of_the_forward),
+    "no-finish": Fault(no_finish, _of_the_forward),
+    "live-buffers": Fault(live_buffers, _of_the_forward),
+    "deaf-to-replays": Fault(deaf_to_replays, _unheard, late=False, captured=CAPTURED),
 }
-"""How to break holdfast, and a loop that shows the fault, by name."""
+
+
+def missed(fault: Fault, made: Callable[[bool], SeamDevice], beside: SeamDevice, base: Path) -> str:
+    """Break holdfast, and look for the fault's sign. Empty if it is there, and the same loop on the same device is
+    exact without the fault; else what came instead.
+
+    Args:
+        made: makes a device, which copies late or not.
+        beside: see `twin`.
+        base: an empty directory on tmpfs.
+    """
+    wanted = twin(beside, fault.loop)
+    outcomes = []
+    for name, broken in (("whole", nullcontext), ("broken", fault.broken)):
+        with broken():
+            outcomes.append(observe(made(fault.late), fault.loop, wanted, base / name, "seam"))
+    whole, outcome = outcomes
+    if not whole.exact:
+        return f"without the fault: {whole}"
+    return "" if fault.shows(outcome) else f"no sign of it: {outcome}"
