@@ -149,7 +149,7 @@ class TrainerConversation:
         if request.coord is not None:
             self._coord = request.coord
             row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
-        pid = self._smp.system.os.getpid()
+        pid = self._smp.system.getpid()
         return Greeted(node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE)
 
     def _check_room(self) -> None:

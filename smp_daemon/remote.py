@@ -90,7 +90,7 @@ class PeerConversation:
     def __init__(self, smp: Core) -> None:
         self._smp = smp
         self._store = smp.store
-        self._links = Links(smp.store.counters, system=smp.system)
+        self._links = Links(smp.store.counters, network=smp.system)
         self._sum = memoryview(bytearray())
         self._accumulates = False
 

@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network, System
 from holdfast.smp_daemon.shared.versions import RELEASE
 from holdfast.smp_daemon.storage.arena import put_away
 
@@ -61,7 +61,7 @@ class Smp(Core):
         Args:
             host: one or several addresses, see `addresses.parse_hosts`. Raw bytes are served on all of them, control
                 on the first.
-            system: provides threads, clock, sockets and files.
+            system: the machine.
             access: how peers are authenticated, for display; see `smp_daemon.shared.credentials.access_of`.
 
         Raises:
@@ -114,7 +114,7 @@ class Smp(Core):
         self._local = SocketListener(
             bind_unix(socket_path(arena), system),
             lambda sock: TrainerConversation(self, checked_peer(sock)),
-            system=system,
+            network=system,
         )
         self._episodes = Episodes(log)
         failpoint("start.serving")
@@ -176,12 +176,12 @@ class Smp(Core):
         self._local.close()
 
 
-def _bind_if_free(host: str, port: int, system: System) -> socket.socket:
+def _bind_if_free(host: str, port: int, network: Network) -> socket.socket:
     """Listen on `port`, or on any free port if that one is taken. Peers learn the port from `Owner.more_bulk`."""
     try:
-        return bind_tcp(host, port, system)
+        return bind_tcp(host, port, network)
     except ConfigError:
-        return bind_tcp(host, 0, system)
+        return bind_tcp(host, 0, network)
 
 
 def watch(smp: Smp, owner_pid: int | None) -> None:

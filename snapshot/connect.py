@@ -35,7 +35,7 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
         if not start:
             raise
     if client is None:  # not above, or an error of the start would be told after one that says that none has started
-        start_here(arena, job)
+        start_here(arena, job, system=system)
         client = SmpClient(arena, job, coord, system)
     try:
         if spans := spanning(os.environ):
@@ -48,7 +48,12 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
 
 
 def start_here(
-    arena: Path, job: str, spans: str = "", ports: tuple[int, int] = (0, 0), deadline_s: float = START_DEADLINE_S
+    arena: Path,
+    job: str,
+    spans: str = "",
+    ports: tuple[int, int] = (0, 0),
+    deadline_s: float = START_DEADLINE_S,
+    system: System = MACHINE,
 ) -> None:
     """Start an SMP for this node, unless another rank is faster. Blocks until one serves.
 
@@ -64,7 +69,7 @@ def start_here(
     node = node_from_environment()
     host = HOST.text()
     check_reachable(host, spans or spanning(os.environ))
-    start_smp(job, node, arena, host=host, ports=ports, deadline_s=deadline_s)
+    start_smp(job, node, arena, host=host, ports=ports, deadline_s=deadline_s, system=system)
 
 
 def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:

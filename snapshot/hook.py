@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.system import MACHINE
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.progress import Statistics
@@ -40,7 +40,7 @@ class SnapshotHook:
     """
 
     checks = Checks()
-    system = MACHINE
+    system: System = MACHINE
     blocks = Blocks()
 
     def __init__(self, adapter: Adapter, options: Options) -> None:

@@ -121,7 +121,7 @@ class OwnSmp:
             if not self._start:
                 raise
         start_s = START_DEADLINE_S if until_s is None else self._left(until_s)
-        start_here(self._arena, self._job, ports=self._ports, deadline_s=start_s)
+        start_here(self._arena, self._job, ports=self._ports, deadline_s=start_s, system=self._system)
         self.client.reconnect(self._left(until_s))
 
     def _left(self, until_s: float | None) -> float:

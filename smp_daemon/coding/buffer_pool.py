@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 
 
 def buffers_for(links: int) -> int:
@@ -20,8 +20,8 @@ class BufferPool:
     """Buffers, each as long as the longest unit it has held. Thread-safe: a buffer that is not in the queue belongs to
     the thread that took it."""
 
-    def __init__(self, count: int, system: System = MACHINE) -> None:
-        self._free: queue.SimpleQueue[bytearray] = system.SimpleQueue()
+    def __init__(self, count: int, threads: Threads = MACHINE) -> None:
+        self._free: queue.SimpleQueue[bytearray] = threads.SimpleQueue()
         for _ in range(count):
             self._free.put(bytearray())
 

@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.runs import given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import Network
 
 FIRST_S, MOST_S = 0.02, 1.0
 """First and longest pause between two attempts. The pause doubles after each attempt."""
@@ -85,7 +85,7 @@ class Draining:
     def __init__(
         self,
         job: str,
-        system: System,
+        network: Network,
         inventory: Callable[[], Inventory],
         move: Callable[[Collection[Address], float], None],
     ) -> None:
@@ -95,12 +95,12 @@ class Draining:
             move: called with spares and a timeout in seconds; makes the job's nodes regroup without this one. Blocks.
         """
         self._job = job
-        self._system = system
+        self._network = network
         self._inventory = inventory
         self._move = move
-        self._ended = system.Event()
+        self._ended = network.Event()
         self._running = 0
-        self._lock = system.Lock()  # guards `_running`, which gRPC threads and the SIGTERM thread change
+        self._lock = network.Lock()  # guards `_running`, which gRPC threads and the SIGTERM thread change
 
     @property
     def leaving(self) -> bool:
@@ -125,7 +125,7 @@ class Draining:
             DeadlineExceeded: the node was not drained in time, or the SMP stops. The message gives the last reason,
                 such as that the newest protected snapshot is not whole and this node is needed for it.
         """
-        limit = self._system.monotonic() + deadline_s
+        limit = self._network.monotonic() + deadline_s
         with self._lock:
             self._running += 1
         try:
@@ -147,7 +147,7 @@ class Draining:
             except HoldfastError as error:
                 last = str(error)
                 log.warning("the drain failed and is retried: %s", error)
-            if self._system.monotonic() > limit or self._ended.wait(pause_s):
+            if self._network.monotonic() > limit or self._ended.wait(pause_s):
                 raise DeadlineExceeded(f"{self._inventory().node} could not be drained in time. {last}")
             pause_s = min(2 * pause_s, MOST_S)
 
@@ -156,7 +156,7 @@ class Draining:
         mine = self._inventory()
         name = mine.node
         addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.control}
-        answers = [mine, *gather_inventories(self._job, sorted(addresses), system=self._system)]
+        answers = [mine, *gather_inventories(self._job, sorted(addresses), network=self._network)]
         over = mine.run is not None and mine.run.id in given_up(answers, runs_in_reach(answers))
         inventories = own_inventories(answers, None if over else mine.run)  # of a run that is over, nothing is needed
         result = moved(inventories)
@@ -174,5 +174,5 @@ class Draining:
                 f"no other SMP of job {self._job!r} answers that could take over what {name} holds: start one on "
                 "another node and name it as a spare (--to HOST:PORT)"
             )
-        self._move(spares, max(1.0, limit - self._system.monotonic()))
+        self._move(spares, max(1.0, limit - self._network.monotonic()))
         return None

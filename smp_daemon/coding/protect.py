@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer, Patience
 from holdfast.smp_daemon.shared.priority import make_background
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.store import Store
 
 REREAD_S = 0.002
@@ -50,22 +50,22 @@ class Protector:
         pacer: Pacer,
         links: int = 1,
         priority: str = "normal",
-        system: System = MACHINE,
+        threads: Threads = MACHINE,
     ) -> None:
-        self._system = system
+        self._threads = threads
         self._peers = peers
         self._pacer = pacer
         self._links = links
         self._priority = priority
-        self._queue: SimpleQueue[SnapshotId | None] = system.SimpleQueue()
+        self._queue: SimpleQueue[SnapshotId | None] = threads.SimpleQueue()
         self._store: Store
-        self._closed = system.Event()
+        self._closed = threads.Event()
         self._sender: Sender | None = None  # the encoding thread's; other threads only call its `interrupt`
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
         self._store = store
-        self._system.Thread(target=self._run, name="protect", daemon=True).start()
+        self._threads.Thread(target=self._run, name="protect", daemon=True).start()
 
     def protect(self, snapshot: SnapshotId) -> None:
         """All shards of this node are sealed: send them to the group's parity."""
@@ -128,7 +128,7 @@ class Protector:
                 raise StaleEpoch(f"{snapshot} was given up")
 
         def pace(count: int) -> None:
-            self._wait(self._pacer.wait_s(count, self._system.monotonic()), over)
+            self._wait(self._pacer.wait_s(count, self._threads.monotonic()), over)
             self._make_way(patience, over)
 
         failpoint("encode.before", snapshot.step)
@@ -145,7 +145,7 @@ class Protector:
         """Wait while a trainer of this node asks for a pause."""
 
         def asked_s() -> float:
-            now = self._system.monotonic()
+            now = self._threads.monotonic()
             return patience.wait_s(self._store.board.paused_for(now), now)
 
         if asked_s() > 0:

@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.store import Store
 
 PASS_EVERY_S = 60.0
@@ -35,17 +35,17 @@ class Pass:
 class Scrubber:
     """The scrubbing thread. With a rate of 0 in `pacer` passes run only on request."""
 
-    def __init__(self, pacer: Pacer, priority: str = "normal", system: System = MACHINE) -> None:
+    def __init__(self, pacer: Pacer, priority: str = "normal", threads: Threads = MACHINE) -> None:
         """`priority`: see `smp_daemon.shared.priority`."""
-        self._system = system
+        self._threads = threads
         self._pacer = pacer
         self._priority = priority
-        self._closed = system.Event()
+        self._closed = threads.Event()
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
         if self._pacer.rate or store.holdings.unverified_bytes:
-            self._system.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
+            self._threads.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
 
     def close(self) -> None:
         """Stop after the current unit."""
@@ -70,7 +70,7 @@ class Scrubber:
             raise ProtocolError("the SMP ends")
 
     def _pace(self, count: int) -> None:
-        if self._closed.wait(self._pacer.wait_s(count, self._system.monotonic())):
+        if self._closed.wait(self._pacer.wait_s(count, self._threads.monotonic())):
             raise ProtocolError("the SMP ends")
 
 

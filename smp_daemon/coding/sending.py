@@ -106,7 +106,7 @@ class Sender:
         """
         store = self._store
         # A node has a slot once its trainers have sealed their part, and some may have more bytes to copy than others.
-        slots_by_s = store.system.monotonic() + CALL_DEADLINE_S + slowest_s(layout.moved_bytes)
+        slots_by_s = store.network.monotonic() + CALL_DEADLINE_S + slowest_s(layout.moved_bytes)
         cards = layout.node(store.node).bulk_addresses
         count = self._links * len(cards)
         for number in range(len(self._lanes), count):
@@ -122,7 +122,7 @@ class Sender:
                 supply.put_off(error)
         # The calling thread runs the first lane. Each of these threads owns one of the other lanes until it is joined.
         threads = [
-            store.system.Thread(target=self._run, args=(lane, supply), name="send", daemon=True)
+            store.network.Thread(target=self._run, args=(lane, supply), name="send", daemon=True)
             for lane in self._lanes[1:]
         ]
         for thread in threads:
@@ -150,7 +150,7 @@ class _Supply:
         store: Store,
     ) -> None:
         """`slots_by_s`: when each node must have a slot for its parity (`System.monotonic`)."""
-        self._monotonic = store.system.monotonic
+        self._monotonic = store.network.monotonic
         self._slots_by_s = slots_by_s
         self._units = units
         self._lanes = lanes
@@ -158,16 +158,16 @@ class _Supply:
         self._pace = pace
         # Held by the thread that takes the next unit from `_units`, also while `_pace` blocks. `_changed` and the
         # store's lock are taken under it.
-        self._taking = store.system.Lock()
+        self._taking = store.network.Lock()
         # Guards all attributes below; `_failure` is also read without it. Notified when a unit is ready, when the last
         # open unit is acknowledged, when no more units come, and on failure. No lock is taken under it.
-        self._changed = store.system.Condition()
+        self._changed = store.network.Condition()
         self._ready: deque[OutboundUnit] = deque()
         self._open = 0
         self._drained = False
         self._failure: Exception | None = None
         self._acknowledged: dict[str, float] = {}
-        now = store.system.monotonic()
+        now = store.network.monotonic()
         self._parted = {
             node: avoiding
             for node in {node for lane in lanes for node in lane.avoided}
@@ -276,12 +276,12 @@ class _Lane:
         """
         self.number = number
         self.links = Links(
-            store.counters, system=store.system, source=source, patience=None if alone else self._lose_patience
+            store.counters, network=store.network, source=source, patience=None if alone else self._lose_patience
         )
         self.avoided: dict[str, float] = {}
         self._connect_s = CALL_DEADLINE_S if alone else CONNECT_S
         self._store = store
-        self._system = store.system
+        self._clock = store.network
         self._supply: _Supply
         self._sent: deque[OutboundUnit] = deque()
         self._owners: dict[Address, str] = {}
@@ -339,13 +339,13 @@ class _Lane:
             return
         self._sent.popleft()
         owner = unit.owner.name
-        self._supply.acknowledged(owner, self._system.monotonic())
+        self._supply.acknowledged(owner, self._clock.monotonic())
         _episodes.end("damaged", "units arrive whole again", extra=about(peer=address))
         _episodes.end((owner, self.number), "a connection to %s works again", owner, extra=about(peer=address))
 
     def _lose_patience(self, address: Address, waited_s: float) -> None:
         """Raises `SmpUnavailable` if a connection is silent for `SILENT_S` while the peer answers on others."""
-        since = self._system.monotonic() - waited_s
+        since = self._clock.monotonic() - waited_s
         if waited_s >= SILENT_S and self._supply.is_awake(self._owners[address], since):
             raise SmpUnavailable(f"nothing has moved for {waited_s:.0f} s, while other connections carry on")
 
@@ -361,7 +361,7 @@ class _Lane:
         mine = [unit for unit in self._sent if unit.owner.name == owner.name]
         if self._supply.part(self, owner, mine):
             self._sent = deque(unit for unit in self._sent if unit.owner.name != owner.name)
-            self.avoided[owner.name] = self._system.monotonic() + AVOIDED_S
+            self.avoided[owner.name] = self._clock.monotonic() + AVOIDED_S
             text = "a connection to %s is broken; other connections take over for %.0f s: %s"
             extra = about(peer=address)
             _episodes.begin((owner.name, self.number), text, owner.name, AVOIDED_S, error, extra=extra)
@@ -372,11 +372,11 @@ class _Lane:
 
     def _send_again(self, address: Address, broken: SmpUnavailable) -> None:
         """Reconnect to a peer and send its unacknowledged units. Raises `broken` after `RECONNECT_DEADLINE_S`."""
-        limit = self._system.monotonic() + RECONNECT_DEADLINE_S
+        limit = self._clock.monotonic() + RECONNECT_DEADLINE_S
         while True:
             self.links.drop(address)
             self._supply.check()
-            if self._system.monotonic() > limit:
+            if self._clock.monotonic() > limit:
                 raise broken
             try:
                 for unit in [unit for unit in self._sent if self._address(unit.owner) == address]:

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, check_client
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.shared.uids import SCARCE, may_come, uid_of
 
 PLACES = 64
@@ -44,17 +44,17 @@ log = get_log(__name__)
 class Gate:
     """Decides who may talk to an SMP, and logs refusals. Thread-safe; each connection's own thread calls `admit`."""
 
-    def __init__(self, credentials: Credentials, job: str, system: System = MACHINE) -> None:
+    def __init__(self, credentials: Credentials, job: str, threads: Threads = MACHINE) -> None:
         self.credentials = credentials
         self.job = job
-        self._system = system
+        self._threads = threads
         # Guards `_entering`, together with `_closed`, as in `SocketListener`. Threads of connections hold it briefly,
         # never during a handshake; no other lock is taken under it.
-        self._lock = system.Lock()
+        self._lock = threads.Lock()
         self._entering: dict[socket.socket, str] = {}
         """The connections that are being authenticated, the oldest first, with the address that each comes from."""
-        self._closed = system.Event()
-        self._refusals = Episodes(log, system.monotonic, COMPLAIN_EVERY_S)
+        self._closed = threads.Event()
+        self._refusals = Episodes(log, threads.monotonic, COMPLAIN_EVERY_S)
 
     def check(self, peer: Address, ours: Address, names: Collection[str] = ()) -> None:
         """Check what is known of a peer before it shows a token: whose process it is, and its certificate.
@@ -117,7 +117,7 @@ class Gate:
                 _end(sock)
 
     def _of_this_user(self, sock: socket.socket, peer: Address, ours: Address) -> socket.socket | None:
-        limit = self._system.monotonic() + HANDSHAKE_DEADLINE_S
+        limit = self._threads.monotonic() + HANDSHAKE_DEADLINE_S
         while True:
             try:
                 self.check(peer, ours)
@@ -125,7 +125,7 @@ class Gate:
             except ProtocolError as error:
                 self.complain(peer[0], error)
             except OSError as error:
-                if error.errno in SCARCE and self._system.monotonic() < limit and not self._closed.wait(ASK_AGAIN_S):
+                if error.errno in SCARCE and self._threads.monotonic() < limit and not self._closed.wait(ASK_AGAIN_S):
                     continue
                 log.debug("a connection ended at once: %s", error)
             sock.close()

@@ -12,7 +12,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.messages import PeerRequest, introduced
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, connect, receive_reply
 
 
@@ -30,7 +30,7 @@ class Links:
         self,
         counters: Counters,
         deadline_s: float = CALL_DEADLINE_S,
-        system: System = MACHINE,
+        network: Network = MACHINE,
         source: str = "",
         patience: Callable[[Address, float], None] | None = None,
     ) -> None:
@@ -42,7 +42,7 @@ class Links:
         """
         self._counters = counters
         self._deadline_s = deadline_s
-        self._system = system
+        self._network = network
         self._source = source
         self._patience = patience
         self._streams: dict[Address, SocketStream] = {}
@@ -60,7 +60,7 @@ class Links:
     def connect(self, address: Address, job: str, deadline_s: float = CALL_DEADLINE_S) -> None:
         """Connect to `address`, unless connected. `interrupt` does not reach a connection that is being opened."""
         if address not in self._streams:
-            stream = connect(address, deadline_s, job, self._system, self._source)
+            stream = connect(address, deadline_s, job, self._network, self._source)
             stream.set_deadline(self._deadline_s)
             if self._patience is not None:
                 stream.patience = partial(self._patience, address)

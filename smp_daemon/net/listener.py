@@ -12,7 +12,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.settings import HOST
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, Outbound, SocketStream
 
 ACCEPT_AGAIN_S = 0.5
@@ -40,10 +40,10 @@ class SocketListener:
         sock: socket.socket,
         converse: Callable[[socket.socket], Conversation],
         admit: Callable[[socket.socket], socket.socket | None] | None = None,
-        system: System = MACHINE,
+        network: Network = MACHINE,
     ) -> None:
         """`admit`: see `Gate.admit`; None: all connections are let in. Whoever owns the gate closes it."""
-        self._system = system
+        self._network = network
         self._sock = sock
         self._converse = converse
         self._gate = admit
@@ -52,10 +52,10 @@ class SocketListener:
         # Guards `_live` together with `_closed`: a connection is either in `_live` when `close` looks, or sees
         # `_closed`. The thread of each connection takes it at its start and end. Under it, only the lock of a stream is
         # taken.
-        self._lock = system.Lock()
-        self._closed = system.Event()
+        self._lock = network.Lock()
+        self._closed = network.Event()
         self._episodes = Episodes(log)
-        self._thread = self._system.Thread(target=self._accept, name="accept", daemon=True)
+        self._thread = self._network.Thread(target=self._accept, name="accept", daemon=True)
         self._thread.start()
 
     @property
@@ -94,7 +94,7 @@ class SocketListener:
                 sock.close()
                 continue
             self._episodes.end("full", "there is room for connections again")
-            self._system.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
+            self._network.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:
         try:
@@ -106,7 +106,7 @@ class SocketListener:
             self._serve(admitted)
 
     def _serve(self, sock: socket.socket) -> None:
-        stream = SocketStream(sock, None, self._system)
+        stream = SocketStream(sock, None, self._network)
         with self._lock:
             self._live[stream] = None
             if self._closed.is_set():
@@ -135,7 +135,7 @@ class SocketListener:
                 conversation.ended()
 
 
-def bind_unix(path: Path, system: System = MACHINE) -> socket.socket:
+def bind_unix(path: Path, network: Network = MACHINE) -> socket.socket:
     """A unix socket listening at `path`, for this user only.
 
     Raises:
@@ -147,20 +147,20 @@ def bind_unix(path: Path, system: System = MACHINE) -> socket.socket:
             "choose a shorter HOLDFAST_ARENA or job id"
         )
     path.unlink(missing_ok=True)
-    sock = system.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = network.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(str(path))
     path.chmod(0o600)
     sock.listen(128)
     return sock
 
 
-def bind_tcp(host: str, port: int, system: System = MACHINE) -> socket.socket:
+def bind_tcp(host: str, port: int, network: Network = MACHINE) -> socket.socket:
     """A TCP socket listening on `host`; port 0 takes a free one.
 
     Raises:
         ConfigError: the port is taken or the address is not this machine's.
     """
-    sock = system.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = network.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -174,10 +174,10 @@ def bind_tcp(host: str, port: int, system: System = MACHINE) -> socket.socket:
     return sock
 
 
-def check_own(hosts: Sequence[str], system: System) -> None:
+def check_own(hosts: Sequence[str], network: Network) -> None:
     """Raises `ConfigError` if any of these addresses does not belong to this machine."""
     for host in hosts:
-        sock = system.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock = network.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.bind((host, 0))
         except OSError as error:

@@ -39,7 +39,7 @@ from holdfast.smp_daemon.shared.messages import (
 from holdfast.smp_daemon.shared.plain import encode_json, from_plain, pack, unpack
 from holdfast.smp_daemon.shared.signatures import Signer
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.transport import Message, Outbound, checked_reply
 
 SERVICE, NAME = "holdfast.Smp", "Ask"
@@ -69,7 +69,7 @@ class PeerServer:
     """Answers the other SMPs of the job, and commands, in its own threads."""
 
     def __init__(
-        self, gate: Gate, answer: Callable[[PeerControl, AtEnd], Outbound], host: str, port: int, system: System
+        self, gate: Gate, answer: Callable[[PeerControl, AtEnd], Outbound], host: str, port: int, network: Network
     ) -> None:
         """Bind the port. Nothing is answered before `start`.
 
@@ -86,9 +86,9 @@ class PeerServer:
         guard = Guard(gate)
         self._strangers = Strangers(guard)
         options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections())]
-        rpc = system.grpc()
+        rpc = network.grpc()
         self._server = rpc.server(
-            system.Pool(THREADS, "peer"), options=options, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
+            network.Pool(THREADS, "peer"), options=options, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
         )
         handler = rpc.unary_unary_rpc_method_handler(self._handle)
         self._server.add_generic_rpc_handlers((rpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
@@ -135,17 +135,17 @@ class PeerServer:
 class PeerClient:
     """Asks SMPs. Thread-safe; one channel to each stays open until `close`. Not for trainers, which may fork."""
 
-    def __init__(self, job: str, credentials: Credentials | None = None, system: System = MACHINE) -> None:
+    def __init__(self, job: str, credentials: Credentials | None = None, network: Network = MACHINE) -> None:
         """`credentials`: by default those of this process."""
         self._job = job
-        self._credentials = system.credentials() if credentials is None else credentials
-        self._grpc = system.grpc()
+        self._credentials = network.credentials() if credentials is None else credentials
+        self._grpc = network.grpc()
         token = self._credentials.token
         self._signer = Signer(token, job) if token else None
         self._channels: dict[Address, grpc.Channel] = {}
         # Guards `_channels`. Any thread takes it, some while they hold the store's lock. Creating a channel under it
         # does not block, since a channel connects in the background.
-        self._lock = system.Lock()
+        self._lock = network.Lock()
 
     def __enter__(self) -> Self:
         return self

@@ -86,7 +86,7 @@ class Core:
     Attributes:
         owner: who serves the arena, and where; set once the sockets are bound.
         stopped: set when the SMP must end. `finished`: the arena can be removed then.
-        system: provides threads, clock, sockets and files.
+        system: the machine.
         trainers: number of connections of trainers; changed under the store's lock. `said`: the last message of the
             training loop to operators. `next_s`: see `shared.messages.Seal`.
         impaired: optional parts that do not work as requested; the values describe the problems.
@@ -115,7 +115,7 @@ class Core:
         self.next_s = 0.0
         self.impaired: dict[str, str] = {}
         self.finished = False
-        self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, system=system)
+        self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, files=system)
         self.credentials = system.credentials()
         self.peers = PeerClient(job, self.credentials, system)
         self._protector = Protector(
@@ -145,7 +145,7 @@ class Core:
             on_epoch=self._begun,
             spare=self.persister.spare,
             priority=self.settings.priority,
-            system=system,
+            network=system,
         )
         failpoint("start.adopted")
         self.reconciler = Reconciler(self.store, self.settings.rebuild, system)

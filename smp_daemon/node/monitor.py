@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -50,15 +50,15 @@ class Monitor:
         peers: PeerClient,
         after_s: float,
         trainers: Callable[[], int],
-        system: System = MACHINE,
+        network: Network = MACHINE,
     ) -> None:
-        self._system = system
+        self._network = network
         self._peers = peers
         self._after_s = after_s
         self.trainers = trainers
-        self._closed = system.Event()
-        self._roused = system.Event()
-        self._wanted = system.Event()
+        self._closed = network.Event()
+        self._roused = network.Event()
+        self._wanted = network.Event()
         self._seen: dict[str, float] = {}
         self._suspects: set[str] = set()
         self._declined = 0
@@ -66,7 +66,7 @@ class Monitor:
         # so does a thread that drains this node or another. It is the outermost lock: the store's lock is taken under
         # it, never the reverse. `_declined` is guarded by it. `_seen` and `_suspects` belong to the watching thread;
         # other threads only add or read single items. Any thread adds to `_spares`; only the lock's holder removes.
-        self._regrouping_lock = system.Lock()
+        self._regrouping_lock = network.Lock()
         self._spares: set[Address] = set()
         self._episodes = Episodes(log)
         self._store: Store
@@ -75,8 +75,8 @@ class Monitor:
         """Begin to work for `store`."""
         self._store = store
         if self._after_s:
-            self._system.Thread(target=self._watch, name="monitor", daemon=True).start()
-        self._system.Thread(target=self._lead, name="regroup", daemon=True).start()
+            self._network.Thread(target=self._watch, name="monitor", daemon=True).start()
+        self._network.Thread(target=self._lead, name="regroup", daemon=True).start()
 
     def close(self) -> None:
         """Stop both threads."""
@@ -119,12 +119,12 @@ class Monitor:
         group, _ = layout.place(self._store.node)
         members = layout.members(group)
         self._suspects &= {member.name for member in members}
-        now = self._system.monotonic()
+        now = self._network.monotonic()
         behind = False
         for member in members:
             try:
                 reply = self._peers.ping(member.control, PING_DEADLINE_S)
-                self._seen[member.name] = self._system.monotonic()
+                self._seen[member.name] = self._network.monotonic()
                 self._suspects.discard(member.name)
                 behind |= reply.epoch == layout.epoch and reply.revision > layout.revision
             except HoldfastError:
@@ -156,7 +156,7 @@ class Monitor:
 
     def leases(self) -> dict[str, float]:
         """How long ago each other member of the group was last heard of, in seconds."""
-        layout, now = self._store.newest_layout(), self._system.monotonic()
+        layout, now = self._store.newest_layout(), self._network.monotonic()
         if layout is None or self._store.node not in {node.name for node in layout.nodes}:
             return {}
         group, _ = layout.place(self._store.node)
@@ -237,7 +237,7 @@ class Monitor:
             return None
         self._enlist_spares()
         addresses = {*addresses_of(layouts), *self._spares}
-        inventories = gather_inventories(store.job, sorted(addresses), layouts, self._system)
+        inventories = gather_inventories(store.job, sorted(addresses), layouts, self._network)
         if any(inventory.trainers for inventory in inventories):
             text = "nodes are missing, but trainers are connected: no regrouping"
             self._episodes.begin("declined", text, level=logging.INFO)
@@ -277,7 +277,7 @@ class Monitor:
         def ask(name: str) -> None:
             node, moved = regrouping.layout.node(name), 0
             # No unit moves while a shard is read, or a slot for it is made: these take as long as their bytes.
-            progress = Progress(self._system.monotonic, move_deadline(node.state_bytes))
+            progress = Progress(self._network.monotonic, move_deadline(node.state_bytes))
             while not (reply := from_plain(Obeyed, self._peers.ask(node.control, message), "how far a node is")).done:
                 if reply.moved > moved:
                     moved = reply.moved
@@ -285,6 +285,6 @@ class Monitor:
                 elif progress.is_stuck:
                     raise DeadlineExceeded(f"{name} gets no further with its part of the regrouping")
 
-        with self._system.Pool(max(AT_ONCE, len(regrouping.nodes)), "regroup") as pool:
+        with self._network.Pool(max(AT_ONCE, len(regrouping.nodes)), "regroup") as pool:
             for done in [pool.submit(ask, name) for name in regrouping.nodes]:
                 done.result()

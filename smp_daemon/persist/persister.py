@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.store import Store
 
 LOOK_FIRST_S, LOOK_MOST_S = 0.05, 5.0
@@ -66,9 +66,9 @@ class TierState:
 class Persister:
     """The persist tier on one node. Every method is thread-safe; only those documented to block touch the storage."""
 
-    def __init__(self, options: PersistOptions | None, priority: str = "normal", system: System = MACHINE) -> None:
+    def __init__(self, options: PersistOptions | None, priority: str = "normal", network: Network = MACHINE) -> None:
         """`options`: None: the tier is off. `priority`: see `shared.priority`. The storage is not touched."""
-        self.system = system
+        self.network = network
         self._options = options
         self._priority = priority
         self._place: PersistPlace | None = None
@@ -78,8 +78,8 @@ class Persister:
         # persisting thread and the one that notes runs wait on it, and the writing thread takes it to report. Storage
         # is never touched while it is held. `_place` is not guarded: if two threads open it at the same time, either
         # result serves.
-        self._changed = system.Condition()
-        self._closed = system.Event()
+        self._changed = network.Condition()
+        self._closed = network.Event()
         self._order: tuple[SnapshotId, Layout] | None = None
         self._accepted: SnapshotId | None = None
         self._noted: Layout | None = None  # a layout whose run is still to be noted at the place
@@ -103,7 +103,7 @@ class Persister:
         self._store = store
         store.board.post_due(False)
         if self._options is not None:
-            self.system.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
+            self.network.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
 
     def close(self) -> None:
         """Give up the current work. Returns at once."""
@@ -167,7 +167,7 @@ class Persister:
             DamagedSnapshot: the files are not what was written.
             PlaceError: the storage fails.
         """
-        return hold_shard(self._store, StoredShards(self._its_place, snapshot, layout, self.system), coord, check)
+        return hold_shard(self._store, StoredShards(self._its_place, snapshot, layout, self.network), coord, check)
 
     @property
     def _its_place(self) -> PersistPlace:
@@ -189,10 +189,10 @@ class Persister:
     # ------------------------------------------------------------------ writing
 
     def _run(self, options: PersistOptions) -> None:
-        self.system.Thread(target=self._note_runs, args=(options,), name="persist-run", daemon=True).start()
-        due_s = self.system.monotonic()  # due at once: otherwise each replaced node would delay all nodes
+        self.network.Thread(target=self._note_runs, args=(options,), name="persist-run", daemon=True).start()
+        due_s = self.network.monotonic()  # due at once: otherwise each replaced node would delay all nodes
         while (order := self._await_order(due_s)) is not None:
-            due_s = self.system.monotonic() + options.every_s
+            due_s = self.network.monotonic() + options.every_s
             self._watch(_Work(self, options, *order))
 
     def _note_runs(self, options: PersistOptions) -> None:
@@ -220,7 +220,7 @@ class Persister:
         for other in run_files(self._its_place, layout.job):
             if other.run.id == layout.run.id:
                 continue
-            answers = gather_inventories(layout.job, other.at[:MOST_ASKED], system=self.system)
+            answers = gather_inventories(layout.job, other.at[:MOST_ASKED], network=self.network)
             nodes = at_work(answers, other.run.id)
             if nodes:
                 raise PlaceError(
@@ -233,7 +233,7 @@ class Persister:
         while not self._closed.is_set():
             # A new epoch replaces the board with the store's lock held, and takes over what is posted on the old one.
             with self._store.changed, self._changed:
-                wait_s = due_s - self.system.monotonic()
+                wait_s = due_s - self.network.monotonic()
                 if wait_s <= 0 and self._order is None and self._state is not None and self._state.state != "due":
                     self._say(state="due")
                     self._store.board.post_due(True)
@@ -248,7 +248,7 @@ class Persister:
 
     def _watch(self, work: _Work) -> None:
         """Run `work` in a thread, and give it up if the storage hangs. Returns once that thread has ended."""
-        thread = self.system.Thread(target=work.run, name="persist-write", daemon=True)
+        thread = self.network.Thread(target=work.run, name="persist-write", daemon=True)
         thread.start()
         while thread.is_alive() and not self._closed.is_set():
             thread.join(work.progress.left_s)
@@ -262,7 +262,7 @@ class Persister:
 
     def _done(self, snapshot: SnapshotId, stored: int) -> None:
         self._store.counters.add(snapshots_persisted=1, bytes_persisted=stored)
-        self._say(persisted=snapshot, at_s=self.system.time(), problem="")
+        self._say(persisted=snapshot, at_s=self.network.time(), problem="")
         log.info("%s is persisted; this node wrote %d bytes", snapshot, stored)
         self._episodes.end("persist", "snapshots are persisted again: %s", snapshot, extra=about(snapshot))
 
@@ -295,9 +295,9 @@ class _Work:
 
     def __init__(self, persister: Persister, options: PersistOptions, snapshot: SnapshotId, layout: Layout) -> None:
         self.snapshot = snapshot
-        self._monotonic = persister.system.monotonic
+        self._monotonic = persister.network.monotonic
         self.progress = Progress(self._monotonic, STUCK_S)
-        self.cancelled = persister.system.Event()
+        self.cancelled = persister.network.Event()
         self._persister = persister
         self._options = options
         self._layout = layout

@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import Address, from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, record_name
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.holdings import Key, ShardKey
 
 log = get_log(__name__)
@@ -152,13 +152,13 @@ def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) 
 class StoredShards(UnitSource):
     """The shards of a persisted snapshot: slot files and their commit records, as in an SMP's memory."""
 
-    def __init__(self, place: PersistPlace, snapshot: SnapshotId, layout: Layout, system: System = MACHINE) -> None:
+    def __init__(self, place: PersistPlace, snapshot: SnapshotId, layout: Layout, threads: Threads = MACHINE) -> None:
         """`layout`: of the snapshot's epoch, from its manifest. Reads nothing yet."""
-        super().__init__(snapshot, layout, system)
+        super().__init__(snapshot, layout, threads)
         self._place = place
         self._folder = manifest.folder(layout.job, layout.run.id, snapshot)
         # Held while a record is read, so that only one of the workers reads it. `changed` is never taken under it.
-        self._reading = system.Lock()
+        self._reading = threads.Lock()
         self._records: dict[str, ShardRecord] = {}
 
     def how(self, coord: str) -> str:

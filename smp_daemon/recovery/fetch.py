@@ -37,7 +37,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import ParityUnit, PartialSum, ShardUnit
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network, Threads
 from holdfast.smp_daemon.storage.holdings import Key
 
 WORKERS = 4
@@ -111,14 +111,14 @@ class UnitSource(ABC):
     as a context manager.
     """
 
-    def __init__(self, snapshot: SnapshotId, layout: Layout, system: System) -> None:
+    def __init__(self, snapshot: SnapshotId, layout: Layout, threads: Threads) -> None:
         """`layout`: of the snapshot's epoch."""
         self.snapshot = snapshot
         self.layout = layout
-        self._system = system
+        self._threads = threads
         # Guards the fields of the source. Notified when a worker stops writing or has ended. Held for bookkeeping only,
         # never with the store's lock; under it are taken the locks of streams, counters and logs.
-        self.changed = system.Condition()
+        self.changed = threads.Condition()
         self._received = 0
 
     def __enter__(self) -> Self:
@@ -185,7 +185,7 @@ class UnitSource(ABC):
 
         Raises: as `one`, for the first unit that cannot be got; or whatever `units` or a `came` raises.
         """
-        _Crew(self, iter(units), count, self._system).wait()
+        _Crew(self, iter(units), count, self._threads).wait()
 
 
 class Fetcher(UnitSource):
@@ -198,14 +198,15 @@ class Fetcher(UnitSource):
         backend: str = "auto",
         *,
         by_chain: bool = True,
-        system: System = MACHINE,
+        network: Network = MACHINE,
     ) -> None:
         """
         Args:
             backend: see `ec.choose_codec`.
             by_chain: whether helpers may pass sums on; otherwise every operand comes here.
         """
-        super().__init__(sources.snapshot, sources.layout, system)
+        super().__init__(sources.snapshot, sources.layout, network)
+        self._network = network
         self.sources = sources
         self._counters = counters
         self._reader = UnitReader(sources, counters, backend)
@@ -364,7 +365,7 @@ class Fetcher(UnitSource):
             number, self._requests = self._requests, self._requests + 1
             patience_s = ways.patience_s(self._chooser.speeds)
             links = self._take_links(way.through[0])
-        asked = _Asked(way, way.through[0], links, source.open, self._system.monotonic(), patience_s)
+        asked = _Asked(way, way.through[0], links, source.open, self._network.monotonic(), patience_s)
         with self._noting(unit, ways, asked):
             links.set_deadline(patience_s)
             asked = replace(asked, address=self._connect(asked, number))
@@ -429,7 +430,7 @@ class Fetcher(UnitSource):
     def _answered(self, asked: _Asked, count: int, waits: Sequence[float]) -> None:
         """Note that `count` bytes have come, and keep the connection."""
         with self.changed:
-            seconds = max(0.0, self._system.monotonic() - asked.began_s)
+            seconds = max(0.0, self._network.monotonic() - asked.began_s)
             self._chooser.speeds.answered(asked.way.through, seconds, asked.shared, waits)
             self._chooser.speeds[asked.way.through[0]].open -= 1
             self._received += count
@@ -453,7 +454,7 @@ class Fetcher(UnitSource):
         found = next((each for each in self._idle if each[0] == address), None)
         if found is not None:
             self._idle.remove(found)
-        links = found[1] if found is not None else Links(self._counters, system=self._system)
+        links = found[1] if found is not None else Links(self._counters, network=self._network)
         self._open[links] = False
         return links
 
@@ -468,7 +469,7 @@ class Fetcher(UnitSource):
 class _Crew:
     """The workers of one `UnitSource.all`. They share the source's lock, which guards all fields."""
 
-    def __init__(self, source: UnitSource, units: Iterator[WantedUnit], count: int, system: System) -> None:
+    def __init__(self, source: UnitSource, units: Iterator[WantedUnit], count: int, threads: Threads) -> None:
         self._source = source
         self._units = units
         self._left = count
@@ -477,7 +478,7 @@ class _Crew:
         self._writing = 0
         self._failure: Exception | None = None
         for _ in range(self._working):
-            system.Thread(target=self._work, name="fetch", daemon=True).start()
+            threads.Thread(target=self._work, name="fetch", daemon=True).start()
 
     def wait(self) -> None:
         """Block until all is fetched, or nothing is written any more since a unit failed. Raises what failed.

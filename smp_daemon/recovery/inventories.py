@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import PeerInventory, PeerRequest
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.transport import Message
 
 DEADLINE_S = 5.0
@@ -43,7 +43,7 @@ def gather_inventories(
     job: str,
     addresses: Collection[Address],
     known: Collection[Layout] = (),
-    system: System = MACHINE,
+    network: Network = MACHINE,
     failures: dict[Address, HoldfastError] | None = None,
 ) -> list[Inventory]:
     """The inventories of the SMPs that answer. Blocks for at most about `DEADLINE_S` per `AT_ONCE` addresses.
@@ -59,7 +59,7 @@ def gather_inventories(
     by_digest = {layout.digest: layout for layout in known}
     message = PeerInventory(job=job, known=frozenset(by_digest))
     failures = {} if failures is None else failures
-    found = ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), system, failures)
+    found = ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), network, failures)
     for error in failures.values():
         if isinstance(error, VersionMismatch):
             raise error
@@ -70,7 +70,7 @@ def ask_all(
     message: PeerRequest,
     addresses: Collection[Address],
     read: Callable[[Message], T],
-    system: System = MACHINE,
+    network: Network = MACHINE,
     failures: dict[Address, HoldfastError] | None = None,
 ) -> list[T]:
     """Send `message` to all addresses and return the answers that came, parsed by `read`. Blocks like
@@ -99,5 +99,5 @@ def ask_all(
             return None
 
     failed = {} if failures is None else failures
-    with PeerClient(message.job, system=system) as peers, system.Pool(AT_ONCE, "inventories") as pool:
+    with PeerClient(message.job, network=network) as peers, network.Pool(AT_ONCE, "inventories") as pool:
         return [answer for answer in pool.map(ask, addresses) if answer is not None]

@@ -142,7 +142,7 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     """
     with store.changed:
         layouts = list(store.arena.layouts.values())
-    inventories = gather_inventories(store.job, addresses_of(layouts), layouts, store.system)
+    inventories = gather_inventories(store.job, addresses_of(layouts), layouts, store.network)
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0
@@ -222,7 +222,7 @@ def _contributions(
 
 
 def _fetcher(store: Store, sources: Sources, *, by_chain: bool = True) -> Fetcher:
-    return Fetcher(sources, store.counters, store.holdings.backend, by_chain=by_chain, system=store.system)
+    return Fetcher(sources, store.counters, store.holdings.backend, by_chain=by_chain, network=store.network)
 
 
 def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> RecoveredSlot:

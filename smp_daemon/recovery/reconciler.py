@@ -40,7 +40,7 @@ from holdfast.smp_daemon.shared.messages import Adopt, Encode, Obeyed, Phase, Re
 from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.settings import REJOIN
 from holdfast.smp_daemon.shared.sources import Sources, as_laid_out
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -96,11 +96,11 @@ class Order:
 class Reconciler:
     """The reconciler of one SMP. Thread-safe."""
 
-    def __init__(self, store: Store, method: str, system: System = MACHINE) -> None:
+    def __init__(self, store: Store, method: str, network: Network = MACHINE) -> None:
         """`method`: how lost shards are computed, see `rebuild.recover`."""
         self._store = store
         self._method = method
-        self._system = system
+        self._network = network
         # Guarded by the store's lock: how far the parity is that was ordered in the store's epoch; the orders whose
         # end was not told yet; and the newest order, the only one that is carried out.
         self._parities: dict[tuple[int, ParityKey], RepairState] = {}
@@ -141,7 +141,7 @@ class Reconciler:
     # ------------------------------------------------------------------ wishes
 
     def _begin(self, wish: Wish) -> None:
-        self._system.Thread(target=self._run, args=(wish,), name="reconcile", daemon=True).start()
+        self._network.Thread(target=self._run, args=(wish,), name="reconcile", daemon=True).start()
 
     def _run(self, wish: Wish) -> None:
         in_vain, pause_s = 0, FIRST_S
@@ -224,7 +224,7 @@ class Reconciler:
             if not self._lacks(Sources(snapshot, newest, {}, {})):
                 continue
             sources = choose_sources(
-                gather_inventories(store.job, addresses_of(layouts), layouts, store.system), snapshot
+                gather_inventories(store.job, addresses_of(layouts), layouts, store.network), snapshot
             )
             if sources is None:
                 whole = False
@@ -263,12 +263,12 @@ class Reconciler:
         changed = self._store.changed
         with changed:
             known = next((each for each in self._orders if each.phase == phase), None)
-            order = Order(phase, self._system.Event()) if known is None else known
+            order = Order(phase, self._network.Event()) if known is None else known
             if known is None:
                 self._orders = [*self._orders[1 - MOST_ORDERS :], order]
                 self._current = order
         if known is None:
-            self._system.Thread(target=self._carry_out_order, args=(order,), name="phase", daemon=True).start()
+            self._network.Thread(target=self._carry_out_order, args=(order,), name="phase", daemon=True).start()
         if not order.ended.wait(ANSWER_S):
             return Obeyed(done=False, moved=order.moved)
         with changed:  # whoever says the same again wants it done again

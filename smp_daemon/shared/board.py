@@ -39,7 +39,7 @@ import numpy as np
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.records import PART
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Files
 
 WORDS = 16
 """The epoch and the outcomes of the newest snapshots, written by the SMP."""
@@ -93,11 +93,10 @@ class Board:
     Needs no lock: at any time each word has one writer, the SMP or a trainer, and words are read and written whole.
     """
 
-    def __init__(self, path: Path, *, create: bool = False, system: System = MACHINE) -> None:
+    def __init__(self, path: Path, *, create: bool = False, files: Files = MACHINE) -> None:
         """Map the board. Raises `ProtocolError` if the file at `path` is not a board of this user."""
         self._path = path
-        self._system = system
-        files = system.os
+        self._files = files
         length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + NODE_WORDS) * 8
         try:
             fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
@@ -115,7 +114,7 @@ class Board:
                     f"{path} is not a board: {status.st_size} bytes, owned by user {status.st_uid}: end this node's "
                     "SMP with `holdfast smp stop`; the next one makes another"
                 )
-            mapped = system.mmap.mmap(fd, length)
+            mapped = files.map(fd, length)
             mapped.madvise(mmap.MADV_DONTDUMP)
             words = np.frombuffer(mapped, dtype=np.int64)
         finally:
@@ -146,7 +145,7 @@ class Board:
         """
         part = self._path.with_name(self._path.name + PART)
         part.unlink(missing_ok=True)
-        board = Board(part, create=True, system=self._system)
+        board = Board(part, create=True, files=self._files)
         board._path = self._path
         board.reset(epoch)
         board.post_due(self.due)

@@ -198,7 +198,7 @@ class SmpClient:
             raise ConfigError(f"{closed} {not_private(closed, os.getuid())}") from error
         if not is_served:
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
-        self._stream = connect(socket_path(self.arena), deadline_s, system=self.system)
+        self._stream = connect(socket_path(self.arena), deadline_s, network=self.system)
         try:
             self._greet(deadline_s)
         except BaseException:  # a signal handler may raise, too; a connection that was not greeted is none
@@ -215,19 +215,19 @@ class SmpClient:
         check_range(f"the SMP of {self.arena}", greeted.speaks, greeted.release)
         self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
         self._watch()
-        self._board = Board(self.arena / "board", system=self.system)
+        self._board = Board(self.arena / "board", files=self.system)
         self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None
 
     def _watch(self) -> None:
         """Watch the process of the SMP, if it is visible here."""
         self._unwatch()
         with suppress(OSError):
-            self._process = self.system.os.pidfd_open(self.pid)
+            self._process = self.system.pidfd_open(self.pid)
 
     def _unwatch(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            self.system.os.close(process)
+            self.system.close(process)
 
     @property
     def connection(self) -> int | None:
@@ -264,7 +264,7 @@ class SmpClient:
             with self._mapping:
                 self._given_back.clear()
         self.epoch = self._owners.epoch = epoch
-        self._board = Board(self.arena / "board", system=self.system)
+        self._board = Board(self.arena / "board", files=self.system)
 
     def configure(self, layout: Layout, *, wait: bool = True) -> int:
         """Have the SMP reserve memory for `layout`. Returns how many slots of every shard, and of parity, may be used.
@@ -696,7 +696,7 @@ class SmpClient:
 
     def _map_file(self, slot: SlotFile) -> mmap.mmap:
         name, inode, length = slot.file, slot.inode, slot.bytes
-        files = self.system.os
+        files = self.system
         if Path(name).name != name:
             raise ProtocolError(f"{name!r} is not a file of the arena")
         try:
@@ -711,7 +711,7 @@ class SmpClient:
                 raise StaleEpoch(f"the slot {name} was taken away before it was opened")
             if status.st_size != length or length < 1:
                 raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
-            mapped: mmap.mmap = self.system.mmap.mmap(fd, length)
+            mapped = files.map(fd, length)
         finally:
             files.close(fd)
         mapped.madvise(mmap.MADV_DONTDUMP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ MOVES = frozenset({"bytes_sent", "bytes_received", "units_accumulated"})
 class Counters:
     """`Counts` that several threads add to."""
 
-    def __init__(self, system: System = MACHINE, on_move: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, threads: Threads = MACHINE, on_move: Callable[[], None] = lambda: None) -> None:
         """`on_move`: called by one thread at a time whenever bytes have moved; must not block."""
-        self._lock = system.Lock()  # guards `_counts`; innermost: no other lock is taken under it
+        self._lock = threads.Lock()  # guards `_counts`; innermost: no other lock is taken under it
         self._counts = Counts()
         self._on_move = on_move
 

@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.plain import Address, from_plain
 from holdfast.smp_daemon.shared.records import read_json
 from holdfast.smp_daemon.shared.settings import ARENA
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Files
 
 ARENA_ENV = ARENA.variable
 SOCKET = "smp.sock"
@@ -103,9 +103,9 @@ class Owner:
         return f"http://{LOOPBACK if self.http_host == '0.0.0.0' else self.http_host}:{self.http_port}/"
 
 
-def read_owner(arena: Path, system: System = MACHINE) -> Owner | None:
+def read_owner(arena: Path, files: Files = MACHINE) -> Owner | None:
     """The owner of `arena`, or None if it never had one. Raises `ProtocolError` if ``smp.json`` cannot be read."""
-    data = read_json(arena / "smp.json", system)
+    data = read_json(arena / "smp.json", files)
     return from_plain(Owner, data, f"an owner, in {arena / 'smp.json'}") if data else None
 
 

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.plain import Count, Unsigned, decode_digested, encode_digested
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Files
 
 PART = ".part"
 """Suffix of the name of a file that is still being written."""
@@ -140,22 +140,21 @@ def kind_of(name: str) -> str:
     return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]
 
 
-def read_json(path: Path, system: System = MACHINE) -> Any | None:
+def read_json(path: Path, files: Files = MACHINE) -> Any | None:
     """The JSON in `path`, or None if there is no such file.
 
     Raises:
         ProtocolError: the file is damaged: too large, a link, not a regular file, unreadable, or not what was written.
     """
-    content = read_small(path, system)
+    content = read_small(path, files)
     try:
         return None if content is None else decode_digested(content)
     except ProtocolError as error:
         raise ProtocolError(f"{path} is damaged: {error}") from error
 
 
-def read_small(path: Path, system: System = MACHINE) -> bytes | None:
+def read_small(path: Path, files: Files = MACHINE) -> bytes | None:
     """The bytes of a small file, or None if there is no such file. Raises as `read_json`."""
-    files = system.os
     try:
         fd = files.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -166,8 +165,7 @@ def read_small(path: Path, system: System = MACHINE) -> bytes | None:
         status = files.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
             raise ProtocolError(f"{path} is not a regular file, or is larger than {MAX_RECORD_BYTES} bytes")
-        content: bytes = files.read(fd, status.st_size)
-        return content
+        return files.read(fd, status.st_size)
     finally:
         files.close(fd)
 

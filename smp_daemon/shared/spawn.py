@@ -8,10 +8,9 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import GONE, OURS, Owner, arena_base, folders_with, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System
 from holdfast.smp_daemon.shared.uids import peer_of
 
 START_DEADLINE_S = 120.0
@@ -63,6 +63,7 @@ def start_smp(
     host: str = "127.0.0.1",
     ports: tuple[int, int] = (0, 0),
     deadline_s: float = START_DEADLINE_S,
+    system: System = MACHINE,
 ) -> Owner:
     """Start an SMP that outlives this process, unless one serves `arena`. Blocks until one does, and returns it.
 
@@ -78,38 +79,38 @@ def start_smp(
         DeadlineExceeded: none serves by then.
     """
     command = [*smp_command(job, node, arena, host), "--detach", "--port", str(ports[0]), "--bulk-port", str(ports[1])]
-    until_s = time.monotonic() + deadline_s
+    until_s = system.monotonic() + deadline_s
     refused: ConfigError | None = None
-    with _turn_to_start(arena) as is_my_turn:
-        while (left_s := until_s - time.monotonic()) > 0:
+    with _turn_to_start(arena, system) as is_my_turn:
+        while (left_s := until_s - system.monotonic()) > 0:
             mine = is_my_turn()  # before the look: whoever had the turn may have started one just now
-            if serves(arena) and (owner := _owner_at(arena)) is not None:
+            if serves(arena, system) and (owner := _owner_at(arena, system)) is not None:
                 return owner
             if mine:
                 if refused is None:
                     try:
-                        return launch(command, left_s)
+                        return launch(command, left_s, system)
                     except ConfigError as error:
                         refused = error
-                elif not _is_owned(arena):
+                elif not _is_owned(arena, system):
                     raise refused
-            time.sleep(LOOK_EVERY_S)
+            system.sleep(LOOK_EVERY_S)
     raise refused or DeadlineExceeded(f"no SMP serves {arena} after {deadline_s:.0f} s")
 
 
-def _owner_at(arena: Path) -> Owner | None:
+def _owner_at(arena: Path, files: Files) -> Owner | None:
     """What ``smp.json`` says; None while it is damaged or lost. The SMP that serves there writes it again."""
     try:
-        return read_owner(arena)
+        return read_owner(arena, files)
     except ProtocolError:
         return None
 
 
-def _is_owned(arena: Path) -> bool:
+def _is_owned(arena: Path, files: Files) -> bool:
     """Whether an SMP owns `arena`. One that does not serve yet was started by a process that was killed meanwhile, or
     by an operator."""
     try:
-        with _locked(arena, fcntl.LOCK_SH | fcntl.LOCK_NB):
+        with _locked(arena, fcntl.LOCK_SH | fcntl.LOCK_NB, files):
             return False
     except BlockingIOError:
         return True
@@ -118,7 +119,7 @@ def _is_owned(arena: Path) -> bool:
 
 
 @contextmanager
-def _turn_to_start(arena: Path) -> Iterator[Callable[[], bool]]:
+def _turn_to_start(arena: Path, files: Files) -> Iterator[Callable[[], bool]]:
     """Several processes may want to start an SMP in `arena`: one at a time has the turn. Starts of other arenas do not
     wait for it.
 
@@ -134,9 +135,9 @@ def _turn_to_start(arena: Path) -> Iterator[Callable[[], bool]]:
             try:
                 if fd < 0:
                     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mine = path.stat().st_ino == os.fstat(fd).st_ino
+                    fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                files.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine = path.stat().st_ino == files.fstat(fd).st_ino
             except BlockingIOError:
                 return False
             except FileNotFoundError:
@@ -145,7 +146,7 @@ def _turn_to_start(arena: Path) -> Iterator[Callable[[], bool]]:
                 problem = f"cannot use {path.parent}: {error.strerror}; choose another with HOLDFAST_ARENA"
                 raise ConfigError(problem) from error
             if not mine and fd >= 0:
-                os.close(fd)
+                files.close(fd)
                 fd = -1
         return True
 
@@ -154,16 +155,16 @@ def _turn_to_start(arena: Path) -> Iterator[Callable[[], bool]]:
     finally:
         if mine:
             path.unlink(missing_ok=True)
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too, and keeps it
+            files.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too, and keeps it
         if fd >= 0:
-            os.close(fd)
+            files.close(fd)
 
 
 def _turn_path(arena: Path) -> Path:
     return arena.with_name(f".{arena.name}.start")
 
 
-def launch(command: Sequence[str], deadline_s: float) -> Owner:
+def launch(command: Sequence[str], deadline_s: float, processes: Processes = MACHINE) -> Owner:
     """Run a command that starts an SMP and then exits. Returns what the SMP reports.
 
     Raises:
@@ -171,34 +172,26 @@ def launch(command: Sequence[str], deadline_s: float) -> Owner:
         DeadlineExceeded: the command did not end within `deadline_s`.
     """
     try:
-        done = subprocess.run(
-            command,
-            env=own_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=deadline_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
+        output, errors = processes.run(command, own_environment(), deadline_s)
+    except TimeoutError as error:
         raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
     except OSError as error:
         raise ConfigError(
             f"user {os.getuid()} cannot start an SMP, as it may not run {command[0]}: {error.strerror}. Install "
             "holdfast where that user may read it, or start the SMP by other means"
         ) from error
-    return parse_report(done.stdout, done.stderr)
+    return parse_report(output, errors)
 
 
 @contextmanager
-def _locked(directory: Path, how: int) -> Iterator[None]:
+def _locked(directory: Path, how: int, files: Files = MACHINE) -> Iterator[None]:
     """Hold a lock on the directory itself, so that no lock file stays behind. Raises `OSError`."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = files.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, how)
+        files.flock(fd, how)
         yield
     finally:
-        os.close(fd)
+        files.close(fd)
 
 
 def smp_command(job: str, node: str, arena: Path, host: str, module: str = "holdfast.smp_daemon") -> list[str]:
@@ -388,14 +381,14 @@ def running_process(arena: Path) -> psutil.Process | None:
     return _listening(arena) if owner is None else _running(owner)
 
 
-def serves(arena: Path) -> bool:
+def serves(arena: Path, network: Network = MACHINE) -> bool:
     """Whether a process listens on the socket of `arena`."""
-    return _listening(arena) is not None
+    return _listening(arena, network) is not None
 
 
-def _listening(arena: Path) -> psutil.Process | None:
+def _listening(arena: Path, network: Network = MACHINE) -> psutil.Process | None:
     """The process that listens on the socket of `arena`, whatever ``smp.json`` says."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+    with closing(network.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
         sock.settimeout(LOOK_DEADLINE_S)
         try:
             sock.connect(str(socket_path(arena)))

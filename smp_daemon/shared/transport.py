@@ -35,7 +35,7 @@ from holdfast.smp_daemon.shared.limits import (
 )
 from holdfast.smp_daemon.shared.plain import pack, unpack
 from holdfast.smp_daemon.shared.receive import PIECE_BYTES, is_compiled, receive
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.uids import peer_of
 
 Message = dict[str, Any]
@@ -95,11 +95,11 @@ class SocketStream:
     """
 
     def __init__(
-        self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S, system: System = MACHINE
+        self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S, network: Network = MACHINE
     ) -> None:
         self._sock = sock
-        self._monotonic = system.monotonic
-        self._use = _Use(sock, system)
+        self._monotonic = network.monotonic
+        self._use = _Use(sock, network)
         self._deadline_s = deadline_s
         self.patience: WaitCallback | None = None
         self.goes_on: Callable[[], bool] | None = None
@@ -215,12 +215,12 @@ class _Use:
     would wait for ever.
     """
 
-    def __init__(self, sock: socket.socket, system: System) -> None:
+    def __init__(self, sock: socket.socket, network: Network) -> None:
         self.over = False
         self._sock = sock
-        self._shutdown = system.socket.shutdown
+        self._shutdown = network.shutdown
         self._calls = 0
-        self._lock = system.Lock()  # guards the count of calls and `over`; never held while a call blocks
+        self._lock = network.Lock()  # guards the count of calls and `over`; never held while a call blocks
 
     def __enter__(self) -> None:
         with self._lock:
@@ -278,7 +278,7 @@ def connect(
     address: tuple[str, int] | Path,
     deadline_s: float = CALL_DEADLINE_S,
     job: str = "",
-    system: System = MACHINE,
+    network: Network = MACHINE,
     source: str = "",
 ) -> SocketStream:
     """Connect to a TCP address or a unix socket. Over TCP both sides show their credentials, if this process has any.
@@ -294,7 +294,7 @@ def connect(
     """
     unix = not isinstance(address, tuple)
     target = address if isinstance(address, tuple) else str(address)
-    sock = system.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
+    sock = network.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.settimeout(deadline_s)
         try:
@@ -307,13 +307,13 @@ def connect(
             raise SmpUnavailable(f"{target!r} is not an address: {error}") from error
         if unix:
             _check_server(sock, target)
-            return SocketStream(sock, deadline_s, system)
+            return SocketStream(sock, deadline_s, network)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            sock = show_credentials(sock, system.credentials(), job)
+            sock = show_credentials(sock, network.credentials(), job)
         except OSError as error:
             raise _mapped(error) from error
-        return SocketStream(sock, deadline_s, system)
+        return SocketStream(sock, deadline_s, network)
     except BaseException:
         sock.close()
         raise

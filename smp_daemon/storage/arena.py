@@ -37,7 +37,7 @@ from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, GONE, OURS, SOCKET, not_private
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.deleted import Deleted
 from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, room, too_small
 
@@ -60,7 +60,7 @@ class Arena:
             large one is deleted.
     """
 
-    def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, system: System = MACHINE) -> None:
+    def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, files: Files = MACHINE) -> None:
         """Create or take over the directory `path`.
 
         Args:
@@ -73,11 +73,11 @@ class Arena:
         """
         self.path = path
         self.lost: set[str] = set()
-        self._system = system
+        self.files = files
         self._zero = zero
-        self.deleted = Deleted(system)
+        self.deleted = Deleted(files)
         self.on_given_up: Callable[[], None] = lambda: None
-        self._lock = _own(path, system)
+        self._lock = _own(path, files)
         self._clear_the_way()
         self.budget = Budget(path, memory)
         self.owners = Owners(path)
@@ -90,7 +90,7 @@ class Arena:
     def unmake(self) -> None:
         """The start failed: remove the directory if it was made for it, so that nothing stays behind."""
         if self._lock.made:
-            self._system.rmtree(self.path)
+            self.files.rmtree(self.path)
 
     def _clear_the_way(self) -> None:
         """Remove what a predecessor was killed over, and what is no file of ours although it has the name of one."""
@@ -101,10 +101,10 @@ class Arena:
             if path.name.endswith(PART):
                 unwiped = status.st_size if self._zero and path.name.startswith(GONE) else 0
                 if not (stat.S_ISREG(status.st_mode) and self._delete_later(path, None, unwiped)):
-                    put_away(path, self._system)
+                    put_away(path, self.files)
             elif path.name == SOCKET and stat.S_ISSOCK(status.st_mode):
                 continue  # whoever listens at it is replaced by `bind_unix`
-            elif not stat.S_ISREG(status.st_mode) or status.st_uid != self._system.os.getuid():
+            elif not stat.S_ISREG(status.st_mode) or status.st_uid != self.files.getuid():
                 self.note_lost(path, "it is not a regular file of this user")
             elif status.st_mode & 0o600 != 0o600:
                 path.chmod(0o600)
@@ -114,7 +114,7 @@ class Arena:
         """Remove a damaged file, and say so. Raises `ConfigError` if it cannot be removed."""
         self.lost.add(path.name)
         log.warning("%s is lost, and is removed: %s", path, why, extra=about(file=path.name))
-        put_away(path, self._system)
+        put_away(path, self.files)
 
     def shard_pool(self, coord: str) -> ShardPool:
         """The pool of a shard, empty if it is new."""
@@ -132,7 +132,7 @@ class Arena:
 
     def _of_pool(self, name: str, suffix: str) -> tuple[Any, ...]:
         on_given_up = (lambda: self.on_given_up()) if self._zero else None
-        return self.path, name, suffix, self.budget, on_given_up, self._system, self._delete_later
+        return self.path, name, suffix, self.budget, on_given_up, self.files, self._delete_later
 
     def _delete_later(self, path: Path, mapped: mmap.mmap | None, unwiped: int) -> bool:
         """Delete a file whose memory takes long to give back; see `Deleted.add`. Returns False if it is small."""
@@ -147,7 +147,11 @@ class Arena:
 
     def room(self) -> int:
         """Free bytes on the file system, once what is deleted is given back."""
-        return room(self.path, self._system) + self.deleted.bytes
+        return self.free_bytes() + self.deleted.bytes
+
+    def free_bytes(self) -> int:
+        """Free bytes on the file system now."""
+        return room(self.path, self.files)
 
     def next_unwiped(self) -> tuple[SlotFilePool, Slot] | None:
         """A free slot that was given up and is not overwritten with zeros yet."""
@@ -365,7 +369,7 @@ class Arena:
         """
         for path in sorted(self.path.glob("layout-*.json")):
             try:
-                layout = Layout.read(read_json(path, self._system))
+                layout = Layout.read(read_json(path, self.files))
                 if path != self._layout_path(layout.epoch, layout.revision):
                     raise ProtocolError(f"it is of epoch {layout.epoch}, revision {layout.revision}")
                 self.layouts[layout.epoch, layout.revision] = layout
@@ -403,7 +407,7 @@ class Arena:
             slot.state = SlotState.WRITING
             return
         try:
-            record = read_json(pool.record_path(slot), self._system)
+            record = read_json(pool.record_path(slot), self.files)
         except ProtocolError as error:
             self.note_lost(pool.record_path(slot), error)
             record = None
@@ -441,9 +445,9 @@ class Arena:
         self.empty()
         for path in list(self.path.glob("*")):
             if path.name != "smp.json":
-                put_away(path, self._system)
+                put_away(path, self.files)
         failpoint("arena.emptied")
-        self._system.rmtree(self.path, ignore_errors=False)
+        self.files.rmtree(self.path)
         failpoint("arena.removed")
 
 
@@ -451,14 +455,14 @@ class _Ownership:
     """The lock on an arena's directory, which no damage to a file in it can undo. The kernel releases it when its owner
     dies. `made`: the directory was made for this owner."""
 
-    def __init__(self, path: Path, system: System, made: bool) -> None:
+    def __init__(self, path: Path, files: Files, made: bool) -> None:
         """Raises `OSError`, `BlockingIOError` if another process has it."""
         self.made = made
         self._fd: Any = None
-        self._close = system.os.close
-        self._fd = system.os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self._number = system.os.fstat(self._fd).st_ino
-        system.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._close = files.close
+        self._fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._number = files.fstat(self._fd).st_ino
+        files.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_of(self, path: Path) -> bool:
         """Whether `path` is still the directory that is locked."""
@@ -476,12 +480,12 @@ class _Ownership:
     __del__ = close
 
 
-def _own(path: Path, system: System) -> _Ownership:
+def _own(path: Path, files: Files) -> _Ownership:
     """Make the arena's directory if there is none, and lock it. Raises `ConfigError`."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _check_parent(path.parent, system.os.getuid())
+            _check_parent(path.parent, files.getuid())
             made = not path.exists()
             path.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
@@ -490,9 +494,9 @@ def _own(path: Path, system: System) -> _Ownership:
             ) from error
         failpoint("arena.made")
         try:
-            if wrong := not_private(path, system.os.getuid()):
+            if wrong := not_private(path, files.getuid()):
                 raise ConfigError(f"the arena {path} {wrong}")
-            lock = _Ownership(path, system, made)
+            lock = _Ownership(path, files, made)
         except FileNotFoundError:
             continue  # its last owner has just removed it
         except BlockingIOError as error:
@@ -522,7 +526,7 @@ def _snapshot_of(record: Any) -> Any:
     return tuple(snapshot) if isinstance(snapshot, list) else None
 
 
-def put_away(path: Path, system: System = MACHINE) -> None:
+def put_away(path: Path, files: Files = MACHINE) -> None:
     """Remove whatever has this name; a directory with all that is in it. Links are not followed.
 
     Raises:
@@ -530,7 +534,7 @@ def put_away(path: Path, system: System = MACHINE) -> None:
     """
     try:
         if stat.S_ISDIR(path.lstat().st_mode):
-            system.rmtree(path)
+            files.rmtree(path)
         else:
             path.unlink()
     except FileNotFoundError:

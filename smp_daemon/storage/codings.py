@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Clocks
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, GatheringSlot, Holdings, ParityKey
 
@@ -45,7 +45,7 @@ class Codings:
         epoch: Callable[[], int],
         on_own: Callable[[int, SnapshotId, Layout], None],
         on_done: Callable[[SnapshotId], None],
-        system: System = MACHINE,
+        clocks: Clocks = MACHINE,
     ) -> None:
         """
         Args:
@@ -54,7 +54,7 @@ class Codings:
                 Without the store's lock: a message for each member takes a while.
             on_done: called whenever a member's parity of a snapshot is committed.
         """
-        self._system = system
+        self._clocks = clocks
         self._epoch = epoch
         self.changed = changed
         self._arena = arena
@@ -97,7 +97,7 @@ class Codings:
                 is depends on their bytes, so whoever asks decides how long it goes on asking.
             StaleEpoch, ProtocolError.
         """
-        deadline = self._system.monotonic() + SLOT_WAIT_S
+        deadline = self._clocks.monotonic() + SLOT_WAIT_S
         with self.changed:
             while True:
                 if epoch < self._epoch():
@@ -108,7 +108,7 @@ class Codings:
                         break
                     except NoFreeSlot:
                         pass  # the next `seal` releases a slot
-                left = deadline - self._system.monotonic()
+                left = deadline - self._clocks.monotonic()
                 if left <= 0 or not self.changed.wait(left):
                     raise NoFreeSlot(f"node {self._node!r} has no slot yet for the parity of {coding.snapshot}")
         if gathering is not None and gathering.parity.complete:

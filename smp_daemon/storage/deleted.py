@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import GONE
 from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.records import PART
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import Files
 
 log = get_log(__name__)
 
@@ -40,10 +40,10 @@ class Deleted:
         bytes: memory that is not given back yet. Who needs memory may count on it, and calls `free` first.
     """
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, files: Files) -> None:
         self.bytes = 0
-        self._files: deque[_File] = deque()
-        self._system = system
+        self._waiting: deque[_File] = deque()
+        self._files = files
 
     def add(self, path: Path, mapped: mmap.mmap | None = None, unwiped: int = 0) -> None:
         """Take a file's name away. Harmless if it does not exist.
@@ -63,12 +63,12 @@ class Deleted:
         except FileNotFoundError:
             return
         self.bytes += status.st_size
-        self._files.append(_File(gone, status.st_size, unwiped, mapped))
+        self._waiting.append(_File(gone, status.st_size, unwiped, mapped))
 
     @property
     def is_waiting(self) -> bool:
         """Whether there are files that no thread is freeing."""
-        return bool(self._files)
+        return bool(self._waiting)
 
     def free(self, lock: threading.Condition, is_over: Callable[[], bool] = bool) -> None:
         """Give the memory of all files back, one after another. Files whose mapping a thread still reads stay.
@@ -80,19 +80,19 @@ class Deleted:
             is_over: called with the lock held; True: the rest stays.
         """
         with lock:
-            count = len(self._files)
+            count = len(self._waiting)
         for _ in range(count):
             with lock:
-                if not self._files or is_over():
+                if not self._waiting or is_over():
                     return
-                file = self._files.popleft()
+                file = self._waiting.popleft()
             is_free = self._free(file)
             with lock:
                 if is_free:
                     self.bytes -= file.bytes
                     lock.notify_all()
                 else:
-                    self._files.append(file)
+                    self._waiting.append(file)
 
     def _free(self, file: _File) -> bool:
         try:
@@ -109,11 +109,11 @@ class Deleted:
         return True
 
     def _wipe(self, file: _File) -> None:
-        fd = self._system.os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = self._files.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            mapped = self._system.mmap.mmap(fd, file.bytes)
+            mapped = self._files.map(fd, file.bytes)
         finally:
-            self._system.os.close(fd)
+            self._files.close(fd)
         with memoryview(mapped) as view:
             for start, count in slices(file.unwiped):
                 wipe(view[start : start + count])

@@ -37,7 +37,7 @@ from holdfast.smp_daemon.shared.records import (
     digest,
     digest_units,
 )
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, too_small
@@ -105,15 +105,15 @@ class Holdings:
         counters: Counters,
         backend: str,
         reserver: Reserver,
-        system: System = MACHINE,
+        threads: Threads = MACHINE,
     ) -> None:
         """`backend`: see `ec.choose_codec`. `reserver`: makes a slot in place of one that is taken away."""
         self.arena = arena
         self.counters = counters
         self.backend = backend
         self._reserver = reserver
-        self._system = system
-        self.verify_lock = system.Lock()
+        self._threads = threads
+        self.verify_lock = threads.Lock()
         """Held while one background thread checks the newest shards. Nobody waits for it. A connection thread acquires
         it; the checking thread takes the store's lock while it is held, and releases it."""
         # The store's lock. It guards the records, damage and repairs noted here, together with their slots. Bytes are
@@ -432,7 +432,7 @@ class Holdings:
         """A new gathering that accumulates the parity of a group of `layout` into `view`."""
         stripes, run = layout.stripes(group), layout.run.id
         codec = choose_codec(stripes.data, stripes.parity, self.backend)
-        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._system, run)
+        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._threads, run)
 
     def take(
         self, pool: SlotFilePool, snapshot: SnapshotId, length: int, made: Slot | None = None

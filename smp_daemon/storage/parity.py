@@ -8,7 +8,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 
 LOCKS = 16
 """Number of stripes that can be accumulated at the same time."""
@@ -25,7 +25,7 @@ class ParityGathering:
         position: int,
         codec: Codec,
         slot: memoryview,
-        system: System = MACHINE,
+        threads: Threads = MACHINE,
         run: str = UNNAMED.id,
     ) -> None:
         """`run`: id of the run that the snapshot belongs to."""
@@ -45,7 +45,7 @@ class ParityGathering:
         # it accumulates a unit. `cancel` takes all of them, one after another, while its caller holds the store's lock,
         # so a thread that holds one must not take the store's lock. `complete` counts `_digests` without a lock: each
         # digest is added once, under its stripe's lock.
-        self._locks = tuple(system.Lock() for _ in range(max(1, min(LOCKS, self._expected))))
+        self._locks = tuple(threads.Lock() for _ in range(max(1, min(LOCKS, self._expected))))
         self._cancelled = False
 
     @property

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.owners import Owners
 from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.records import PART, JsonFile, record_name, write
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.numa import prefer
 
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -169,7 +169,7 @@ class SlotFilePool(SlotPool):
         suffix: str,
         budget: Budget,
         on_given_up: Callable[[], None] | None,
-        system: System = MACHINE,
+        files: Files = MACHINE,
         delete_later: Callable[[Path, mmap.mmap | None, int], bool] = lambda path, mapped, unwiped: False,
     ) -> None:
         """
@@ -184,7 +184,7 @@ class SlotFilePool(SlotPool):
         self._budget = budget
         self._on_given_up = on_given_up
         self._delete_later = delete_later
-        self._system = system
+        self._files = files
         self.arena = arena
         self.suffix = suffix
         self._maps: dict[int, mmap.mmap] = {}
@@ -208,7 +208,7 @@ class SlotFilePool(SlotPool):
         """The slot's bytes, mapped. Touches none of them, so it takes no longer for a large slot."""
         mapped = self._maps.get(slot.index)
         if mapped is None:
-            mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes, self._system)
+            mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes, self._files)
         return memoryview(mapped)
 
     def create(self, length: int) -> Slot:
@@ -259,7 +259,7 @@ class SlotFilePool(SlotPool):
 
     def open_part(self, slot: Slot) -> SlotMemory:
         """Create the file of a slot that is being made. Raises `OSError`."""
-        return SlotMemory(self.part_path(slot), slot.bytes, self._system, self.near)
+        return SlotMemory(self.part_path(slot), slot.bytes, self._files, self.near)
 
     def reserve(self, slot: Slot, count: int) -> None:
         """Account for `count` more bytes of a slot that is being made, before they are reserved."""
@@ -359,7 +359,7 @@ class SlotFilePool(SlotPool):
     def check_room(self, length: int) -> None:
         """Raise `ArenaTooSmall` if a slot of that length does not fit: without this check the file system would be
         filled before the error."""
-        left = room(self.arena, self._system)
+        left = room(self.arena, self._files)
         if length > left:
             raise too_small(self.arena, length, left)
 
@@ -368,7 +368,7 @@ class SlotFilePool(SlotPool):
         `ProtocolError` if the arena is gone, as the job has ended meanwhile."""
         if error.errno == errno.ENOENT:
             return ProtocolError(f"{self.arena} is gone: the job has ended")
-        return too_small(self.arena, length, room(self.arena, self._system)) if error.errno == errno.ENOSPC else error
+        return too_small(self.arena, length, room(self.arena, self._files)) if error.errno == errno.ENOSPC else error
 
     def _drop(self, slot: Slot) -> None:
         self.slots.remove(slot)
@@ -530,11 +530,11 @@ class ShardPool(SlotFilePool):
             self._owners.clear(self.path(slot).name)
 
 
-def room(path: Path, system: System = MACHINE) -> int:
+def room(path: Path, files: Files = MACHINE) -> int:
     """Bytes that files in `path`, which is on tmpfs, can still take. Its file system may be larger than the memory that
     is left, and whoever fills it then has processes killed."""
-    status = system.os.statvfs(path)
-    return min(int(status.f_bavail * status.f_frsize), system.available_bytes())
+    status = files.statvfs(path)
+    return min(int(status.f_bavail * status.f_frsize), files.available_bytes())
 
 
 def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
@@ -559,16 +559,16 @@ class SlotMemory:
 
     is_kept = False
 
-    def __init__(self, path: Path, length: int, system: System, near: int | None) -> None:
+    def __init__(self, path: Path, length: int, files: Files, near: int | None) -> None:
         """`near`: the NUMA node on which its pages are allocated; None: any."""
-        self._system = system
-        self._fd = system.os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._files = files
+        self._fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             failpoint("slot.opened")
-            system.os.ftruncate(self._fd, length)
-            self.mapped: mmap.mmap = system.mmap.mmap(self._fd, length)
+            files.ftruncate(self._fd, length)
+            self.mapped = files.map(self._fd, length)
         except BaseException:
-            system.os.close(self._fd)
+            files.close(self._fd)
             raise
         self.mapped.madvise(mmap.MADV_DONTDUMP)
         self._advise(near)
@@ -579,7 +579,7 @@ class SlotMemory:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Close the file, and its mapping unless a slot has it. If a slot was given up that is largely reserved, its
         memory goes now, and not in a destructor, during which no thread of this process runs."""
-        self._system.os.close(self._fd)
+        self._files.close(self._fd)
         if not self.is_kept:
             self.mapped.close()
 
@@ -591,7 +591,7 @@ class SlotMemory:
         """
         if self._huge:
             self._touch(start, count)
-        self._system.os.posix_fallocate(self._fd, start, count)
+        self._files.posix_fallocate(self._fd, start, count)
         if not self._huge:
             self._touch(start, count)
 
@@ -610,7 +610,7 @@ class SlotMemory:
 
     def _touch(self, start: int, count: int) -> None:
         try:
-            self._system.populate(self.mapped, start, count)
+            self._files.populate(self.mapped, start, count)
         except OSError as error:
             log.debug("a slot is not touched ahead of time, and the first use of it will be slower: %s", error)
 
@@ -623,11 +623,11 @@ def gives_huge_pages() -> bool:
         return False
 
 
-def _map(path: Path, length: int, system: System) -> mmap.mmap:
-    fd = system.os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _map(path: Path, length: int, files: Files) -> mmap.mmap:
+    fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        mapped: mmap.mmap = system.mmap.mmap(fd, length)
+        mapped: mmap.mmap = files.map(fd, length)
     finally:
-        system.os.close(fd)
+        files.close(fd)
     mapped.madvise(mmap.MADV_DONTDUMP)
     return mapped

@@ -15,9 +15,9 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.priority import make_background
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, ran_out, room
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, ran_out
 
 TURN_S = 0.001
 """How long the thread that wipes leaves the store's lock to others after each part."""
@@ -45,7 +45,7 @@ class Reserver:
         arena: Arena,
         lock: threading.Condition,
         priority: str,
-        system: System = MACHINE,
+        threads: Threads = MACHINE,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -60,7 +60,7 @@ class Reserver:
         self._arena = arena
         self._lock = lock
         self._priority = priority
-        self._system = system
+        self._threads = threads
         self._thread: threading.Thread | None = None
         self._closed = False
         arena.on_given_up = self.go_on
@@ -80,7 +80,7 @@ class Reserver:
     def go_on(self) -> None:
         """Start the thread if there is something to do. The caller holds the lock."""
         if self._thread is None and not self._closed and self._has_work():
-            self._thread = self._system.Thread(target=self._run, name="reserve", daemon=True)
+            self._thread = self._threads.Thread(target=self._run, name="reserve", daemon=True)
             self._thread.start()
 
     def give_up(self, why: str) -> None:
@@ -99,14 +99,14 @@ class Reserver:
     def await_freed(self, length: int) -> None:
         """Give the memory of deleted files back, and wait while other threads do, until `length` bytes are free. Gives
         up when nothing moves for `STALL_S`. The caller does not hold the lock."""
-        deleted, path = self._arena.deleted, self._arena.path
+        deleted = self._arena.deleted
         deleted.free(self._lock)
         before, until_s = -1, 0.0
         with self._lock:
-            while deleted.bytes and (free := room(path, self._system)) < length:
+            while deleted.bytes and (free := self._arena.free_bytes()) < length:
                 if free != before:
-                    before, until_s = free, self._system.monotonic() + STALL_S
-                if self._system.monotonic() > until_s:
+                    before, until_s = free, self._threads.monotonic() + STALL_S
+                if self._threads.monotonic() > until_s:
                     return
                 self._lock.wait(READER_S)
 
@@ -180,7 +180,7 @@ class Reserver:
             part = budget.begin_part()
         failpoint("reserve.slice")
         try:
-            if part[1] > room(self._arena.path, self._system):
+            if part[1] > self._arena.free_bytes():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             budget.reserve_part(*part)
         except OSError as error:
@@ -220,7 +220,7 @@ class Reserver:
             need, got = self._arena.give_up_planned()
             path = self._arena.path
             if error.errno == errno.ENOSPC:
-                self.give_up(ran_out(path, need, got, room(path, self._system)))
+                self.give_up(ran_out(path, need, got, self._arena.free_bytes()))
             else:
                 self.give_up(f"{need:,} bytes of memory for {path} cannot be reserved: {error}")
             self.on_ready()

@@ -34,7 +34,7 @@ from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_j
 from holdfast.smp_daemon.shared.settings import ARENA, NODE
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Files, Network
 from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, FIRST_FORMAT, RELEASE
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
@@ -95,9 +95,9 @@ class Store:
         on_epoch: Callable[[int], None],
         spare: int = 0,
         priority: str = "normal",
-        system: System = MACHINE,
+        network: Network = MACHINE,
     ) -> None:
-        self.system = system
+        self.network = network
         self.arena = arena
         self.job = job
         self.node = node
@@ -110,12 +110,12 @@ class Store:
         # without it, however many there are, and their memory is given back without it: trainers wait for it in every
         # step. Exceptions are of bounded length: one unit is repaired, slots are made and deleted if `is_at_once`
         # (`Arena.reserve`, `Arena.take_away`), and a slot is wiped part by part. docs/size.md lists what grows.
-        self.changed = system.Condition(system.RLock())
-        self.counters = Counters(system, lambda: self.board.note_move())
-        self.reserver = Reserver(arena, self.changed, priority, system, self.counters.moved)
+        self.changed = network.Condition(network.RLock())
+        self.counters = Counters(network, lambda: self.board.note_move())
+        self.reserver = Reserver(arena, self.changed, priority, network, self.counters.moved)
         self.reserver.on_ready = self._post_ready
-        self.holdings = Holdings(arena, self.changed, self.counters, backend, self.reserver, system)
-        self.board = Board(arena.path / "board", create=True, system=system)
+        self.holdings = Holdings(arena, self.changed, self.counters, backend, self.reserver, network)
+        self.board = Board(arena.path / "board", create=True, files=arena.files)
         self.epoch = 0
         self.protected: SnapshotId | None = None
         self.record = Record()
@@ -129,7 +129,7 @@ class Store:
             epoch=lambda: self.epoch,
             on_own=on_parity,
             on_done=self._settle,
-            system=system,
+            clocks=network,
         )
         self._failures = Episodes(log)
         self._on_sealed = on_sealed
@@ -665,9 +665,9 @@ class Store:
             ProtocolError: the file is damaged.
         """
         try:
-            data = read_json(path, self.system)
+            data = read_json(path, self.arena.files)
         except ProtocolError:
-            self._check_format(_without_digest(path, self.system), FIRST_FORMAT)
+            self._check_format(_without_digest(path, self.arena.files), FIRST_FORMAT)
             raise
         if data is None:
             return None
@@ -710,9 +710,9 @@ class Store:
         failpoint("adopt.board")
 
 
-def _without_digest(path: Path, system: System) -> object:
+def _without_digest(path: Path, files: Files) -> object:
     """The JSON in a file of the first format; None if it is no such file."""
-    content = read_small(path, system) or b""
+    content = read_small(path, files) or b""
     try:
         return None if b"\n" in content else decode_json(dict, content, "")
     except ProtocolError:

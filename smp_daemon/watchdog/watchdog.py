@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import await_end, is_running
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge, median_step
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
@@ -67,14 +67,14 @@ class Watchdog:
         on_hang: OnHang | None,
         on_step: Callable[[int], None] = lambda step: None,
         shard_bytes: Callable[[str], int] = lambda coord: 0,
-        system: System = MACHINE,
+        threads: Threads = MACHINE,
     ) -> None:
         """
         Args:
             on_step: called with the finished steps of a trainer whenever they are others; it must not block.
             shard_bytes: the length of a trainer's shard, as far as it is known; it takes no lock.
         """
-        self._system = system
+        self._threads = threads
         self._board = board
         self._deadlines = deadlines
         self._on_hang = on_hang
@@ -84,8 +84,8 @@ class Watchdog:
         # it for moments, and take no lock under it except those of loggers. They close connections, and call
         # `on_step`, `on_hang` and `note_end`, without it. `_changed` is notified when a trainer may have left.
         # `_closed`, `_watching` and `_stirred` are set once each, without the lock.
-        self._lock = system.Lock()
-        self._changed = system.Condition(self._lock)
+        self._lock = threads.Lock()
+        self._changed = threads.Condition(self._lock)
         self._seen: dict[str, _Watched] = {}
         self._callers: dict[int, list[Callable[[], None]]] = {}
         self._closed = False
@@ -96,7 +96,7 @@ class Watchdog:
         """Watch in a separate thread until `close`."""
         self._stirred = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watching = True
-        self._system.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._threads.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Have the thread stop watching. Returns at once."""
@@ -121,7 +121,7 @@ class Watchdog:
             if before is not None:
                 _close(before)
             self._board().heartbeat(row, TrainerPhase.START, 0)
-            seen = self._seen[coord] = _Watched(pid, coord, row, self._system.monotonic(), hang_up)
+            seen = self._seen[coord] = _Watched(pid, coord, row, self._threads.monotonic(), hang_up)
             seen.connected = hang_up is not None
             if self._watching:
                 seen.pidfd = _open(pid)
@@ -146,20 +146,20 @@ class Watchdog:
         all survivors of a start do before the next start. Nor does one that cannot be watched, as in another pid
         namespace.
         """
-        limit = self._system.monotonic() + deadline_s
+        limit = self._threads.monotonic() + deadline_s
         with self._lock:
             while not self._closed:
                 other = self._other_at_work(pid)
                 if other is None and not self._somebody_to_note():
                     return None
-                left = limit - self._system.monotonic()
+                left = limit - self._threads.monotonic()
                 if left <= 0:
                     return other
                 self._changed.wait(min(left, LOOK_AGAIN_S))  # no event reports that a process stops or is ending
         return None
 
     def _other_at_work(self, pid: int) -> WatchedTrainer | None:
-        now = self._system.monotonic()
+        now = self._threads.monotonic()
         here_anew = {pid, *(seen.pid for seen in self._seen.values() if not seen.joined)}
         for _, seen in sorted(self._seen.items()):
             if (
@@ -220,7 +220,7 @@ class Watchdog:
 
     def trainers(self) -> list[WatchedTrainer]:
         """The state of all trainers, sorted by coordinate. Dead ones stay until they are back, or the SMP ends."""
-        now = self._system.monotonic()
+        now = self._threads.monotonic()
         with self._lock:
             return [self._report(seen, now) for _, seen in sorted(self._seen.items())]
 
@@ -258,7 +258,7 @@ class Watchdog:
 
     def _look(self) -> None:
         """Read all heartbeats, and log each change of a trainer's health once."""
-        now = self._system.monotonic()
+        now = self._threads.monotonic()
         news, steps = [], []
         with self._lock:
             for seen in self._seen.values():

@@ -97,7 +97,7 @@ class Pace:
         system: System = MACHINE,
     ) -> None:
         self._clock = clock or system.monotonic
-        self._wait = wait or system.Event.wait
+        self._wait = wait or (lambda event, seconds: event.wait(seconds))
         self._needed = system.Event()  # somebody waits for the copy
         self._quiet = system.Event()  # the step does not communicate
         self._quiet.set()

@@ -69,7 +69,7 @@ from tests.proof.sim.plan import DrawnFault, DrawnState, Gap, SeedPlan, draw
 from tests.proof.sim.run import play
 from tests.proof.sim.seams import installed
 from tests.proof.sim.sized import REFUSAL, draw_sized, reserve_s
-from tests.proof.sim.system import SYSTEM, SimTime
+from tests.proof.sim.system import SYSTEM
 
 SEEDS = 150
 """Number of seeds within which a mutant must be noticed."""
@@ -507,11 +507,11 @@ _store_adopt = Store._adopt
 
 def _each_launches(job: str, node: str, arena: Any, **options: Any) -> Any:
     """Ranks queue behind one another, and none looks whether the one before has started an SMP."""
-    with spawn._turn_to_start(arena) as is_my_turn:
+    with spawn._turn_to_start(arena, SYSTEM) as is_my_turn:
         while not is_my_turn():
-            SimTime.sleep(spawn.LOOK_EVERY_S)
+            SYSTEM.sleep(spawn.LOOK_EVERY_S)
         with suppress(ConfigError):
-            spawn.launch(spawn.smp_command(job, node, arena, ""), 1000.0)
+            spawn.launch(spawn.smp_command(job, node, arena, ""), 1000.0, SYSTEM)
 
 
 def _swallows(arena: Any, job: str, *, start: bool, coord: str | None = None, system: Any = SYSTEM) -> SmpClient:
@@ -519,7 +519,7 @@ def _swallows(arena: Any, job: str, *, start: bool, coord: str | None = None, sy
     with suppress(SmpUnavailable):
         return SmpClient(arena, job, coord, system)
     with suppress(ConfigError):
-        start_here(arena, job)
+        start_here(arena, job, system=system)
     return SmpClient(arena, job, coord, system)
 
 

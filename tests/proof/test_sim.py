@@ -21,7 +21,7 @@ from holdfast.snapshot.resume import restore
 from tests.proof.sim import __main__ as command
 from tests.proof.sim.campaign import again
 from tests.proof.sim.checks import CHECKS
-from tests.proof.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath
+from tests.proof.sim.memory import Disk, MemoryFiles, MemoryPath
 from tests.proof.sim.oracle import Oracle
 from tests.proof.sim.plan import (
     KINDS_OF_STATE,
@@ -247,10 +247,10 @@ def test_a_file_that_is_no_case_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_who_maps_a_file_keeps_it_when_its_name_is_another_files() -> None:
-    system, slot = MemoryOs(), MemoryPath(Disk(), "", "slot")
+    system, slot = MemoryFiles(), MemoryPath(Disk(), "", "slot")
     file = system.open(slot, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     system.posix_fallocate(file, 0, 8)
-    mine = memoryview(MemoryMmap.mmap(file, 8))
+    mine = memoryview(system.map(file, 8))
     slot.unlink()
     with pytest.raises(FileNotFoundError):
         slot.stat()
@@ -262,13 +262,13 @@ def test_who_maps_a_file_keeps_it_when_its_name_is_another_files() -> None:
 
 
 def test_all_who_map_a_file_share_its_bytes() -> None:
-    system, slot = MemoryOs(), MemoryPath(Disk(), "", "slot")
+    system, slot = MemoryFiles(), MemoryPath(Disk(), "", "slot")
     file = system.open(slot, os.O_RDWR | os.O_CREAT)
     system.ftruncate(file, 4)
-    memoryview(MemoryMmap.mmap(file, 4))[:] = b"both"
-    assert bytes(MemoryMmap.mmap(system.open(slot, os.O_RDWR), 4)) == slot.read_bytes() == b"both"
+    memoryview(system.map(file, 4))[:] = b"both"
+    assert bytes(system.map(system.open(slot, os.O_RDWR), 4)) == slot.read_bytes() == b"both"
     with pytest.raises(ValueError, match="file size"):
-        MemoryMmap.mmap(file, 5)
+        system.map(file, 5)
 
 
 def test_a_rename_replaces_and_a_directory_goes_with_all_that_is_in_it() -> None:

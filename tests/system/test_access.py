@@ -46,7 +46,7 @@ from holdfast.smp_daemon.shared.signatures import (
     Verifier,
 )
 from holdfast.smp_daemon.shared.spawn import smp_command
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
 from tests.deadlines import DEADLINE_S
@@ -272,7 +272,7 @@ def test_a_caller_that_has_hung_up_may_have_no_address(named: str, address: tupl
 
 
 def test_a_refusal_is_logged_once_a_minute_for_each_address() -> None:
-    class Clock(System):
+    class Clock(Machine):
         now_s = 0.0
 
         def monotonic(self) -> float:

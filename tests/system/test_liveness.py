@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.deadlines import Deadlines, parse_deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.watchdog.liveness import (
     Health,
     Heartbeat,
@@ -261,14 +261,14 @@ def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) ->
 def test_a_restore_is_slow_and_not_stuck_while_the_smp_moves_bytes(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
-    class Clock(System):
+    class Clock(Machine):
         now = 0.0
 
         def monotonic(self) -> float:
             return self.now
 
     clock, board = Clock(), Board(tmp_path / "board", create=True)
-    attendance = Watchdog(lambda: board, LIMITS, None, system=clock)
+    attendance = Watchdog(lambda: board, LIMITS, None, threads=clock)
     row = attendance.attend(other.pid, "dp3")
     assert row is not None
 

@@ -11,6 +11,7 @@ from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot import own_smp
 from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
 from tests.deadlines import DEADLINE_S
@@ -64,7 +65,7 @@ def test_the_training_thread_does_not_wait_for_another_process_that_starts_an_sm
     monkeypatch.setattr(own_smp, "ATTACH_DEADLINE_S", 0.2)
     own = OwnSmp(smp.arena, smp.job, "dp0", start=True)
     smp.kill()
-    with spawn._turn_to_start(smp.arena) as is_my_turn:
+    with spawn._turn_to_start(smp.arena, MACHINE) as is_my_turn:
         assert is_my_turn()  # as long as it takes: `attach` returns although nobody gives the turn back
         with pytest.raises(SmpUnavailable, match="asked again in"):
             own.attach(1, lambda: None)

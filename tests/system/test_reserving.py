@@ -32,7 +32,7 @@ from holdfast.smp_daemon.shared.messages import Configure, read_trainer_request
 from holdfast.smp_daemon.shared.owners import FREE, Owners, taken
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.deleted import Deleted
@@ -267,16 +267,18 @@ def test_it_is_shown_how_far_it_is(ground: Ground, capsys: pytest.CaptureFixture
 # ---------------------------------------------------------------------- memory that runs out
 
 
-class Scarce(System):
+class Scarce(Machine):
     """A machine on which others take the memory while it is being reserved."""
 
     def __init__(self, slots: int) -> None:
         """`slots`: how many slots can be reserved before that."""
         self._left = slots
-        self.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})
-        self.os.posix_fallocate = self._allocate
+        self.available: int | None = None
 
-    def _allocate(self, fd: int, offset: int, length: int) -> None:
+    def available_bytes(self) -> int:
+        return super().available_bytes() if self.available is None else self.available
+
+    def posix_fallocate(self, fd: int, offset: int, length: int, /) -> None:
         if self._left <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._left -= 1
@@ -484,11 +486,11 @@ def test_memory_that_runs_out_while_a_budget_is_reserved_is_said_and_tried_again
     tmp_path: Path, beside: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = Scarce(0)
-    system.available_bytes = lambda: 8 * PAGE
-    arena, lock = Arena(tmp_path / "arena", memory=8 * PAGE, system=system), threading.Condition(threading.RLock())
+    system.available = 8 * PAGE
+    arena, lock = Arena(tmp_path / "arena", memory=8 * PAGE, files=system), threading.Condition(threading.RLock())
     reserver = Reserver(arena, lock, "normal", system)
     arena.settle()
-    system.available_bytes = lambda: 4 * PAGE
+    system.available = 4 * PAGE
 
     def run() -> None:
         with lock:
@@ -501,7 +503,7 @@ def test_memory_that_runs_out_while_a_budget_is_reserved_is_said_and_tried_again
     caplog.clear()
     run()
     assert not caplog.text, "it is said once"
-    system.available_bytes = lambda: 8 * PAGE
+    system.available = 8 * PAGE
     run()
     assert (arena.budget.held, reserver.short) == (8 * PAGE, "")
     reserver.close()

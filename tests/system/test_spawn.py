@@ -33,6 +33,7 @@ from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from holdfast.snapshot.connect import connect as connect_to_smp
@@ -108,9 +109,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     original = spawn.launch
 
-    def counted(command: Sequence[str], deadline_s: float) -> Owner:
+    def counted(command: Sequence[str], *how: Any) -> Owner:
         seen.append(command)
-        return original(command, deadline_s)
+        return original(command, *how)
 
     monkeypatch.setattr(spawn, "launch", counted)
     return seen
@@ -119,7 +120,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @contextlib.contextmanager
 def the_turn(arena: Path) -> Iterator[None]:
     """This process is about to start an SMP in `arena`."""
-    with spawn._turn_to_start(arena) as is_my_turn:
+    with spawn._turn_to_start(arena, MACHINE) as is_my_turn:
         assert is_my_turn()
         yield
 

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.ops.status import take_statuses
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
 from holdfast.smp_daemon.shared.spawn import smp_options
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
@@ -237,12 +237,12 @@ def test_what_is_done_at_once_with_few_bytes_is_seen(tmp_path: Path, monkeypatch
     def none(*arguments: object) -> None:
         pass
 
-    class Traced(System):
+    class Traced(Machine):
         Condition = condition_for(lambda call, caller: noted.setdefault(call, set()).add(caller))
 
     noted: dict[str, set[str]] = {}
     arena = Arena(tmp_path / "a", memory=AT_ONCE_BYTES)
-    store = Store(arena, JOB, "n0", on_sealed=none, on_parity=none, on_protected=none, on_epoch=none, system=Traced())
+    store = Store(arena, JOB, "n0", on_sealed=none, on_parity=none, on_protected=none, on_epoch=none, network=Traced())
     store.join(1)
     store.configure(arrange(JOB, 1, [RankInfo("dp0", "n0", "127.0.0.1", 1, 2, 4096)], Protection(0, 0), 2))
     assert noted["posix.posix_fallocate"] == {

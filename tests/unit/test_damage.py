@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.owners import Owners, choices, taken
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, encode_json, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -312,14 +312,13 @@ def test_one_smp_owns_an_arena_whatever_becomes_of_its_files(arena: Path) -> Non
 
 
 def test_what_cannot_be_removed_is_named(arena: Path) -> None:
-    class Refusing(System):
-        @staticmethod
-        def rmtree(path: Path) -> None:
+    class Refusing(Machine):
+        def rmtree(self, path: Any, *options: Any, **more: Any) -> None:
             raise PermissionError(1, "Operation not permitted", str(path))
 
     instead(make_full_directory)(arena / "board")
     with pytest.raises(ConfigError, match="board"):
-        Arena(arena, system=Refusing())
+        Arena(arena, files=Refusing())
 
 
 def test_directories_with_names_that_are_not_ours_are_left_alone(arena: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -225,51 +224,45 @@ class MemoryPath:
         self.create().content = Mapped(data)
 
 
-class MemoryOs:
-    """The functions of `os` on files. A descriptor is the `File` itself."""
+class MemoryFiles:
+    """`smp_daemon.shared.system.Files` in memory. A descriptor is the `File` itself, and a mapping its memory."""
 
-    def open(self, path: MemoryPath, flags: int, mode: int = 0o600) -> Any:
+    def getuid(self) -> int:
+        return USER
+
+    def available_bytes(self) -> int:
+        return ROOM_BYTES
+
+    def close(self, fd: object) -> None:
+        """Does nothing: descriptors are the files and processes themselves."""
+
+    def open(self, path: Any, flags: int, mode: int = 0o600) -> Any:
         if flags & os.O_DIRECTORY:
             return OpenDirectory(str(path), path.lstat())
         return path.create(exclusive=bool(flags & os.O_EXCL)) if flags & os.O_CREAT else path.file()
 
-    def ftruncate(self, file: File, length: int) -> None:
+    def ftruncate(self, file: Any, length: int) -> None:
         self.posix_fallocate(file, 0, length)
 
-    def posix_fallocate(self, file: File, offset: int, length: int) -> None:
+    def posix_fallocate(self, file: Any, offset: int, length: int) -> None:
         if len(file.content) < length:
             file.content += bytes(length - len(file.content))
 
-    def fstat(self, file: File | OpenDirectory) -> FileStatus:
+    def fstat(self, file: Any) -> Any:
         return file.status() if isinstance(file, File) else file.status
 
-    def read(self, file: File, length: int) -> bytes:
+    def read(self, file: Any, length: int) -> bytes:
         return bytes(file.content[:length])
 
-    def statvfs(self, path: MemoryPath) -> Room:
+    def statvfs(self, path: Any) -> Any:
         return Room(ROOM_BYTES, 1)
 
-
-class MemoryMmap:
-    """The module `mmap`. A mapping is the file's memory itself."""
-
-    PAGESIZE = mmap.PAGESIZE
-    MADV_DONTDUMP = mmap.MADV_DONTDUMP
-    MADV_HUGEPAGE = mmap.MADV_HUGEPAGE
-    MAP_SHARED = mmap.MAP_SHARED
-
-    @staticmethod
-    def mmap(file: File, length: int, flags: int = 0) -> Mapped:
+    def map(self, file: Any, length: int) -> Any:
         if len(file.content) < length:
             raise ValueError("mmap length is greater than file size")
         return file.content
 
-
-class MemoryShutil:
-    """The module `shutil`."""
-
-    @staticmethod
-    def rmtree(path: MemoryPath, ignore_errors: bool = False) -> None:
+    def rmtree(self, path: Any) -> None:
         path._disk.remove(str(path))
 
 
@@ -278,5 +271,5 @@ def _matcher(pattern: str) -> Callable[[str], Any]:
     return compiled(translate(pattern)).match
 
 
-def _missing(path: MemoryPath) -> FileNotFoundError:
+def _missing(path: Any) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -29,7 +29,6 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
-from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.records import PART, digest, digest_units, kind_of
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.spawn import start_smp
@@ -43,9 +42,7 @@ from holdfast.snapshot.step.orders import Due, SnapshotCopy
 from tests.proof.sim import trainer
 from tests.proof.sim.memory import Disk, MemoryPath
 from tests.proof.sim.modules import Generators, ObservedCapture, SimScript, SteppingEngine
-from tests.proof.sim.network import network
 from tests.proof.sim.scheduler import active
-from tests.proof.sim.system import SYSTEM, SimFcntl, SimTime
 
 PAGE_BYTES = 64
 """Headers of slot files are padded to this size, so that a shard takes a few hundred bytes."""
@@ -63,7 +60,6 @@ class Hooks:
 
     failpoint: Callable[[str, int], None]
     start_smp: Callable[[MemoryPath], None]
-    launch: Callable[[str, float], Owner]
     connected: Callable[[float], None]
     answered: Callable[[str, float, float], None]
     agreement: Callable[[], Any]
@@ -234,18 +230,6 @@ def _start_smp(job: str, node: str, arena: MemoryPath, **options: Any) -> None:
                 Hooks.connected(began_s)
 
 
-def _launch(command: Sequence[str], deadline_s: float) -> Owner:
-    """`spawn.launch`: the process that it starts is a simulated one."""
-    return Hooks.launch(command[command.index("--arena") + 1], deadline_s)
-
-
-def _serves(arena: MemoryPath) -> bool:
-    """`spawn.serves`."""
-    active().point()
-    listening = network().listeners.get(str(socket_path(arena)))  # type: ignore[arg-type]
-    return listening is not None and listening.process.alive
-
-
 load = vars(restore)["load"]
 
 
@@ -365,12 +349,6 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.recovery.fetch.Fetcher.get": _get,
         "holdfast.smp_daemon.persist.reading.StoredShards.get": _get,
         "holdfast.snapshot.connect.start_smp": _start_smp,
-        "holdfast.smp_daemon.shared.spawn.launch": _launch,
-        "holdfast.smp_daemon.shared.spawn.serves": _serves,
-        "holdfast.smp_daemon.shared.spawn.read_owner": lambda arena: read_owner(arena, SYSTEM),
-        "holdfast.smp_daemon.shared.spawn.os": SYSTEM.os,
-        "holdfast.smp_daemon.shared.spawn.fcntl": SimFcntl,
-        "holdfast.smp_daemon.shared.spawn.time": SimTime,
         "holdfast.snapshot.resume.restore.load": _load,
         "holdfast.snapshot.resume.restore.reach_of": _reach_of,
         "holdfast.smp_daemon.persist.persister.Persister._done": _persisted,

@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import fcntl
-import os
-from collections.abc import Sized
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.smp_daemon.shared.credentials import Credentials
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.paths import Owner
+from holdfast.smp_daemon.shared.plain import to_plain
 from tests.proof.sim import threads
-from tests.proof.sim.memory import ROOM_BYTES, USER, File, MemoryMmap, MemoryOs, MemoryShutil, OpenDirectory
+from tests.proof.sim.memory import MemoryFiles, OpenDirectory
 from tests.proof.sim.network import SimSocket
 from tests.proof.sim.rpc import SimGrpc
 from tests.proof.sim.scheduler import active
 from tests.proof.sim.tasks import SimProcess
 
 
-class SimOs(MemoryOs):
-    """`os`, with the ids of simulated processes, and arenas in memory."""
-
-    O_CLOEXEC, O_CREAT, O_EXCL, O_NOFOLLOW, O_RDWR = os.O_CLOEXEC, os.O_CREAT, os.O_EXCL, os.O_NOFOLLOW, os.O_RDWR
-    O_RDONLY, O_NONBLOCK, O_DIRECTORY = os.O_RDONLY, os.O_NONBLOCK, os.O_DIRECTORY
-
-    @staticmethod
-    def getuid() -> int:
-        return USER
-
-    def __init__(self, locks: dict[str, SimProcess]) -> None:
-        """`locks`: which process has locked which arena. Every SMP locks one."""
-        self._locks = locks
-
-    def getpid(self) -> int:
-        return id(active().current.process)
-
-    def pidfd_open(self, pid: int) -> SimProcess:
-        for process in self._locks.values():
-            if id(process) == pid and process.alive:
-                return process
-        raise ProcessLookupError("no such process")
-
-    def close(self, fd: object) -> None:
-        """Does nothing: descriptors are the files and processes themselves."""
-
-
-class SimSystem(System):
+class SimSystem(MemoryFiles):
     """The one instance is shared by all processes of all runs. The scheduler knows which process calls."""
 
     Thread: Any = threads.Thread
@@ -56,28 +31,47 @@ class SimSystem(System):
     Pool: Any = threads.ThreadPoolExecutor
     monotonic = staticmethod(threads.monotonic)
     time = staticmethod(threads.monotonic)
+    sleep = staticmethod(threads.sleep)
     randbits = staticmethod(lambda k: active().random.getrandbits(k))
 
     socket: Any = SimSocket
-
-    mmap: Any = MemoryMmap
-    available_bytes = staticmethod(lambda: ROOM_BYTES)
-    rmtree: Any = staticmethod(MemoryShutil.rmtree)
+    shutdown: Any = staticmethod(SimSocket.shutdown)
 
     def __init__(self) -> None:
         self._locks: dict[str, SimProcess] = {}
-        self.os = SimOs(self._locks)
+        """Which process has locked which arena. Every SMP locks one."""
+        self._launch: Callable[[str, float], Owner]
 
-    def begin_run(self) -> None:
-        """Release the locks of all arenas."""
+    def getpid(self) -> int:
+        return id(active().current.process)
+
+    def run(self, command: Sequence[str], environment: object, deadline_s: float) -> tuple[str, str]:
+        """Run the command line that starts an SMP: its process is a simulated one. Returns its report."""
+        try:
+            owner = self._launch(command[command.index("--arena") + 1], deadline_s)
+        except SmpUnavailable:
+            return "", "killed"  # without a report
+        except HoldfastError as error:
+            return json.dumps({"error": type(error).__name__, "message": str(error)}), ""
+        return json.dumps({"ready": to_plain(owner)}), ""
+
+    def pidfd_open(self, pid: int) -> Any:
+        for process in self._locks.values():
+            if id(process) == pid and process.alive:
+                return process
+        raise ProcessLookupError("no such process")
+
+    def begin_run(self, launch: Callable[[str, float], Owner]) -> None:
+        """Release the locks of all arenas. `launch`: starts an SMP on an arena, and returns once it serves."""
         self._locks.clear()
+        self._launch = launch
 
-    def populate(self, mapped: Sized, start: int = 0, count: int | None = None) -> None:
+    def populate(self, mapped: Any, start: int = 0, count: int | None = None) -> None:
         """All memory is there. A trainer that maps a slot touches all of it, as whoever reserves one has (`seams`)."""
         if count is None:
             active().work("map", len(mapped))
 
-    def flock(self, opened: OpenDirectory | File, how: int) -> None:
+    def flock(self, opened: Any, how: int) -> None:
         """Lock an arena, or a file. A simulated process releases its locks when it dies. A lock that is shared is only
         asked for to see whether anybody has the other one."""
         process = active().current.process
@@ -91,7 +85,7 @@ class SimSystem(System):
         if not how & fcntl.LOCK_SH:
             self._locks[name] = process
 
-    def await_end(self, process: SimProcess, deadline_s: float) -> bool:
+    def await_end(self, process: Any, deadline_s: float) -> bool:
         """Wait until a process, which is its own descriptor, has ended. Returns whether it has."""
         ended = threads.Event()
         process.on_death[id(ended)] = ended.set
@@ -107,24 +101,6 @@ class SimSystem(System):
 
     def grpc(self) -> Any:
         return SimGrpc
-
-
-class SimFcntl:
-    """The module `fcntl`, for `spawn.start_smp`."""
-
-    LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.LOCK_SH, fcntl.LOCK_UN
-
-    @staticmethod
-    def flock(opened: OpenDirectory | File, how: int) -> None:
-        active().point()
-        SYSTEM.flock(opened, how)
-
-
-class SimTime:
-    """The module `time`, for `spawn.start_smp`."""
-
-    monotonic = staticmethod(threads.monotonic)
-    sleep = staticmethod(threads.sleep)
 
 
 SYSTEM = SimSystem()

@@ -176,7 +176,6 @@ class World:
     def _hook_up(self) -> None:
         Hooks.failpoint = self._failpoint
         Hooks.start_smp = self._start_by_trainer
-        Hooks.launch = self._launch
         Hooks.connected = lambda began_s: self.promptness.connected(str(self.scheduler.current.process), began_s)
         Hooks.answered = lambda *call: self.promptness.answered(str(self.scheduler.current.process), *call)
         Hooks.agreement = self._agreement
@@ -194,7 +193,7 @@ class World:
         Hooks.works = self._note_work
         Hooks.fetched = self._note_fetched
         Hooks.slices = slices if self.plan.costs is None else _slices
-        SYSTEM.begin_run()
+        SYSTEM.begin_run(self._launch)
 
     def _note_work(self, what: str, count: int, at_once: bool) -> None:
         """Bytes of a slot are reserved, digested or overwritten. A real node has so many that it takes minutes."""
@@ -266,7 +265,7 @@ class World:
                 scheduler.sleep(AGAIN_S)
 
     def _launch(self, arena: str, deadline_s: float) -> Owner:
-        """`smp_daemon.shared.spawn.launch`: starts an SMP, and waits until it serves or says why not."""
+        """The command that starts an SMP: it waits until the SMP serves or says why not."""
         node = next(node for node in self.nodes if str(node.arena) == arena)
         if node.smp_process is not None and node.smp_process.alive:
             self._import(node, SimProcess(f"{node.name}.smp", node.host))
