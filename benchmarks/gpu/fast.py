@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -36,6 +37,10 @@ Figures = dict[str, Any]
 ROUNDS = 5
 UNIT_BYTES = 4 << 20
 MOST_STEPS = 1_000_000
+
+MOST_KERNELS, LONGER = 900, 3
+"""How many kernels are queued beside a copy: as many as take three times as long, if a driver takes that many without
+blocking."""
 
 LEAST = {"200 tensors": 0.97, "3,000 as of a sharded 70B": 0.95, "20,000 of 64 KiB": 0.85, "channels last": 0.6}
 """Lower limits for the copy engine's rate, as fractions of the rate of one pinned copy. The ring's limit is `RING`."""
@@ -188,6 +193,43 @@ def latency(machine: Machine) -> Figures:
         "longest_kernel_ms": round(1e3 * max(kernels), 3),
         "rate": round(alone / took, 3),
         "passes": machine.dry or (longest <= 1.5e-3 and max(kernels) <= 1.5e-3 and alone / took >= 0.95),
+    }
+
+
+def beside_kernels(machine: Machine) -> Figures:
+    """How fast a copy is while kernels fill the device: with ours between its parts, which have to wait for a place
+    there, and without."""
+    count, side = _bytes(machine, 8 << 30), 16 if machine.dry else 8192
+    with _on(machine) as (device, engines, engine), _slot(count) as slot:
+        engines.prepare([slot], nullcontext)
+        pieces, _ = _placed(list(torch.split(torch.zeros(count, dtype=torch.uint8, device=device.name), count // 4)))
+        factor = torch.ones(side, side, dtype=torch.bfloat16, device=device.name)
+
+        def moved(kernels: int) -> float:
+            device.synchronize()
+            transfer = engines.mark()
+            for _ in range(kernels):
+                torch.mm(factor, factor)
+            began = time.perf_counter()
+            transfer.copy(pieces, slot, lambda count: None)
+            transfer.finish()
+            return time.perf_counter() - began
+
+        [(of_20,)] = _in_turns(device, lambda: [torch.mm(factor, factor) for _ in range(20)])[-1:]
+        [(alone,)] = _in_turns(device, lambda: moved(0))[-1:]
+        kernels = min(MOST_KERNELS, round(20 * LONGER * alone / of_20))
+        with_ours, without = [], []
+        for _ in range(ROUNDS):
+            with_ours.append(moved(kernels))
+            with patch.object(engine.runtime, "make_way", lambda: None):
+                without.append(moved(kernels))
+        lasted = kernels * of_20 / 20
+    slow, fast = statistics.median(with_ours), statistics.median(without)
+    return {
+        "rate": round(alone / slow, 3),
+        "rate_without_ours": round(alone / fast, 3),
+        "kernels_s": round(lasted, 3),
+        "passes": machine.dry or (slow <= lasted and fast >= 0.8 * slow),
     }
 
 
@@ -344,6 +386,7 @@ CHECKS = {
     "B3": copies,
     "B4": queueing,
     "B5": connections,
+    "B5b": beside_kernels,
     "B10": restoring,
     "B11": sealing,
     "B12": protecting,

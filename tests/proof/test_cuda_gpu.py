@@ -13,6 +13,8 @@ from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
 from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.pages import Pages
+from holdfast.snapshot.copy.tensors import DTYPES, octets
+from holdfast.snapshot.step.capture import Staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,6 +137,39 @@ def test_memory_of_a_source_is_not_handed_out_while_it_is_copied(engine: CudaEng
     torch.full((64 << 20,), 4, dtype=torch.uint8, device="cuda")
     transfer.finish()
     assert bytes(slot[4096:]) == b"\x03" * (64 << 20)
+
+
+def test_tensors_that_fill_their_allocations_are_copied_and_loaded(engine: CudaEngine) -> None:
+    """Allocations often follow each other without a gap, and CUDA copies from one at a time."""
+    made = [torch.full((16 << 20,), i, dtype=torch.uint8, device="cuda") for i in range(8)]
+    live = sorted(made, key=torch.Tensor.data_ptr)
+    wanted = [tensor.cpu() for tensor in live]
+    pieces = tuple(placed(live))
+    slot = new_slot(list(pieces))
+    engine.prepare([slot], nullcontext)
+    transfer = engine.mark()
+    transfer.copy(pieces, slot, no_pause)
+    transfer.finish()
+    for piece, value in zip(pieces, wanted, strict=True):
+        assert torch.equal(in_slot(slot, piece), value)
+        piece.tensor.zero_()
+    engine.load(pieces, slot)
+    assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip(live, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_every_type_are_staged_packed_and_copied(engine: CudaEngine, dtype: torch.dtype) -> None:
+    noise = torch.randint(0, 2 if dtype is torch.bool else 200, (64, 8 * dtype.itemsize), dtype=torch.uint8)
+    plain = noise.view(dtype).cuda()
+    pieces = tuple(placed([plain, plain.clone().t()]))
+    slot = new_slot(list(pieces))
+    engine.prepare([slot], nullcontext)
+    staged = Staging().take(pieces)
+    transfer = engine.mark()
+    transfer.copy(staged, slot, no_pause)
+    transfer.finish()
+    for piece in pieces:
+        assert torch.equal(in_slot(slot, piece), octets(piece.tensor.cpu().contiguous()))
 
 
 def test_a_refused_registration_leaves_no_error_behind() -> None:
