@@ -29,7 +29,7 @@ import psutil
 
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient, TakenSlot
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.identity import Run as JobRun
@@ -41,6 +41,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 from holdfast.smp_daemon.shared.starts import Start
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 from tests.deadlines import DEADLINE_S
 from tests.smp_zygote import Forked, Zygote
@@ -338,7 +339,7 @@ def shared_zygote() -> Zygote:
     return made
 
 
-def launch_by_fork(command: Sequence[str], deadline_s: float) -> Owner:
+def launch_by_fork(command: Sequence[str], deadline_s: float, processes: object) -> Owner:
     """`spawn.launch` without the half second that imports take in a new interpreter."""
     arguments = command[command.index("holdfast.smp_daemon") + 1 :]
     with tempfile.NamedTemporaryFile() as errors:

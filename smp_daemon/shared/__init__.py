@@ -46,6 +46,7 @@ __all__ = [
     "spawn",
     "starts",
     "system",
+    "trainer_slots",
     "transport",
     "uids",
     "versions",

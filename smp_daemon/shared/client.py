@@ -5,34 +5,26 @@ A trainer may fork data loader workers at any time, so this module starts no thr
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, RepairState, SnapshotOutcome, TrainerPhase
+from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome, TrainerPhase
+from holdfast.smp_daemon.shared.connection import SmpConnection
 from holdfast.smp_daemon.shared.errors import (
-    ConfigError,
     DamagedSnapshot,
     DeadlineExceeded,
-    HoldfastError,
-    NoFreeSlot,
     ProtocolError,
-    SmpUnavailable,
     StaleEpoch,
 )
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import (
-    CALL_DEADLINE_S,
     MAX_SAYING,
     MOVE_DEADLINE_S,
     move_deadline,
 )
-from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
     Accepted,
     AskCounters,
@@ -46,8 +38,6 @@ from holdfast.smp_daemon.shared.messages import (
     Configure,
     Ended,
     Finish,
-    Greeted,
-    Hello,
     Inventories,
     Join,
     Lend,
@@ -62,23 +52,18 @@ from holdfast.smp_daemon.shared.messages import (
     Say,
     Scrub,
     Seal,
-    SlotFile,
     SlotFiles,
     Stop,
     Suspect,
     Verify,
 )
-from holdfast.smp_daemon.shared.owners import BUSY, Owners, choices, in_words, taken
-from holdfast.smp_daemon.shared.paths import not_private, read_owner, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest, read_json, record_name
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
-from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
-
-log = get_log(__name__)
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot, TrainerSlots
+from holdfast.smp_daemon.shared.transport import Message
 
 ANSWER_S = 5.0
 """How much longer than the requested wait the SMP may take to answer."""
@@ -86,11 +71,6 @@ ANSWER_S = 5.0
 AWAIT_S = 600.0
 """Longest wait that one message asks for; a longer one takes several, as a large snapshot takes hours to protect."""
 
-BUSY_S = 0.2
-"""How long `take` waits for a slot that the SMP writes, in seconds: it repairs a unit, or wipes a part, in
-milliseconds."""
-
-BUSY_POLL_S = 1e-3
 END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
 """Timeout for queries of the storage of persisted snapshots."""
@@ -128,115 +108,23 @@ class RecoveredShard:
         return digest(self.view[offset : offset + self.unit_bytes]) == self.digests[unit]
 
 
-@dataclass(frozen=True, slots=True)
-class TakenSlot:
-    """A slot that a trainer has taken to write into.
-
-    Attributes:
-        file: its file in the arena. number: see `owners.taken`. view: its bytes.
-    """
-
-    file: str
-    number: int
-    view: memoryview
-
-
-class SmpClient:
-    """A connection to this node's SMP. Calls from several threads take turns; each blocks until the answer.
+class SmpClient(SmpConnection):
+    """What a trainer, or a command, asks of its node's SMP; see `SmpConnection` for how.
 
     Attributes:
         near: the NUMA node on which the SMP should place the trainer's slots, sent by `join`; None: any.
-        epoch: the epoch that was joined last; None: none was.
-
-    Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
-    whatever error the SMP replies with.
     """
 
     def __init__(self, arena: Path, job: str, coord: str | None = None, system: System = MACHINE) -> None:
-        """Connect. Blocks for seconds if processes of an earlier start of the job are still ending.
-
-        Args:
-            coord: the trainer's coordinate, if the SMP should watch it. The trainer must then call `heartbeat`.
-
-        Raises:
-            SmpUnavailable: no SMP serves `arena`.
-            ConfigError: the SMP serves another job; or, with `coord`, another run of this job is active on this node.
-            VersionMismatch: the SMP has a version of holdfast that this one cannot talk to.
-        """
-        self.arena = arena
-        self.system = system
-        self._coord = coord
-        self._row: int | None = None
-        self._job = job
-        # Guards `_maps`, `_taken` and `_given_back`, and is held while a file is mapped, but not while its pages are
-        # touched, which takes a minute for a large slot. The threads that reserve slots, copy or seal take it. No
-        # other lock is taken under it.
-        self._mapping = system.Lock()
-        # Held from a request to its reply, so that the messages of several threads do not mix on the connection. The
-        # training thread and those that copy, reserve and restore take it; `_call` says how long they wait for it.
-        self._lock = system.Lock()
-        self._maps: dict[str, tuple[int, memoryview]] = {}
-        self._lengths: dict[str, tuple[int, int]] = {}  # the epoch and length of each shard's slots; see `slots`
-        self._owners = Owners(arena)
-        self._taken = 0
-        self._given_back: set[tuple[str, str]] = set()
-        self._stream: SocketStream | None = None
-        self._connections = 0
-        self._process: Any = None
-        self.epoch: int | None = None
+        """See `SmpConnection`."""
         self.near: int | None = None
-        self.reconnect()
+        self._slots = TrainerSlots(arena, system)
+        super().__init__(arena, job, coord, system)
 
-    def reconnect(self, deadline_s: float = CALL_DEADLINE_S) -> None:
-        """Connect again after `SmpUnavailable`. Raises the errors of the constructor, and `DeadlineExceeded`."""
-        self._hang_up()
-        self._connections += 1
-        try:
-            is_served = socket_path(self.arena).exists()
-        except PermissionError as error:
-            closed = self.arena if self.arena.parent.stat().st_uid == os.getuid() else self.arena.parent
-            raise ConfigError(f"{closed} {not_private(closed, os.getuid())}") from error
-        if not is_served:
-            raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
-        self._stream = connect(socket_path(self.arena), deadline_s, network=self.system)
-        try:
-            self._greet(deadline_s)
-        except BaseException:  # a signal handler may raise, too; a connection that was not greeted is none
-            self._hang_up()
-            raise
-
-    def _greet(self, deadline_s: float) -> None:
-        # With an epoch the SMP takes this for a trainer that comes back, without one for a new run of the job.
-        oldest, newest = spoken()
-        hello = Hello(
-            job=self._job, version=oldest, newest=newest, release=RELEASE, coord=self._coord, epoch=self.epoch
-        )
-        greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
-        check_range(f"the SMP of {self.arena}", greeted.speaks, greeted.release)
-        self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
-        self._watch()
-        self._board = Board(self.arena / "board", files=self.system)
-        self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None
-
-    def _watch(self) -> None:
-        """Watch the process of the SMP, if it is visible here."""
-        self._unwatch()
-        with suppress(OSError):
-            self._process = self.system.pidfd_open(self.pid)
-
-    def _unwatch(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            self.system.close(process)
-
-    @property
-    def connection(self) -> int | None:
-        """Number of the current connection; None once it is over, as far as a call or the SMP's end has shown. One
-        system call; never blocks. While another thread reconnects, it may be None although there is one again."""
-        stream, process = self._stream, self._process
-        if stream is None or stream.closed or (process is not None and self.system.await_end(process, 0)):
-            return None
-        return self._connections
+    def close(self) -> None:
+        """Close the connection and drop all mappings."""
+        super().close()
+        self._slots.forget()
 
     def inventory(self) -> Inventory:
         """What the SMP holds."""
@@ -260,11 +148,9 @@ class SmpClient:
             self._call(message)
         else:
             self._call(message, deadline_s, turn_s=deadline_s)
-        if epoch != self.epoch:
-            with self._mapping:
-                self._given_back.clear()
-        self.epoch = self._owners.epoch = epoch
-        self._board = Board(self.arena / "board", files=self.system)
+        self._slots.enter(epoch)
+        self.epoch = epoch
+        self._look_at_board()
 
     def configure(self, layout: Layout, *, wait: bool = True) -> int:
         """Have the SMP reserve memory for `layout`. Returns how many slots of every shard, and of parity, may be used.
@@ -292,72 +178,25 @@ class SmpClient:
         """All slots that `take` may return for `coord` in that epoch, mapped. Mappings of other slots are dropped. May
         take as long as touching all pages of the slots."""
         reply = self._call(AskSlots(epoch=epoch, coord=coord), MOVE_DEADLINE_S)
-        there = from_plain(SlotFiles, reply, "the slots of a shard").slots
-        names = {slot.file for slot in there}
-        with self._mapping:
-            self._maps = {name: known for name, known in self._maps.items() if name in names}
-        if there:
-            self._lengths[coord] = epoch, there[0].bytes
-        return [self._map(slot) for slot in there]
+        return self._slots.learn(epoch, coord, from_plain(SlotFiles, reply, "the slots of a shard").slots)
 
     def take(self, coord: str, keep: Collection[SnapshotId]) -> TakenSlot:
         """A slot of the epoch that was joined, to write a shard into: one that is free, or that holds a snapshot which
-        is not in `keep`. The SMP is not asked once `slots` has told of one. Blocks for `BUSY_S` at most.
+        is not in `keep`. The SMP is not asked once `slots` has told of one. Blocks for `trainer_slots.BUSY_S` at most.
 
         Raises:
             NoFreeSlot: there is none.
             StaleEpoch: a newer epoch has begun.
         """
         epoch = self.epoch or 0
-        if self._lengths.get(coord, (0, 0))[0] != epoch:
+        if not self._slots.knows(epoch, coord):
             self.slots(epoch, coord)
-        limit_s, before = self.system.monotonic() + BUSY_S, None
-        while True:
-            marks = self._marks(coord, epoch)
-            with self._mapping:
-                given_back = set(self._given_back)
-            for file, owner in choices(marks, keep, given_back):
-                if (slot := self._take(file, owner)) is not None:
-                    return slot
-            if self._board.epoch != epoch:
-                raise StaleEpoch(f"epoch {epoch} of this trainer is over")
-            is_steady = marks == before and BUSY not in marks.values()
-            if is_steady or self.system.monotonic() > limit_s:
-                raise NoFreeSlot(f"no slot of {coord} is free: {in_words(marks.values())}")
-            before = marks
-            self.system.Event().wait(BUSY_POLL_S)
-
-    def _marks(self, coord: str, epoch: int) -> dict[str, str]:
-        """The owner of each slot of the epoch's layout."""
-        of, length = self._lengths.get(coord, (0, 0))
-        marks = {}
-        for file, owners in self._owners.found().items():
-            mine = [owner for owner, since in owners if since == of == epoch and file.rsplit(".", 2)[0] == coord]
-            with suppress(FileNotFoundError):  # it is deleted meanwhile
-                if mine and (self.arena / file).stat().st_size == length:
-                    marks[file] = mine[-1]
-        return marks
-
-    def _take(self, file: str, owner: str) -> TakenSlot | None:
-        """Take a slot from its owner; None if somebody else was faster, or it has another file by now."""
-        with self._mapping:
-            self._taken += 1
-            number = self._taken
-            self._given_back.discard((file, owner))
-        if not self._owners.change(file, owner, taken(number)):
-            return None
-        try:
-            status = (self.arena / file).stat()
-            view = self._map(SlotFile(file=file, inode=status.st_ino, bytes=status.st_size))
-        except (FileNotFoundError, StaleEpoch):
-            return None
-        return TakenSlot(file, number, view)
+        return self._slots.take(epoch, coord, keep, lambda: self._board.epoch != epoch)
 
     def give_back(self, slot: TakenSlot) -> None:
         """A slot that was not sealed, or perhaps was, may be taken again if it is still this trainer's. Nothing may
         write into it any more. Returns at once."""
-        with self._mapping:
-            self._given_back.add((slot.file, taken(slot.number)))
+        self._slots.give_back(slot)
 
     def seal(
         self,
@@ -453,7 +292,8 @@ class SmpClient:
         message = Recover(epoch=self.epoch, sources=sources, coord=coord, check=check)
         reply = self._call_to_move(message, sources.layout.shard_bytes(coord))
         got = from_plain(Recovered, reply, "a shard that is held again")
-        return RecoveredShard(self._map(got, touch=False), got.how, got.bytes_fetched, got.unit_bytes, got.digests)
+        view = self._slots.map(got, touch=False)
+        return RecoveredShard(view, got.how, got.bytes_fetched, got.unit_bytes, got.digests)
 
     def lend(self, sources: Sources) -> None:
         """Choose the snapshot whose units `unit` returns from now on, whichever SMP holds them."""
@@ -468,20 +308,7 @@ class SmpClient:
             Unrecoverable, DamagedSnapshot: the unit cannot be recovered intact.
         """
         message = AskUnit(epoch=self.epoch, coord=coord, unit=index)
-        with self._lock:
-            stream = self._connected()
-            stream.set_deadline(MOVE_DEADLINE_S)
-            due = False
-            try:
-                reply, payload = call(stream, message)
-                due = True
-                if payload != out.nbytes:
-                    raise ProtocolError(f"unit {index} of {coord} has {payload} bytes there, and {out.nbytes} here")
-                found = stream.receive_into(out)
-            except BaseException as error:
-                if due or not isinstance(error, HoldfastError):
-                    stream.close()  # the rest of the unit would be taken for the next reply
-                raise
+        reply, found = self._call_for_bytes(message, out, f"unit {index} of {coord}")
         lent = from_plain(LentUnit, reply, "a unit that is lent")
         if found != lent.digest:
             raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
@@ -575,147 +402,8 @@ class SmpClient:
         """
         self._end(Stop(remove=remove, force=force), removes=remove)
 
-    def _end(self, message: Request, *, removes: bool) -> None:
-        if self._process is None:
-            raise SmpUnavailable(f"the process of the SMP of {self.arena} is gone, or of another pid namespace")
-        try:
-            try:
-                self._call(message)
-            except SmpUnavailable:
-                pass  # the SMP may end before it sends its answer
-            if not self.system.await_end(self._process, CALL_DEADLINE_S):
-                raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
-            if removes and (self.arena / "smp.json").exists():
-                raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close the connection and drop all mappings."""
-        self.heartbeat(TrainerPhase.GONE, 0)
-        self._row = None
-        self._hang_up()
-        self._unwatch()
-        with self._mapping:
-            self._maps.clear()
-
-    def _call(self, message: Request, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
-        """Send a request and return its reply. `turn_s`: timeout for another thread's call to end; -1: none."""
-        if turn_s < 0:
-            with self._lock:  # not `acquire`: a signal handler cannot raise between taking the lock and this block
-                return self._ask(message, deadline_s)
-        if not self._lock.acquire(timeout=turn_s):
-            raise DeadlineExceeded(f"the SMP of {self.arena} is still busy with another call of this trainer")
-        try:
-            return self._ask(message, deadline_s)
-        finally:
-            self._lock.release()
-
-    def _call_to_move(self, message: Request, count: int) -> Message:
-        """Send a request and return its reply, however long the SMP works on it, as long as bytes move.
-
-        `count`: most bytes that the SMP works on without saying so, as when it digests them.
-        """
-        board = self._board
-        seen = board.moves
-
-        def moves() -> bool:
-            nonlocal seen
-            before, seen = seen, board.moves
-            return seen != before
-
-        with self._lock:
-            stream = self._connected()
-            stream.goes_on = moves
-            try:
-                return self._ask(message, move_deadline(count))
-            finally:
-                stream.goes_on = None
-
-    def _ask(self, message: Request, deadline_s: float) -> Message:
-        stream = self._connected()
-        stream.set_deadline(deadline_s)
-        try:
-            reply, payload = call(stream, message)
-        except (DeadlineExceeded, SmpUnavailable) as error:
-            if not stream.closed:  # the SMP has answered: this is its own error
-                raise
-            raise type(error)(self._told(error)) from error
-        if payload:
-            stream.close()
-            raise ProtocolError("the SMP sent bytes that were not requested")
-        return reply
-
-    def _told(self, error: HoldfastError) -> str:
-        """What to tell of a connection that failed: whose it was, and what to do."""
-        try:
-            owner = read_owner(self.arena, self.system)
-        except ProtocolError:
-            owner = None
-        if owner is None:
-            return f"the SMP of {self.arena}: {error}"
-        told = f"SMP {owner.pid} of node {owner.node}: {error}"
-        if not isinstance(error, DeadlineExceeded):
-            return told
-        return f"{told}: `kill -CONT {owner.pid}` if it is stopped, else kill it: the next takes over what it holds"
-
-    def _connected(self) -> SocketStream:
-        if self._stream is None:
-            raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
-        return self._stream
-
     def _is_accepted(self, message: Request) -> bool:
         return from_plain(Accepted, self._call(message), "whether that is done").accepted
-
-    def _hang_up(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
-
-    def _map(self, slot: SlotFile, *, touch: bool = True) -> memoryview:
-        """Map a slot file, or return the mapping that exists already.
-
-        Args:
-            touch: whether to touch its pages, so that a copy into it does not wait for the kernel. Not for a slot that
-                is read first: reading maps pages, too, many at a time and in each of the threads that load.
-        """
-        with self._mapping:
-            known = self._maps.get(slot.file)
-            if known is not None and known[0] == slot.inode and known[1].nbytes == slot.bytes:
-                return known[1]
-            mapped = self._map_file(slot)
-            view = memoryview(mapped)
-            self._maps[slot.file] = (slot.inode, view)
-        # Without the lock, or a copy into another slot would wait for the minute that a large slot takes.
-        try:
-            if touch:
-                self.system.populate(mapped)
-        except OSError as error:
-            log.debug("a slot is not touched ahead of time, and the first copy will be slower: %s", error)
-        return view
-
-    def _map_file(self, slot: SlotFile) -> mmap.mmap:
-        name, inode, length = slot.file, slot.inode, slot.bytes
-        files = self.system
-        if Path(name).name != name:
-            raise ProtocolError(f"{name!r} is not a file of the arena")
-        try:
-            fd = files.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError as error:
-            raise StaleEpoch(f"the slot {name} was taken away before it was opened") from error
-        except OSError as error:
-            raise ProtocolError(f"{name!r} is not a file of the arena: {error.strerror}") from error
-        try:
-            status = files.fstat(fd)
-            if status.st_ino != inode:
-                raise StaleEpoch(f"the slot {name} was taken away before it was opened")
-            if status.st_size != length or length < 1:
-                raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
-            mapped = files.map(fd, length)
-        finally:
-            files.close(fd)
-        mapped.madvise(mmap.MADV_DONTDUMP)
-        return mapped
 
 
 def _reserved(reply: Message, slots: int) -> int:

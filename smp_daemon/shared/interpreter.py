@@ -7,8 +7,9 @@ that we import: ``queue.py``, ``xxhash.py``. By default Python would run them in
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HOME = Path(__file__).absolute().parents[3]
@@ -40,3 +41,25 @@ def own_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     if HOME.resolve() in (here, *(Path(entry).resolve() for entry in (*sys.path[:1], *entries))):
         stay = list(dict.fromkeys([*stay, str(HOME)]))
     return environment | ({"PYTHONPATH": os.pathsep.join(stay)} if stay else {})
+
+
+def run(command: Sequence[str], deadline_s: float) -> tuple[str, str]:
+    """Run a command from `own_command` to its end. Returns its output and its errors.
+
+    Raises:
+        TimeoutError: it did not end in time, and was killed.
+        OSError: it cannot be run.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            env=own_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(str(error)) from error
+    return done.stdout, done.stderr

@@ -1,13 +1,11 @@
-"""Running a command; and processes that need not be children: which one is meant, its end, whether it still runs."""
+"""Processes that need not be children: which one is meant, waiting for its end, and whether it still runs."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NOT_RUNNING = "TZXx"
@@ -24,28 +22,6 @@ def await_end(pidfd: int, deadline_s: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, deadline_s) * 1000))
-
-
-def run(command: Sequence[str], environment: Mapping[str, str], deadline_s: float) -> tuple[str, str]:
-    """Run a command to its end. Returns its output and its errors.
-
-    Raises:
-        TimeoutError: it did not end in time, and was killed.
-        OSError: it cannot be run.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=deadline_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(str(error)) from error
-    return done.stdout, done.stderr
 
 
 def start_ticks(pid: int) -> int:

@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.errors import (
     ProtocolError,
     SmpUnavailable,
 )
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from holdfast.smp_daemon.shared.interpreter import own_command
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import GONE, OURS, Owner, arena_base, folders_with, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
@@ -172,7 +172,7 @@ def launch(command: Sequence[str], deadline_s: float, processes: Processes = MAC
         DeadlineExceeded: the command did not end within `deadline_s`.
     """
     try:
-        output, errors = processes.run(command, own_environment(), deadline_s)
+        output, errors = processes.run(command, deadline_s)
     except TimeoutError as error:
         raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
     except OSError as error:

@@ -14,7 +14,7 @@ import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import socket as Socket
@@ -22,8 +22,9 @@ from time import monotonic, sleep, time
 from typing import Any, Protocol
 
 from holdfast.smp_daemon.shared.credentials import Credentials, current
+from holdfast.smp_daemon.shared.interpreter import run
 from holdfast.smp_daemon.shared.memory import available_bytes
-from holdfast.smp_daemon.shared.pidfds import await_end, run, start_ticks
+from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.populate import populate
 
 
@@ -104,8 +105,8 @@ class Processes(Protocol):
         """When this process started; see `pidfds.start_ticks`."""
         ...
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str], deadline_s: float, /) -> tuple[str, str]:
-        """See `pidfds.run`."""
+    def run(self, command: Sequence[str], deadline_s: float, /) -> tuple[str, str]:
+        """See `interpreter.run`."""
         ...
 
     def pidfd_open(self, pid: int, /) -> int: ...

@@ -11,7 +11,7 @@ import logging
 import queue
 from collections.abc import Callable
 
-from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient, TakenSlot
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import (
     DeadlineExceeded,
     HoldfastError,
@@ -24,6 +24,7 @@ from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.slotfile import write_stamp
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace

@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
-from holdfast.smp_daemon.shared.client import RecoveredShard, TakenSlot
+from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.copy.engines import SlotTensor, Transfer
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import Witness

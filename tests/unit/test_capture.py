@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot
-from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient, TakenSlot
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged

@@ -13,10 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from holdfast.smp_daemon.shared.client import SmpClient, TakenSlot
+from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace

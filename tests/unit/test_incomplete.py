@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot, Unrecoverable
-from holdfast.smp_daemon.shared.client import RecoveredShard, TakenSlot
+from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     HoldfastError,
@@ -24,6 +24,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import write_stamp
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.resume.attempt import agree_on
 from holdfast.snapshot.state.completeness import check_complete

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.persist.reading import StoredShards
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.budget import wipe
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.connection import SmpConnection
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
@@ -179,8 +179,8 @@ def _reserve(self: SlotMemory, start: int, count: int) -> None:
 reserve = SlotMemory.reserve
 
 
-def _ask(self: SmpClient, message: Any, deadline_s: float) -> Message:
-    """`SmpClient._ask`, timed."""
+def _ask(self: SmpConnection, message: Any, deadline_s: float) -> Message:
+    """`SmpConnection._ask`, timed."""
     began_s = active().now
     try:
         return ask(self, message, deadline_s)
@@ -190,7 +190,7 @@ def _ask(self: SmpClient, message: Any, deadline_s: float) -> Message:
             Hooks.answered(type(message).__name__, began_s, deadline_s)
 
 
-ask = SmpClient._ask
+ask = SmpConnection._ask
 
 
 def _send(self: Links, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:
@@ -344,7 +344,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.smp_daemon.storage.reserver.slices": lambda length: Hooks.slices(length),
-        "holdfast.smp_daemon.shared.client.SmpClient._ask": _ask,
+        "holdfast.smp_daemon.shared.connection.SmpConnection._ask": _ask,
         "holdfast.smp_daemon.net.links.Links.send": _send,
         "holdfast.smp_daemon.recovery.fetch.Fetcher.get": _get,
         "holdfast.smp_daemon.persist.reading.StoredShards.get": _get,

@@ -45,7 +45,7 @@ class SimSystem(MemoryFiles):
     def getpid(self) -> int:
         return id(active().current.process)
 
-    def run(self, command: Sequence[str], environment: object, deadline_s: float) -> tuple[str, str]:
+    def run(self, command: Sequence[str], deadline_s: float) -> tuple[str, str]:
         """Run the command line that starts an SMP: its process is a simulated one. Returns its report."""
         try:
             owner = self._launch(command[command.index("--arena") + 1], deadline_s)

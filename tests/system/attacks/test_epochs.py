@@ -5,6 +5,7 @@ that is missing from them fails a test.
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import pytest
 import xxhash
 
 from holdfast.smp_daemon.shared import client as client_module
+from holdfast.smp_daemon.shared import connection, trainer_slots
 from holdfast.smp_daemon.shared.board import WORDS, Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.identity import UNNAMED
@@ -163,10 +165,11 @@ def test_every_operation_of_smps_is_in_the_table(zombie: Zombie) -> None:
 
 def test_trainers_map_nothing_but_slots_and_the_board() -> None:
     """Mapped memory is written without a message to the SMP. A third mapping would need a test below."""
-    tree = ast.parse(Path(client_module.__file__).read_text())
-    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    maps = sorted(call for call in calls if call.endswith(("mmap.mmap", "Board")))
-    assert maps == ["Board", "Board", "self.system.mmap.mmap"]
+    modules = (client_module, connection, trainer_slots)
+    trees = [ast.parse(inspect.getsource(module)) for module in modules]
+    calls = [ast.unparse(node.func) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    maps = sorted(call for call in calls if call.endswith((".mmap", "files.map", "system.map", "Board")))
+    assert maps == ["Board", "files.map"]
 
 
 # ---------------------------------------------------------------------- each operation is fenced
@@ -238,7 +241,8 @@ def test_the_connection_of_a_dead_older_trainer_takes_nothing_with_it(untouched:
 ZOMBIE = """
 import json, sys, time
 from pathlib import Path
-from holdfast.smp_daemon.shared.client import SmpClient, TakenSlot
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Finish
@@ -269,9 +273,9 @@ def late(call):
 
 client.slots(epoch, "dp0")
 if sys.argv[5] == "chosen":
-    client._owners.change = late(client._owners.change)
+    client._slots._owners.change = late(client._slots._owners.change)
 if sys.argv[5] == "taken":
-    client._map = late(client._map)
+    client._slots.map = late(client._slots.map)
 try:
     slot = client.take("dp0", [kept])
 except HoldfastError as error:

@@ -85,7 +85,7 @@ def test_as_names_in_messages(victim: Victim, name: str) -> None:
 def test_as_files_that_an_smp_names_to_a_trainer(victim: Victim, file: str) -> None:
     client = victim.run["dp0"].client
     with pytest.raises(ProtocolError, match="of the arena"):
-        client._map(SlotFile(file=file, inode=1, bytes=10))
+        client._slots.map(SlotFile(file=file, inode=1, bytes=10))
 
 
 def test_a_slot_of_another_length_is_not_mapped(victim: Victim) -> None:
@@ -94,6 +94,6 @@ def test_a_slot_of_another_length_is_not_mapped(victim: Victim) -> None:
     path = next(victim.smp.arena.glob("dp0.*.safetensors"))
     status = path.stat()
     for length in (status.st_size + 1, status.st_size - 1, 0, -1, 1 << 62):
-        client._maps.clear()
+        client._slots._maps.clear()
         with pytest.raises(HoldfastError, match="bytes, not"):
-            client._map(SlotFile(file=path.name, inode=status.st_ino, bytes=length))
+            client._slots.map(SlotFile(file=path.name, inode=status.st_ino, bytes=length))
