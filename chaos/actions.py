@@ -1,29 +1,17 @@
-"""How virtual clusters inject each fault of the catalogue: into real processes, files, limits, clocks and links.
+"""How virtual clusters inject what the demo and most tests need: processes are killed, and nodes lost.
 
-A fault is due when a process reaches a named point of a step, or some time later. Some faults end on their own after a
-while. `inject` injects one; the `FaultContext` knows the processes.
+The other faults of the catalogue are injected by `tests.proof.chaos.actions`.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
-from holdfast.chaos.faults import CATALOGUE, Fault
-from holdfast.chaos.network import clocks, namespaces
-from holdfast.chaos.network.namespaces import inside
+from holdfast.chaos.faults import Fault
 from holdfast.chaos.runner import send_signals
-from holdfast.smp_daemon.persist.manifest import SNAPSHOT, shard_name
-from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 class FaultContext(Protocol):
@@ -93,27 +81,9 @@ class FaultContext(Protocol):
 Action = Callable[[FaultContext, Fault], None]
 
 
-def obstacle(kinds: Iterable[str]) -> str:
-    """Why faults of these kinds cannot be injected on this machine, or an empty text."""
-    wanted = [CATALOGUE[kind] for kind in kinds]
-    if any(kind.rooted for kind in wanted) and os.geteuid() != 0:
-        return "needs root"
-    if any(kind.wired for kind in wanted) and (reason := namespaces.unavailable()):
-        return reason
-    return clocks.unavailable() if any(kind.clocked for kind in wanted) else ""
-
-
-def inject(context: FaultContext, fault: Fault) -> None:
-    """Inject a fault. Raises `ConfigError` if that is not possible on this machine."""
-    if reason := obstacle([fault.kind]):
-        raise ConfigError(f"{fault.kind} cannot be done here: {reason}")
-    ACTIONS[fault.kind](context, fault)
-
-
-# ---------------------------------------------------------------------- trainers
-
-
 def to_ranks(*signals: signal.Signals) -> Action:
+    """An action that sends signals to the trainers of the target ranks."""
+
     def do(context: FaultContext, fault: Fault) -> None:
         for rank in fault.targets:
             send_signals(context.pid_of_rank(rank), *signals)
@@ -121,56 +91,9 @@ def to_ranks(*signals: signal.Signals) -> Action:
     return do
 
 
-def hang(context: FaultContext, fault: Fault) -> None:
-    """Stop the targets; after `for_s` the launcher ends the job."""
-    to_ranks(signal.SIGSTOP)(context, fault)
-    context.later(fault.for_s, context.end_job)
-
-
-def zombie(context: FaultContext, fault: Fault) -> None:
-    """Stop the targets, let the job start again without these processes, and wake them up after `for_s`."""
-    pids = [context.pid_of_rank(rank) for rank in fault.targets]
-    to_ranks(signal.SIGSTOP)(context, fault)
-    context.end_job(spare=fault.targets)
-    context.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
-
-
-def pause_ranks(context: FaultContext, fault: Fault) -> None:
-    _stop_for_a_while(context, fault, [context.pid_of_rank(rank) for rank in fault.targets])
-
-
-def oom(context: FaultContext, fault: Fault) -> None:
-    """Let the kernel's out-of-memory killer end the targets: their memory cgroup has no room for more."""
-    for rank in fault.targets:
-        pid = context.pid_of_rank(rank)
-        if pid is not None:
-            group = _starve(pid, f"{CGROUP}-{os.getpid()}-{rank}")
-            context.later(1.0, group.rmdir)  # the process is gone by then, so the cgroup is empty
-
-
-CGROUP = "holdfast-chaos"
-
-
-def _starve(pid: int, name: str) -> Path:
-    """Put a process into a memory cgroup of its own, limited to 64 KiB, and return the cgroup."""
-    for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        group = Path(base) / name
-        if (Path(base) / limit).exists() or (base == "/sys/fs/cgroup" and (Path(base) / "cgroup.procs").exists()):
-            group.mkdir(exist_ok=True)
-            (group / limit).write_text(str(1 << 16))
-            (group / "cgroup.procs").write_text(str(pid))
-            return group
-    raise ConfigError("no memory cgroup can be made here: /sys/fs/cgroup has none to put the process in")
-
-
-def end_launcher(context: FaultContext, fault: Fault) -> None:
-    context.kill_launcher()
-
-
-# ---------------------------------------------------------------------- SMPs and nodes
-
-
 def end_smps(by: signal.Signals) -> Action:
+    """An action that ends the SMPs of the target nodes with a signal, and starts successors."""
+
     def do(context: FaultContext, fault: Fault) -> None:
         for index in fault.targets:
             context.replace_smp(index, by)
@@ -178,32 +101,8 @@ def end_smps(by: signal.Signals) -> Action:
     return do
 
 
-def pause_smps(context: FaultContext, fault: Fault) -> None:
-    """Stop SMPs for a while. Connections to them are half-open: the kernel accepts bytes, but nobody answers."""
-    _stop_for_a_while(context, fault, [context.pid_of_smp(index) for index in fault.targets])
-
-
-SLICE_S = 0.02
-
-
-def slow_smps(context: FaultContext, fault: Fault) -> None:
-    """Let SMPs run for one time slice in five."""
-    pids = [context.pid_of_smp(index) for index in fault.targets]
-    slices = max(1, round(fault.for_s / (5 * SLICE_S)))
-
-    def turn(left: int) -> None:
-        _signal_all(pids, signal.SIGCONT)
-        if left:
-            context.later(SLICE_S, lambda: stop(left))
-
-    def stop(left: int) -> None:
-        _signal_all(pids, signal.SIGSTOP)
-        context.later(4 * SLICE_S, lambda: turn(left - 1))
-
-    stop(slices)
-
-
 def lose_nodes(context: FaultContext, fault: Fault) -> None:
+    """Unplug the target nodes, kill their processes and wipe their memory."""
     for index in fault.targets:
         context.unplug(index)
         for rank in context.ranks_on(index):
@@ -215,178 +114,10 @@ def freeze(context: FaultContext, fault: Fault) -> None:
     """Do nothing: the cluster keeps the process at the point, until it dies (``freeze``) or for `for_s` (``hold``)."""
 
 
-# ---------------------------------------------------------------------- network
-
-
-def cut(context: FaultContext, fault: Fault) -> None:
-    """Break every TCP connection of a node at both ends, as after a switch's restart; new connections work."""
-    for index in fault.targets:
-        host = context.host_of(index)
-        for namespace in context.namespaces():
-            with inside(namespace):
-                for side in ("dst", "src"):
-                    _command("ss", "-K", "-tnH", side, host)
-
-
-def impair(context: FaultContext, fault: Fault) -> None:
-    """Have the wire impair packets from now on, as the kind says: `chaos.network.impairments`."""
-    context.impair(fault)
-
-
-# ---------------------------------------------------------------------- clocks
-
-
-def jump(context: FaultContext, fault: Fault) -> None:
-    """Make the wall clock of every process of a node jump, and jump back after `for_s`, unless that is 0."""
-    for index in fault.targets:
-        context.set_clock(index, fault.amount)
-        if fault.for_s:
-            context.later(fault.for_s, partial(context.set_clock, index, 0))
-
-
-# ---------------------------------------------------------------------- memory and limits
-
-
-def flip(pattern: str) -> Action:
-    def do(context: FaultContext, fault: Fault) -> None:
-        source = random.Random(fault.seed)
-        for index in fault.targets:
-            files = sorted(path for path in context.arena_of(index).glob(pattern) if path.stat().st_size)
-            if not files:
-                raise ConfigError(f"node {index} holds no {pattern} to flip a bit in")
-            for path in files:
-                _flip_bits(path, max(1, fault.amount), source)
-
-    return do
-
-
-def cut_short(context: FaultContext, fault: Fault) -> None:
-    for index in fault.targets:
-        for path in sorted(context.arena_of(index).glob("*.safetensors")):
-            os.truncate(path, path.stat().st_size // 2)
-
-
-def _flip_bits(path: Path, count: int, source: random.Random) -> None:
-    """Flip bits in the second half of a file, so in the snapshot's bytes and not in the header."""
-    with path.open("r+b") as file:
-        length = path.stat().st_size
-        for _ in range(count):
-            file.seek(source.randrange(length // 2, length))
-            octet = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([octet ^ 1 << source.randrange(8)]))
-
-
-# ---------------------------------------------------------------------- storage
-
-
-def _persisted_shards(context: FaultContext, fault: Fault) -> Iterator[Path]:
-    """The shards that the targets wrote of the newest complete persisted snapshot."""
-    whole = sorted(path.parent for path in context.place().glob(f"*/*/{SNAPSHOT}"))
-    if not whole:
-        raise ConfigError("no complete snapshot is persisted yet, so there is none to damage")
-    for index in fault.targets:
-        yield from (whole[-1] / shard_name(f"dp{rank}") for rank in context.ranks_on(index))
-
-
-def flip_persisted(context: FaultContext, fault: Fault) -> None:
-    source = random.Random(fault.seed)
-    for path in _persisted_shards(context, fault):
-        _flip_bits(path, max(1, fault.amount), source)
-
-
-def cut_persisted(context: FaultContext, fault: Fault) -> None:
-    for path in _persisted_shards(context, fault):
-        os.truncate(path, path.stat().st_size // 2)
-
-
-def break_place(context: FaultContext, fault: Fault) -> None:
-    """Make the place unreadable and unwritable for a while."""
-    place = context.place()
-    aside = place.with_name(f"{place.name}.aside")
-    if place.exists():
-        place.rename(aside)
-    place.write_text("in the way")
-
-    def repair() -> None:
-        place.unlink()
-        if aside.exists():
-            aside.rename(place)
-
-    context.later(fault.for_s, repair)
-
-
-def _limit(resource: int, beyond: Callable[[psutil.Process], int]) -> Action:
-    """An action that lowers a resource limit of SMPs for a while, to the fault's amount above `beyond(process)`."""
-
-    def do(context: FaultContext, fault: Fault) -> None:
-        for index in fault.targets:
-            process = psutil.Process(context.pid_of_smp(index))
-            before = process.rlimit(resource)
-            process.rlimit(resource, (beyond(process) + fault.amount, before[1]))
-            context.later(fault.for_s, partial(_lift, process, resource, before))
-
-    return do
-
-
-def _lift(process: psutil.Process, resource: int, before: tuple[int, int]) -> None:
-    if process.is_running():  # also compares start times, so a reused pid does not match
-        process.rlimit(resource, before)
-
-
-few_files = _limit(psutil.RLIMIT_NOFILE, psutil.Process.num_fds)
-no_space = _limit(psutil.RLIMIT_FSIZE, lambda process: 0)
-
-
-# ---------------------------------------------------------------------- tools
-
-
-def _signal_all(pids: Sequence[int | None], each: signal.Signals) -> None:
-    for pid in pids:
-        send_signals(pid, each)
-
-
-def _stop_for_a_while(context: FaultContext, fault: Fault, pids: Sequence[int | None]) -> None:
-    _signal_all(pids, signal.SIGSTOP)
-    context.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
-
-
-def _command(*words: str) -> None:
-    if shutil.which(words[0]) is None:
-        raise ConfigError(f"{words[0]} is not installed: it comes with iproute2")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
-    if done.returncode != 0:
-        raise ConfigError(f"{' '.join(words)} failed: {done.stderr.strip()}")
-
-
 ACTIONS: dict[str, Action] = {
     "kill-trainer": to_ranks(signal.SIGKILL),
-    "term-trainer": to_ranks(signal.SIGTERM),
-    "segv-trainer": to_ranks(signal.SIGSEGV),
-    "abort-trainer": to_ranks(signal.SIGABRT),
-    "oom-trainer": oom,
-    "hang-trainer": hang,
-    "zombie-trainer": zombie,
-    "pause-trainer": pause_ranks,
-    "kill-launcher": end_launcher,
     "kill-smp": end_smps(signal.SIGKILL),
-    "segv-smp": end_smps(signal.SIGSEGV),
-    "term-smp": end_smps(signal.SIGTERM),
-    "pause-smp": pause_smps,
-    "slow-smp": slow_smps,
-    "freeze": freeze,
-    "hold": freeze,
     "lose-node": lose_nodes,
-    "cut-links": cut,
-    "jump-clock": jump,
-    "flip-shards": flip("*.safetensors"),
-    "flip-parity": flip("*.parity"),
-    "cut-shards": cut_short,
-    "flip-persisted": flip_persisted,
-    "cut-persisted": cut_persisted,
-    "break-place": break_place,
-    "few-files": few_files,
-    "no-space": no_space,
-    **{kind.name: impair for kind in CATALOGUE.values() if kind.wired},
+    "freeze": freeze,
 }
-"""The action of every kind that clusters can inject, by name."""
+"""The action of each kind of fault, by name."""

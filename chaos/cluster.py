@@ -24,14 +24,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.chaos.accounting import beyond_access_times
-from holdfast.chaos.actions import inject
+from holdfast.chaos.actions import ACTIONS, Action
 from holdfast.chaos.faults import CATALOGUE, Fault, check, due_at
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network.clocks import set_clock
-from holdfast.chaos.network.wire import Wire
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Runner, Wiring, release
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
@@ -90,6 +89,30 @@ class History:
         return [e for e in self.events if e["kind"] == kind and all(e.get(k) == v for k, v in match.items())]
 
 
+class Cables(Protocol):
+    """What carries packets between nodes that are in network namespaces of their own, and impairs them."""
+
+    def open(self, host: str) -> str:
+        """Connect a node that has the address `host`; returns the path of its namespace."""
+        ...
+
+    def unplug(self, host: str) -> None:
+        """Stop passing a node's packets, silently."""
+        ...
+
+    def impair(self, kind: str, hosts: Sequence[str], *, amount: int, seed: int, for_s: float) -> None:
+        """Impair packets from and to `hosts` for `for_s` seconds; 0: until the end."""
+        ...
+
+    def hits(self) -> list[tuple[str, int]]:
+        """The kind of each impairment so far, and the number of packets that it hit."""
+        ...
+
+    def close(self) -> list[str]:
+        """Disconnect all nodes. Returns what is left behind."""
+        ...
+
+
 class VirtualCluster(Runner):
     """One job on virtual nodes. Use once: declare faults, then `run`. Not thread-safe."""
 
@@ -108,7 +131,8 @@ class VirtualCluster(Runner):
         on_event: Callable[[Event], None] | None = None,
         memory: Path | None = None,
         smp_module: str = "holdfast.smp_daemon",
-        wired: bool = False,
+        actions: Mapping[str, Action] = ACTIONS,
+        cables: Callable[[], Cables] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -122,7 +146,9 @@ class VirtualCluster(Runner):
                 several jobs, each in a process of its own, get the same directory, they run on the same nodes, and the
                 caller removes what is left of it.
             smp_module: the module to run as the SMP.
-            wired: whether nodes have network namespaces and a `network.wire` between them, not loopback addresses.
+            actions: how each kind of fault is injected.
+            cables: makes what carries packets between the nodes, each of which then is in a network namespace; default:
+                nodes have loopback addresses.
             environment: more environment variables for the SMPs.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
@@ -140,10 +166,11 @@ class VirtualCluster(Runner):
         self._base = self._scratch.path
         self._memory = memory or self._base
         self._smp_module = smp_module
-        self._wired = wired
+        self._actions = actions
+        self._make_cables = cables
         self._environment = dict(environment or {})
         self._clocked = bool(launcher.shim)
-        self._wire: Wire | None = None
+        self._cables: Cables | None = None
         self._lives = [0] * nodes
         self._nodes = [self._new_node(index) for index in range(nodes)]
         self._faults: list[Fault] = []
@@ -159,10 +186,12 @@ class VirtualCluster(Runner):
     # ------------------------------------------------------------------ faults
 
     def add(self, fault: Fault) -> None:
-        """Add a fault of any kind that clusters can inject. Raises `ConfigError` if this cluster cannot inject it."""
+        """Add a fault. Raises `ConfigError` if this cluster cannot inject it."""
         check(fault)
-        if CATALOGUE[fault.kind].wired and not self._wired:
-            raise ConfigError(f"{fault.kind} needs a cluster that is made with wired=True")
+        if fault.kind not in self._actions:
+            raise ConfigError(f"{fault.kind} needs a cluster that is made with actions= that have it")
+        if CATALOGUE[fault.kind].wired and self._make_cables is None:
+            raise ConfigError(f"{fault.kind} needs a cluster that is made with cables=")
         if CATALOGUE[fault.kind].clocked and not self._clocked:
             raise ConfigError(f"{fault.kind} needs a launcher that is made with clocked=True")
         of = CATALOGUE[fault.kind].of
@@ -209,10 +238,16 @@ class VirtualCluster(Runner):
         with ExitStack() as stack:
             stack.enter_context(self._scratch)
             self.listen(self._base / "events")
-            for each in (self.hang_up, self._read_tracebacks, self._close_wire, self._close_nodes, self._end_trainers):
+            for each in (
+                self.hang_up,
+                self._read_tracebacks,
+                self._close_cables,
+                self._close_nodes,
+                self._end_trainers,
+            ):
                 stack.callback(each)  # runs last to first; if one fails or is interrupted, the rest still run
             self.watch(self._launcher, self._hear_launcher)
-            self._wire = Wire() if self._wired else None
+            self._cables = self._make_cables() if self._make_cables else None
             for node in self._nodes:
                 self._plug_in(node)
             self._start_nodes(self._nodes if self._smps else [])
@@ -224,7 +259,7 @@ class VirtualCluster(Runner):
                 self.turn(self._deadline)
             self.catch_up()
             self._settle()
-            for kind, packets in self._wire.hits() if self._wire else ():
+            for kind, packets in self._cables.hits() if self._cables else ():
                 self._note({"kind": "impaired", "fault": kind, "packets": packets, "at": time.monotonic()})
             written = self.history.disk_bytes_written + self._launcher.disk_bytes_written() - before
             self.history.disk_bytes_written = beyond_access_times(written)
@@ -337,7 +372,7 @@ class VirtualCluster(Runner):
                 "generation": self._generation,
             }
         )
-        inject(self, fault)
+        self._actions[fault.kind](self, fault)
 
     # ------------------------------------------------------------------ methods of `chaos.actions.FaultContext`
 
@@ -363,12 +398,12 @@ class VirtualCluster(Runner):
         return self._ranks_on(index)
 
     def namespaces(self) -> list[str | None]:
-        return [node.namespace for node in self._nodes] if self._wire else [None]
+        return [node.namespace for node in self._nodes] if self._cables else [None]
 
     def impair(self, fault: Fault) -> None:
-        assert self._wire is not None  # `add` has checked it
+        assert self._cables is not None  # `add` has checked it
         hosts = [self._nodes[index].host for index in fault.targets]
-        self._wire.impair(fault.kind, hosts, amount=fault.amount, seed=fault.seed, for_s=fault.for_s)
+        self._cables.impair(fault.kind, hosts, amount=fault.amount, seed=fault.seed, for_s=fault.for_s)
 
     def set_clock(self, index: int, ahead_s: int) -> None:
         clock = self._nodes[index].clock
@@ -376,8 +411,8 @@ class VirtualCluster(Runner):
         set_clock(clock, ahead_s)
 
     def unplug(self, index: int) -> None:
-        if self._wire is not None:
-            self._wire.unplug(self._nodes[index].host)
+        if self._cables is not None:
+            self._cables.unplug(self._nodes[index].host)
 
     def power_cut(self, index: int) -> None:
         self._nodes[index].power_cut()
@@ -416,12 +451,12 @@ class VirtualCluster(Runner):
     def _new_node(self, index: int) -> VirtualNode:
         life = self._lives[index]
         number = index + life * len(self._lives)
-        host = f"10.77.{number // 250}.{number % 250 + 1}" if self._wired else f"127.0.0.{11 + number}"
+        host = f"10.77.{number // 250}.{number % 250 + 1}" if self._make_cables else f"127.0.0.{11 + number}"
         return VirtualNode(index, life, host, self._memory, self._job, self._smp_module)
 
     def _plug_in(self, node: VirtualNode) -> None:
-        if self._wire is not None:
-            node.namespace = self._wire.open(node.host)
+        if self._cables is not None:
+            node.namespace = self._cables.open(node.host)
         if self._clocked:
             node.clock = self._base / f"{node.name}.clock"
             set_clock(node.clock, 0)
@@ -469,9 +504,9 @@ class VirtualCluster(Runner):
             for node in self._nodes:
                 stack.callback(node.close)
 
-    def _close_wire(self) -> None:
-        if self._wire is not None:
-            self.history.leaks += self._wire.close()
+    def _close_cables(self) -> None:
+        if self._cables is not None:
+            self.history.leaks += self._cables.close()
 
     def _read_tracebacks(self) -> None:
         for path in sorted(self._base.glob("smp*.log")):

@@ -1,6 +1,6 @@
 """The catalogue of faults: the name of each, what it does, and where it can be injected. Nothing is injected here.
 
-Virtual clusters (`chaos.actions`), a user's command (`chaos.user`), Ray (`tests.proof.ray`) and the simulation
+Virtual clusters (`chaos.cluster`), a user's command (`chaos.user`), Ray (`tests.proof.ray`) and the simulation
 (`tests.proof.sim`) take names and descriptions from here, and each injects faults in its own way.
 """
 
@@ -39,7 +39,7 @@ class Kind:
         ends_job: whether trainers die of it, so that the job starts again.
         wipes_memory: whether a node's memory is lost.
         rooted: whether it needs root.
-        wired: whether it needs a `chaos.network.wire` between the nodes.
+        wired: whether packets between the nodes must be in its reach (`chaos.cluster.Cables`).
         clocked: whether it needs clocks that can be set (`chaos.network.clocks`).
         amounts: the smallest and largest `Fault.amount`; None: the kind takes no amount, or any.
         forever: whether it may last to the end of the run (`Fault.for_s` of 0).

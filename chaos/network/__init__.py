@@ -1,1 +1,1 @@
-"""Networks and clocks for the real processes of virtual nodes, and their faults."""
+"""Network namespaces and wall clocks for the processes of virtual nodes."""

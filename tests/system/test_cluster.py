@@ -18,6 +18,7 @@ from holdfast.chaos.network.namespaces import unavailable
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
+from tests.proof.chaos.network.wire import Wire
 
 pytestmark = pytest.mark.cluster
 STEPS = 9
@@ -343,7 +344,7 @@ def test_replicas_keep_one_copy_among_them_and_each_gets_all_of_it_back(launcher
 def test_what_replicas_hold_alike_enters_each_node_once(launcher: Launcher) -> None:
     """Two nodes with two replicas each. Each replica has a quarter, so half of the state must enter each node, once."""
     cluster = VirtualCluster(
-        launcher, nodes=2, ranks_per_node=2, target="tests.jobs:spread_over_nodes", args={"steps": 3}, wired=True
+        launcher, nodes=2, ranks_per_node=2, target="tests.jobs:spread_over_nodes", args={"steps": 3}, cables=Wire
     )
     cluster.kill_trainer(0, at="train.step", step=3)
     history = cluster.run()

@@ -179,7 +179,7 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
     ("module", "question"),
     [
         pytest.param("holdfast.chaos.zygote", "written", marks=pytest.mark.cluster),
-        ("holdfast.chaos.network.forwarder", "hits"),
+        ("tests.proof.chaos.network.forwarder", "hits"),
     ],
 )
 def test_a_helper_ends_quietly_if_nobody_reads_its_answer(module: str, question: str) -> None:

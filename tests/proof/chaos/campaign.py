@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 
-from holdfast.chaos.actions import obstacle
 from holdfast.chaos.cluster import TARGET, History, VirtualCluster
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.findings import CHECKS
@@ -19,6 +18,8 @@ from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.scratch import Scratch
+from tests.proof.chaos.actions import ACTIONS, obstacle
+from tests.proof.chaos.network.wire import Wire
 from tests.proof.chaos.scenario import WORKLOAD, Scenario
 from tests.proof.chaos.verdict import ScenarioVerdict, judge
 
@@ -127,7 +128,8 @@ class Campaign:
             deadline_s=self._deadline_s,
             place=place,
             smp_module=self._smp_module,
-            wired=snapshots and scenario.wired,
+            actions=ACTIONS,
+            cables=Wire if snapshots and scenario.wired else None,
             environment=environment,
         )
 

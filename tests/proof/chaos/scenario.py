@@ -77,7 +77,7 @@ class Scenario:
 
     @property
     def wired(self) -> bool:
-        """Whether the nodes need a `chaos.network.wire` between them."""
+        """Whether the nodes need a `tests.proof.chaos.network.wire` between them."""
         return any(CATALOGUE[fault.kind].wired for fault in self.faults)
 
     @property

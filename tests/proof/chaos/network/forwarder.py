@@ -25,8 +25,8 @@ import time
 from typing import Any
 
 from holdfast.chaos.network import namespaces
-from holdfast.chaos.network.impairments import Impairment, after_all
-from holdfast.chaos.network.packets import UnitTracker, addresses
+from tests.proof.chaos.network.impairments import Impairment, after_all
+from tests.proof.chaos.network.packets import UnitTracker, addresses
 
 MTU_BYTES = 9000
 BATCH = 64
@@ -137,7 +137,7 @@ class Forwarder:
 
 
 def main() -> None:
-    """``python -m holdfast.chaos.network.forwarder FD``"""
+    """``python -m tests.proof.chaos.network.forwarder FD``"""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     Forwarder(socket.socket(fileno=int(sys.argv[1]))).run()
 

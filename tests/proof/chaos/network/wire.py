@@ -31,7 +31,7 @@ class Wire:
         self._answers = self._channel.makefile("rb")
         with theirs:
             self._process = subprocess.Popen(
-                own_command("holdfast.chaos.network.forwarder", str(theirs.fileno())),
+                own_command("tests.proof.chaos.network.forwarder", str(theirs.fileno())),
                 env=own_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

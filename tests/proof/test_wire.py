@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.chaos.faults import CATALOGUE
-from holdfast.chaos.network.impairments import BUFFER_S, KINDS, OVERTAKEN_S, Impairment, after_all
 from holdfast.chaos.network.namespaces import inhabitants, inside, unavailable
-from holdfast.chaos.network.packets import UnitTracker, addresses, flipped
-from holdfast.chaos.network.wire import Wire
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
+from tests.proof.chaos.network.impairments import BUFFER_S, KINDS, OVERTAKEN_S, Impairment, after_all
+from tests.proof.chaos.network.packets import UnitTracker, addresses, flipped
+from tests.proof.chaos.network.wire import Wire
 
 SEED = 20261122
 A, B, C = (socket.inet_aton(f"10.77.0.{number}") for number in (1, 2, 3))
@@ -305,7 +305,7 @@ def test_a_process_that_stays_in_a_namespace_is_left_over() -> None:
 @pytest.mark.cluster
 def test_nothing_is_left_when_its_owner_is_killed() -> None:
     text = (
-        "from holdfast.chaos.network.wire import Wire\n"
+        "from tests.proof.chaos.network.wire import Wire\n"
         "wire = Wire()\n"
         "path = wire.open('10.77.0.1')\n"
         "import os; print(path.split('/')[2], os.stat(path).st_ino, flush=True)\n"
@@ -331,6 +331,8 @@ import json, os, psutil
 from holdfast.chaos.cluster import TARGET, VirtualCluster
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
+from tests.proof.chaos.actions import ACTIONS
+from tests.proof.chaos.network.wire import Wire
 from tests.proof.chaos.scenario import WORKLOAD
 
 def tell(event):
@@ -342,7 +344,7 @@ def tell(event):
 with Launcher(["holdfast.chaos.drill", "tests.proof.chaos.workload"]) as launcher:
     args = {"job": WORKLOAD, "seed": 1, "steps": 9, "snapshots": True, "hook": {"protect": "auto"}}
     cluster = VirtualCluster(
-        launcher, nodes=3, ranks_per_node=1, target=TARGET, args=args, on_event=tell, wired=True
+        launcher, nodes=3, ranks_per_node=1, target=TARGET, args=args, on_event=tell, actions=ACTIONS, cables=Wire
     )
     cluster.add(Fault("rank1", "train.step", 3, "partition", (1,), for_s=100.0))
     cluster.run()
@@ -376,7 +378,7 @@ def test_nothing_is_left_of_a_run_that_is_killed() -> None:
 
 def test_without_root_it_is_refused_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("holdfast.chaos.network.wire.unavailable", unavailable.__wrapped__)
+    monkeypatch.setattr("tests.proof.chaos.network.wire.unavailable", unavailable.__wrapped__)
     with pytest.raises(ConfigError, match="needs root"):
         Wire()
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.chaos.network.packets import flipped
+from tests.proof.chaos.network.packets import flipped
 
 Due = list[tuple[float, bytes]]
 Link = tuple[bytes, bytes]
