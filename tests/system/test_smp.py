@@ -41,10 +41,8 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.plain import decode_digested
-from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.records import digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
-from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
@@ -74,8 +72,6 @@ from tests.smp_kit import (
 
 SHORT_S = 0.5
 """How long a test waits to see that something does not happen. No test uses it to wait for something to happen."""
-
-FOUR = [[3000], [2500], [3500], [3000]]
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +156,6 @@ class TestASealedSnapshotIsProtected:
         clients[0].reconnect()
         assert clients[1].inventory().trainers == 3
 
-    def test_not_before_the_last_node_has_sealed(self, ground: Ground) -> None:
-        run = run_on(ground.smps(3), [[3000], [3000], [3000]])
-        snapshot = run.write(1)
-        for coord in ("dp0", "dp1"):
-            run[coord].seal(snapshot)
-        assert {run[coord].outcome(snapshot, SHORT_S) for coord in run.trainers} == {SnapshotOutcome.PENDING}
-        run["dp2"].seal(snapshot)
-        assert run.outcomes(snapshot) == {PROTECTED}
-        assert {trainer.client.outcome(snapshot) for trainer in run} == {PROTECTED}
-
     def test_without_parity_a_node_protects_itself_only(self, ground: Ground) -> None:
         smps = ground.smps(2)
         run = run_on(smps, [[100], [100]], protect="none")
@@ -179,21 +165,6 @@ class TestASealedSnapshotIsProtected:
 
 
 class TestATrainerThatIsGone:
-    def test_killed_in_the_middle_of_a_copy_fails_the_snapshot_and_nothing_else(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]], slots=2)
-        snapshot = run.snapshot(1)
-        run["dp0"].take(snapshot)
-        with a_process_that_writes(smps[1], "dp1", snapshot) as doomed:
-            doomed.kill()
-            doomed.wait(DEADLINE_S)
-        assert run["dp1"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
-        run.start(2)  # as the trainers do whenever one of them comes back
-        assert run["dp1"].outcome(snapshot) is SnapshotOutcome.FAILED
-        assert run["dp0"].outcome(snapshot, SHORT_S) is not PROTECTED
-        for step in (2, 3, 4):
-            run.protect(step)
-
     def test_a_slot_that_was_given_back_is_taken_again_and_not_sealed_for_the_first_time(
         self, lone: SmpProcess
     ) -> None:
@@ -224,38 +195,6 @@ class TestATrainerThatIsGone:
         run["dp0"].client.give_back(run["dp0"].begun[snapshot][0])  # as if the answer had been lost
         second = run["dp0"].client.take("dp0", (snapshot,))
         assert second.file != run["dp0"].begun[snapshot][0].file
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.layout import SnapshotId
-arena, job, coord, epoch, step = sys.argv[1:]
-client = SmpClient(Path(arena), job)
-client.join(int(epoch))
-slot = client.take(coord, []).view
-slot[: len(slot) // 2] = bytes(len(slot) // 2)
-print("halfway", flush=True)
-sys.stdin.read()
-"""
-
-
-class a_process_that_writes:
-    """A trainer process that is in the middle of writing a slot."""
-
-    def __init__(self, smp: SmpProcess, coord: str, snapshot: SnapshotId) -> None:
-        self._command = [sys.executable, "-c", WRITER, str(smp.arena), smp.job, coord, *map(str, snapshot)]
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert read_line(self._process.stdout) == "halfway\n"
-        return self._process
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=DEADLINE_S)
 
 
 def stamp_another_step(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
@@ -378,51 +317,6 @@ class TestWhatIsNotASnapshotIsRefused:
 
 
 class TestFencing:
-    def test_an_older_epoch_may_do_nothing_any_more(self, ground: Ground) -> None:
-        smp = ground.smp()
-        old = run_on([smp], [[3000]])
-        old.protect(1)
-        written = old.write(2)
-        smp.client().join(2)
-        client = old["dp0"].client
-        for act in (
-            lambda: client.take("dp0", []),
-            lambda: old["dp0"].seal(written),
-            lambda: client.configure(old.layout),
-            lambda: client.join(1),
-            lambda: smp.client().finish(1),
-        ):
-            with pytest.raises(StaleEpoch):
-                act()
-        assert client.inventory().shards == {(SnapshotId(1, 1), "dp0")}
-        assert client.inventory().epoch == 2
-        assert client.outcome(written) is SnapshotOutcome.FAILED
-
-    def test_what_an_old_writer_writes_does_not_reach_the_new_one(self, ground: Ground) -> None:
-        smp = ground.smp()
-        old = run_on([smp], [[3000]], slots=2)
-        old.write(1)
-        mapped = old["dp0"].write(SnapshotId(1, 1))
-        new = Run([Trainer(smp, "dp0")], slots=2).start(2)
-        self.write_everywhere_while_the_new_one_takes_snapshots(smp, mapped, new)
-
-    def test_nor_after_the_smp_was_restarted_in_between(self, ground: Ground) -> None:
-        smp = ground.smp()
-        old = run_on([smp], [[3000]], slots=2)
-        mapped = old["dp0"].write(SnapshotId(1, 1))
-        smp.restart()
-        new = Run([Trainer(smp, "dp0")], slots=2).start(2)
-        self.write_everywhere_while_the_new_one_takes_snapshots(smp, mapped, new)
-
-    @staticmethod
-    def write_everywhere_while_the_new_one_takes_snapshots(smp: SmpProcess, mapped: memoryview, new: Run) -> None:
-        for step in (1, 2, 3):
-            snapshot = new.write(step)
-            mapped[:] = b"\xee" * len(mapped)
-            new["dp0"].seal(snapshot)
-            assert new.outcomes(snapshot) == {PROTECTED}
-            assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(new, "dp0", snapshot)
-
     def test_a_trainer_of_another_job_is_refused(self, lone: SmpProcess) -> None:
         with pytest.raises(ConfigError, match=r"'testrun', not 'otherun': .*HOLDFAST_JOB"):
             SmpClient(lone.arena, "otherun")
@@ -613,31 +507,6 @@ class TestAnSmpKilledAndStartedAgain:
         assert run["dp0"].client.outcome(snapshot) is PROTECTED
         assert run["dp0"].client.outcome(SnapshotId(1, 1)) is SnapshotOutcome.FAILED
 
-    def test_goes_on_protecting_in_the_same_epoch(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
-        run.protect(1)
-        smps[1].restart()
-        run["dp1"].client.reconnect()
-        for step in (2, 3, 4):
-            run.protect(step)
-        snapshot, tag = run.snapshot(4), run.layout.tag(0)
-        assert parity_units(smps[1], snapshot, tag, 1) == parities_by_xor(run, 0, snapshot)[1]
-
-    def test_all_slots_without_a_sealed_snapshot_are_free(self, ground: Ground) -> None:
-        smp = ground.smp()
-        run = run_on([smp], [[3000]], slots=2)
-        run.protect(1)
-        run.write(2)
-        memory = memory_of(smp.arena)
-        smp.restart()
-        again = Run([Trainer(smp, "dp0")], slots=2).start(2)
-        again.protected = run.protected
-        again.protect(2)
-        again.protect(3)
-        assert len(list(smp.arena.glob("dp0.*.safetensors"))) == 2
-        assert memory_of(smp.arena) <= memory + (16 << 10)
-
     @pytest.mark.parametrize("at", [-1, 5000], ids=["last byte", "middle"])
     def test_does_not_give_a_shard_that_was_damaged_meanwhile_and_cannot_be_mended(
         self, ground: Ground, at: int
@@ -660,43 +529,6 @@ class TestAnSmpKilledAndStartedAgain:
         assert not record_of(path).exists()
         recovered = run["dp0"].recover(run.plan(inventory))
         assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp0", good))
-
-    @pytest.mark.parametrize("at", [-1, 5000], ids=["last byte", "middle"])
-    def test_mends_a_shard_that_was_damaged_meanwhile(self, ground: Ground, at: int) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000], [3000], [3000]])
-        snapshot = run.protect(1)
-        path = shard_file(smps[1], snapshot, "dp1")
-        smps[1].kill()
-        flip_a_byte(path, at)
-        smps[1].launch().wait_ready()
-        run["dp1"].client.reconnect()
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
-        assert (plan.decoded, plan.repair) == ((), ())
-        recovered = run["dp1"].recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("repaired", bytes_of(run, "dp1", snapshot))
-        assert path.read_bytes() == bytes_of(run, "dp1", snapshot)
-        assert run["dp1"].recover(plan).how == "held"
-        assert damage_of(run["dp1"]) == (1, 1)
-
-    def test_mends_a_parity_that_was_damaged_meanwhile(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
-        snapshot, tag = run.protect(1), run.layout.tag(0)
-        path = parity_file(smps[0], snapshot, tag, 0)
-        smps[0].kill()
-        flip_a_byte(path, 100)
-        smps[0].launch().wait_ready()
-        run["dp0"].client.reconnect()
-        inventories = [trainer.client.inventory() for trainer in run]
-        assert inventories[0].shards == {(snapshot, "dp0")}
-        assert inventories[0].parities == {(snapshot, tag, 0)}
-        assert run.plan(*inventories).repair == ()
-        assert wait_until(lambda: damage_of(run["dp0"]) == (1, 0)), "what is adopted is verified"
-        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 1, "repaired": 1}
-        assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
-        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 0, "repaired": 0}
-        assert damage_of(run["dp0"]) == (1, 1)
 
     def test_serves_before_it_has_read_what_it_adopted_and_hands_out_no_damage_meanwhile(self, ground: Ground) -> None:
         smps = ground.smps(3)
@@ -728,16 +560,6 @@ class TestAnSmpKilledAndStartedAgain:
         assert wait_until(lambda: not take_statuses(run.job, [smps[1].control])[0].verifying)
         assert damage_of(run["dp1"]) == (1, 1)
 
-    def test_does_not_take_a_broken_record_for_one(self, ground: Ground) -> None:
-        smp = ground.smp()
-        run = run_on([smp], [[3000]])
-        good, bad = run.protect(1), run.protect(2)
-        path = shard_file(smp, bad, "dp0")
-        smp.kill()
-        record_of(path).write_text('{"kind": "shard", "snapshot": [1')
-        smp.launch().wait_ready()
-        assert smp.client().inventory().shards == {(good, "dp0")}
-
 
 def damage_of(trainer: Trainer) -> tuple[int, int]:
     """Units that a trainer's SMP has found damaged since it started, and how many it has repaired."""
@@ -745,214 +567,10 @@ def damage_of(trainer: Trainer) -> tuple[int, int]:
     return counts["units_damaged"], counts["units_repaired"]
 
 
-def units_on(smp: SmpProcess) -> int:
-    """The number of sealed units in an arena."""
-    records = [decode_digested(path.read_bytes()) for path in smp.arena.glob("*.*.json")]
-    return sum(len(record["digests"]) for record in records if "digests" in record)
-
-
-class TestAnSmpKilledInTheMiddle:
-    """Killed at failpoints: at exactly that point, whatever the machine is busy with."""
-
-    @pytest.mark.parametrize("point", ["seal.done", "encode.middle"])
-    def test_its_snapshot_is_protected_nowhere_and_the_one_before_is_whole(self, ground: Ground, point: str) -> None:
-        smps = ground.smps(3, rules={1: [(point, 2)]})
-        run = run_on(smps, [[9000], [9000], [9000]])
-        older = run.protect(1)
-        newer = run.write(2)
-        sealing = [ground.meanwhile(run[coord].seal, newer) for coord in ("dp0", "dp2", "dp1")]
-        ground.points.wait("node1", point, 2)
-        for future in sealing[:2]:
-            future.result(DEADLINE_S)
-        assert {run[coord].outcome(newer, SHORT_S) for coord in ("dp0", "dp2")} == {SnapshotOutcome.PENDING}
-        smps[1].lose()
-        assert PROTECTED not in {run[coord].outcome(newer, SHORT_S) for coord in ("dp0", "dp2")}
-
-        replaced = Run([run["dp0"], Trainer(ground.smp("node3"), "dp1", 9000), run["dp2"]])
-        plan = replaced.plan(*(trainer.client.inventory() for trainer in replaced))
-        assert (plan.snapshot, plan.decoded) == (older, ("dp1",))
-        for trainer, how in zip(replaced, ("held", "rebuilt", "held"), strict=True):
-            trainer.client.join(2)
-            recovered = trainer.recover(plan)
-            assert (recovered.how, bytes(recovered.view)) == (how, trainer.image(older))
-        replaced.start(2)
-        replaced.protected = older
-        replaced.protect(3)
-
-    def test_what_it_had_sealed_is_found_after_a_restart(self, ground: Ground) -> None:
-        smps = ground.smps(2, rules={1: [("seal.done", 1)]})
-        run = run_on(smps, [[3000], [3000]])
-        snapshot = run.write(1)
-        run["dp0"].seal(snapshot)
-        sealing = ground.meanwhile(run["dp1"].seal, snapshot)
-        ground.points.wait("node1", "seal.done", 1)
-        smps[1].restart()
-        with pytest.raises(SmpUnavailable):
-            sealing.result(DEADLINE_S)
-        run["dp1"].client.reconnect()
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
-        assert (plan.snapshot, plan.decoded) == (snapshot, ())
-        assert (0, 0) in plan.repair
-
-    @pytest.mark.parametrize("epoch", [2, 3], ids=["same epoch", "next epoch"])
-    def test_a_trainer_killed_while_its_shard_is_rebuilt_does_not_spoil_the_next_attempt(
-        self, ground: Ground, epoch: int
-    ) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
-        snapshot = run.protect(1)
-        smps[1].lose()
-        spare = ground.smp("node2", rules=[("rebuild.middle", 1)])
-        doomed, heir = Trainer(spare, "dp1"), Trainer(spare, "dp1")
-        plan = run.plan(run["dp0"].client.inventory(), heir.client.inventory())
-        doomed.client.join(2)
-        first = ground.meanwhile(doomed.recover, plan)
-        late = ground.points.wait("node2", "rebuild.middle", 1)
-
-        heir.client.join(epoch)
-        second = ground.meanwhile(heir.recover, plan)
-        ground.points.wait("node2", "rebuild.middle", 1).go()
-        recovered = second.result(DEADLINE_S)
-        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))
-        late.go()
-        first.exception(DEADLINE_S)
-        assert heir.client.inventory().shards == {(snapshot, "dp1")}
-        again = heir.recover(plan)
-        assert (again.how, bytes(again.view)) == ("held", bytes_of(run, "dp1", snapshot))
-
-    @pytest.mark.parametrize("how", ["fetched", "rebuilt"])
-    def test_a_trainer_of_an_older_epoch_does_not_get_what_a_newer_one_is_writing(
-        self, ground: Ground, how: str
-    ) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
-        plan = plan_for(run, "dp0", run.protect(1))
-        spare = ground.smp("node2", rules=[("rebuild.middle", 1)])
-        old = Trainer(spare, "dp0")
-        if how == "rebuilt":
-            smps[0].lose()
-            plan = run.plan(run["dp1"].client.inventory(), old.client.inventory())
-        first = ground.meanwhile(old.recover, plan)
-        late = ground.points.wait("node2", "rebuild.middle", 1)
-
-        new = Run([Trainer(spare, "dp0")], slots=2).start(2)
-        snapshot = new.write(5)
-        late.go()
-        first.exception(DEADLINE_S)
-        new["dp0"].seal(snapshot)
-        assert new.outcomes(snapshot) == {PROTECTED}
-        assert shard_file(spare, snapshot, "dp0").read_bytes() == bytes_of(new, "dp0", snapshot)
-
-
-def plan_for(run: Run, coord: str, snapshot: SnapshotId) -> RestorePlan:
-    """A plan to fetch one shard, although the snapshot is not complete."""
-    bulk = run[coord].client.inventory().bulk
-    return RestorePlan(Sources(snapshot, run.layout, {coord: bulk}, {}), (), ())
-
-
 # ---------------------------------------------------------------------- recovery
 
 
 class TestALostNode:
-    def test_is_rebuilt_and_its_parity_too_so_that_another_may_be_lost(self, ground: Ground) -> None:
-        smps = ground.smps(4)
-        run = run_on(smps, [[9000, 500], [7000, 800], [9000, 9], [8000, 700]], protect="3+1")
-        snapshot = run.protect(1)
-        for lost, name in ((1, "spare1"), (3, "spare3")):
-            smps[lost].lose()
-            smps[lost] = ground.smp(name, rules=[("repair_parity.done", None)])
-            here = [f"dp{2 * lost}", f"dp{2 * lost + 1}"]
-            for coord in here:
-                elements = run[coord].form.offsets["weight"][1].shape[0]
-                run.trainers[coord] = Trainer(smps[lost], coord, elements)
-            plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
-            assert (plan.snapshot, sorted(plan.decoded), plan.repair) == (snapshot, here, ((0, lost),))
-            for coord in here:
-                recovered = run[coord].recover(plan)
-                assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
-                assert recovered.bytes_fetched >= len(recovered.view)
-            run[here[0]].client.repair_parity(plan.sources, 0, lost)
-            ground.points.wait(name, "repair_parity.done", 1).go()
-            repaired = parity_units(smps[lost], snapshot, run.layout.tag(0), lost)
-            assert repaired == parities_by_xor(run, 0, snapshot)[lost]
-        plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
-        assert (plan.decoded, plan.repair) == ((), ())
-
-    def test_can_be_lost_again_before_its_parity_is_repaired(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000], [3000], [3000]])
-        snapshot = run.protect(1)
-        for name in ("spare", "second"):
-            smps[2].lose()
-            smps[2] = ground.smp(name)
-            run.trainers["dp2"] = Trainer(smps[2], "dp2")
-            recovered = run["dp2"].recover(run.plan(*(trainer.client.inventory() for trainer in run)))
-            assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp2", snapshot))
-
-    def test_with_another_without_parity_for_both_cannot_be_had(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000], [3000], [3000]])
-        run.protect(7)
-        run.protect(8)
-        for smp in smps[1:]:
-            smp.lose()
-        spares = [ground.smp("spare1"), ground.smp("spare2")]
-        inventories = [smp.client().inventory() for smp in (smps[0], *spares)]
-        with pytest.raises(Unrecoverable, match=r"step 7 .*group 0 .*node1, node2.* 1 parity"):
-            plan_restore(inventories, run.trainers)
-
-    def test_in_each_of_two_groups_can_be_had(self, ground: Ground) -> None:
-        smps = ground.smps(4)
-        run = run_on(smps, [[3000], [2000], [3000], [4000]], protect="1+1")
-        snapshot = run.protect(1)
-        for lost in (0, 3):
-            smps[lost].lose()
-        spare = ground.smp("spare")
-        run.trainers["dp0"], run.trainers["dp3"] = Trainer(spare, "dp0", 3000), Trainer(spare, "dp3", 4000)
-        plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1", "dp2")))
-        for coord in ("dp0", "dp3"):
-            recovered = run[coord].recover(plan)
-            assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
-
-    def test_that_was_counted_on_and_was_one_too_many_is_reported_and_not_waited_for(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000], [3000], [3000]])
-        run.protect(1)
-        smps[2].lose()
-        spare = Trainer(ground.smp("spare"), "dp2")
-        plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
-        smps[1].lose()
-        with pytest.raises(Unrecoverable, match=r"stripe \d+ of .* 2 are"):
-            spare.recover(plan)
-        assert spare.client.inventory().shards == frozenset()
-
-    def test_that_was_counted_on_is_made_up_for_by_what_is_left(self, ground: Ground) -> None:
-        smps = ground.smps(4)
-        run = run_on(smps, [[30_000], [20_000], [30_000], [25_000]], protect="2+2")
-        snapshot = run.protect(1)
-        smps[2].lose()
-        spare = Trainer(ground.smp("spare"), "dp2", 30_000)
-        plan = run.plan(*(run[f"dp{i}"].client.inventory() for i in (0, 1, 3)), spare.client.inventory())
-        smps[1].lose()
-        recovered = spare.recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp2", snapshot))
-
-    def test_two_of_a_group_with_two_parities_are_rebuilt(self, ground: Ground) -> None:
-        smps = ground.smps(4)
-        run = run_on(smps, [[9000, 500], [7000], [9000], [8000, 70]], protect="2+2")
-        snapshot = run.protect(1)
-        for lost in (0, 3):
-            smps[lost].lose()
-        spares = {coord: ground.smp(f"spare-{coord}") for coord in ("dp0", "dp1", "dp4", "dp5")}
-        for coord, spare in spares.items():
-            elements = run[coord].form.offsets["weight"][1].shape[0]
-            run.trainers[coord] = Trainer(spare, coord, elements)
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
-        assert sorted(plan.decoded) == sorted(spares)
-        for coord in spares:
-            recovered = run[coord].recover(plan)
-            assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
-
     @pytest.mark.parametrize("method", ["chain", "decode"])
     def test_is_rebuilt_by_either_method(self, ground: Ground, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         smps = ground.smps(4)
@@ -974,55 +592,8 @@ class TestALostNode:
         assert counts["units_damaged"] == 0
 
 
-class TestRanksOnOtherNodes:
-    def test_their_shards_are_fetched(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000], [4000], [5000]])
-        snapshot = run.protect(1)
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
-        moved = [Trainer(smps[(i + 1) % 3], f"dp{i}", 3000 + 1000 * i) for i in range(3)]
-        for trainer in moved:
-            recovered = trainer.recover(plan)
-            assert (recovered.how, recovered.bytes_fetched) == ("fetched", len(recovered.view))
-            assert bytes(recovered.view) == bytes_of(run, trainer.coord, snapshot)
-        renumbered = Run(moved).start(2)
-        renumbered.protected = snapshot
-        assert [node.name for node in renumbered.layout.nodes] == ["node1", "node2", "node0"]
-        renumbered.protect(2)
-
-
 class TestADamagedCopy:
     """A unit that does not match its digest is an erasure, and is recovered from the rest of its stripe."""
-
-    def test_of_its_own_is_noticed_and_mended_in_place(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[9000], [9000], [9000]])
-        snapshot = run.protect(1)
-        path = shard_file(smps[1], snapshot, "dp1")
-        inode = path.stat().st_ino
-        flip_a_byte(path)
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
-        assert plan.decoded == ()
-        recovered = run["dp1"].recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("repaired", bytes_of(run, "dp1", snapshot))
-        assert recovered.bytes_fetched > 0
-        assert (path.read_bytes(), path.stat().st_ino) == (bytes_of(run, "dp1", snapshot), inode)
-        assert damage_of(run["dp1"]) == (1, 1)
-        again = run["dp1"].recover(plan)
-        assert (again.how, again.bytes_fetched) == ("held", 0)
-
-    def test_of_another_node_is_noticed_and_computed_from_the_others(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[9000], [9000], [9000]])
-        snapshot = run.protect(1)
-        flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
-        recovered = Trainer(smps[2], "dp1", 9000).recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("fetched", bytes_of(run, "dp1", snapshot))
-        assert damage_of(run["dp1"]) == (1, 0)
-        assert (snapshot, "dp1") in run["dp1"].client.inventory().shards, "the rest of it is good"
-        assert run["dp1"].recover(plan).how == "repaired"
-        assert shard_file(smps[1], snapshot, "dp1").read_bytes() == bytes_of(run, "dp1", snapshot)
 
     def test_of_its_own_with_too_little_left_to_mend_it_is_dropped_and_the_next_plan_says_so(
         self, ground: Ground
@@ -1044,19 +615,6 @@ class TestADamagedCopy:
         with pytest.raises(Unrecoverable, match=r"step 1 .* node1, node2 .*parity of 1"):
             run.plan(*inventories)
 
-    def test_of_parity_is_noticed_and_mended_by_the_scrub(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[9000], [9000], [9000]])
-        snapshot, tag = run.protect(1), run.layout.tag(0)
-        flip_a_byte(parity_file(smps[0], snapshot, tag, 0), 0)
-        found = run["dp0"].client.scrub()
-        assert found == {"units": units_on(smps[0]), "damaged": 1, "repaired": 1}
-        assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
-        counts = run["dp0"].client.counters()
-        assert (counts["units_damaged"], counts["units_repaired"]) == (1, 1)
-        parity = parities_by_xor(run, 0, snapshot)[0]
-        assert counts["bytes_scrubbed"] == len(bytes_of(run, "dp0", snapshot)) + sum(map(len, parity))
-
     def test_of_parity_that_was_counted_on_cannot_be_replaced_by_anything_else(self, ground: Ground) -> None:
         smps = ground.smps(2)
         run = run_on(smps, [[3000], [3000]])
@@ -1071,18 +629,6 @@ class TestADamagedCopy:
             spare.recover(run.plan(*inventories))
         assert damage_of(run["dp0"]) == (1, 0)
         assert spare.client.inventory().shards == frozenset()
-
-    def test_of_parity_that_was_counted_on_is_made_up_for_by_other_parity(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[30_000], [30_000], [30_000]], protect="1+2")
-        snapshot, tag = run.protect(1), run.layout.tag(0)
-        for unit in range(len(parity_units(smps[0], snapshot, tag, 0))):
-            flip_a_byte(parity_file(smps[0], snapshot, tag, 0), unit * run.layout.unit_bytes)
-        smps[1].lose()
-        spare = Trainer(ground.smp("spare"), "dp1", 30_000)
-        plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp2")), spare.client.inventory())
-        recovered = spare.recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))
 
 
 def in_units_of_a_byte(smp: SmpProcess, elements: int) -> Run:
