@@ -104,7 +104,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
         Text(f"{each} is an older run, which no restart goes on with: `holdfast give-up` drops it", style="yellow")
         for each in overview.older_runs
     ]
-    parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
+    parts += [Text(line, style="yellow" if ": " in line else "") for line in overview.tiers]
     parts += [Text(overview.repeats, style="yellow")] if overview.repeats else []
     older = ", ".join(f"{snapshot.step:,}" for snapshot in overview.older)
     parts += [Text(f"HOLDFAST_RESTORE_STEP could go back to step {older}")] if older else []

@@ -139,7 +139,11 @@ class Overview:
             snapshot, tier = max(known, key=lambda pair: pair[0])
             ago_s = max(0.0, time.time() - tier.at_s)
             line = f"step {snapshot.step:,} is persisted at {tier.place}, {ago_s:,.0f} s ago"
-        return [line, *(f"{node}: not persisted: {tier.problem}" for node, tier in tiers if tier.problem)]
+        return [
+            line,
+            *(f"{node}: not persisted: {tier.problem}" for node, tier in tiers if tier.problem),
+            *(f"{node}: storage: {tier.caution}" for node, tier in tiers if tier.caution and not tier.problem),
+        ]
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:

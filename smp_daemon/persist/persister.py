@@ -52,6 +52,8 @@ class TierState:
         persisted: the newest snapshot that this node knows to be whole there. `at_s`: when it learnt that, in seconds
             since 1970.
         problem: why the last snapshot was not persisted; empty if it was.
+        caution: why nothing can be persisted there, or may be lost with this node; empty if nothing is known against
+            the place. Seen when the SMP started, and again when a snapshot was persisted.
     """
 
     place: str
@@ -61,6 +63,7 @@ class TierState:
     persisted: SnapshotId | None = None
     at_s: float = 0.0
     problem: str = ""
+    caution: str = ""
 
 
 class Persister:
@@ -198,7 +201,8 @@ class Persister:
     def _note_runs(self, options: PersistOptions) -> None:
         """Note each run that begins. In a thread of its own, as storage may hang."""
         if why := caution(options.url):
-            log.warning("what is persisted may be lost with this node: %s", why)
+            log.warning("snapshots on storage: %s", why)
+            self._say(caution=why)
         while not self._closed.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._noted is not None or self._closed.is_set())
@@ -262,7 +266,8 @@ class Persister:
 
     def _done(self, snapshot: SnapshotId, stored: int) -> None:
         self._store.counters.add(snapshots_persisted=1, bytes_persisted=stored)
-        self._say(persisted=snapshot, at_s=self.network.time(), problem="")
+        why = caution(self._options.url) if self._options else ""
+        self._say(persisted=snapshot, at_s=self.network.time(), problem="", caution=why)
         log.info("%s is persisted; this node wrote %d bytes", snapshot, stored)
         self._episodes.end("persist", "snapshots are persisted again: %s", snapshot, extra=about(snapshot))
 

@@ -86,12 +86,19 @@ def place_name(url: str) -> str:
 
 
 def caution(url: str) -> str:
-    """Why what is persisted at a place may be lost with this node, in words; empty if nothing is known against it."""
+    """Why nothing can be persisted at a place, or may be lost with this node, in words; empty if nothing is known
+    against the place. Blocks if the storage hangs."""
     path = _directory(url)
     if path is None:
         return f"{_shown(url)} is this process's memory" if url.startswith("memory:") else ""
-    on_root = path.is_dir() and path.stat().st_dev == Path("/").stat().st_dev
+    if not path.is_dir():
+        return _absent(path)
+    on_root = path.stat().st_dev == Path("/").stat().st_dev
     return f"{path} is on the root file system: is the storage mounted?" if on_root else ""
+
+
+def _absent(path: Path) -> str:
+    return f"{path} is not a directory that is there: mount the storage, or make it there"
 
 
 def _directory(url: str) -> Path | None:
@@ -150,7 +157,7 @@ class Directory:
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
         with _reported(f"{target} cannot be written"):
             if not self._root.is_dir():  # a storage that is not mounted: what is written would be lost with the node
-                raise PlaceError(f"{self._root} is not a directory that is there: mount the storage, or make it there")
+                raise PlaceError(_absent(self._root))
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with part.open("wb", buffering=0) as file:

@@ -201,6 +201,15 @@ def test_a_log_without_permission_is_told(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize(
+    ("place", "why"), [("/nowhere/at/all", "not a directory that is there"), ("memory://b", "process's memory")]
+)
+def test_a_doubtful_place_is_told_before_a_job_comes(ground: Ground, place: str, why: str) -> None:
+    smp = ground.prepare()
+    smp.launch("--persist", place).wait_ready()
+    await_(lambda: any(why in line for line in look(JOB, smp.control).tiers))
+
+
+@pytest.mark.parametrize(
     ("place", "why"),
     [
         ("file", "not a directory"),

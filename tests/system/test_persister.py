@@ -424,7 +424,8 @@ def test_a_file_that_is_given_up_is_not_there(tmp_path: Path) -> None:
 def test_what_would_be_lost_with_the_node_is_warned_of(tmp_path: Path) -> None:
     assert "root file system" in place.caution("/")
     assert "memory" in place.caution("memory://bucket")
-    assert place.caution("s3://bucket/prefix") == place.caution("/dev/shm") == place.caution("/nowhere") == ""
+    assert "not a directory" in place.caution("/nowhere")
+    assert place.caution("s3://bucket/prefix") == place.caution("/dev/shm") == ""
 
 
 def test_a_place_is_shown_without_its_password() -> None:
