@@ -89,6 +89,14 @@ def test_links_lead_to_files(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page: Path) -> None:
+    """A blank line within a table would show the rows below it as text."""
+    lines = ["", *re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S).splitlines(), ""]
+    begins = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in begins if not re.fullmatch(r"\|[ :|-]+\|", lines[i + 1])] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_examples_are_python_and_import_what_there_is(page: Path) -> None:
     for code in blocks(page, "python"):
