@@ -1,4 +1,4 @@
-"""Somebody who keeps a machine for others: an upgrade under a running job, another user, too little memory."""
+"""Somebody who keeps a machine for others: an upgrade under a running job, another user, too little memory, storage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from tools.journeys import bucket, watch
 from tools.journeys.hosts import Failed, Running, Shell
 from tools.journeys.newcomer import Hold, check_same, checkout, training
 from tools.journeys.pages import Docs
@@ -57,6 +58,7 @@ def walk(python: Path, folder: Path) -> None:
         try:
             undisturbed = upgrade(docs, shell)
             greed(docs, shell, undisturbed)
+            bucket.outlive_memory(docs, shell, Path(arena), TORCHRUN, undisturbed)
         finally:
             for leftover in find_leftovers(Path(arena)):
                 remove(leftover)
@@ -86,7 +88,7 @@ def upgrade(docs: Docs, shell: Shell) -> list[str]:
     hold.at(20)
     job = shell.start(TORCHRUN)
     job.wait_for("step 20 ")
-    _until(shell, lambda said: "is held" in said or "is safe" in said)
+    watch.until(shell, lambda said: "is held" in said or "is safe" in said)
     strangers(shell)
     shell.run(docs.command(START, "Install", "pip install .", {}))
     pid = json.loads(shell.run("holdfast smp status --job my-run --json - 2>/dev/null"))["pid"]
@@ -94,7 +96,7 @@ def upgrade(docs: Docs, shell: Shell) -> list[str]:
     shell.run(docs.command(RUNNING, "By hand", "--detach", {"64GB": "64MB"}))
     hold.at(40)
     job.wait_for("step 40 ")
-    said = _until(shell, lambda said: re.search(r"step (2[1-9]|3\d|40) is", said) is not None)
+    said = watch.until(shell, lambda said: re.search(r"step (2[1-9]|3\d|40) is", said) is not None)
     if OLDER in said:
         raise Failed(f"the SMP was not upgraded:\n{said}")
     hold.go()
@@ -173,18 +175,6 @@ def _killed(group: Path) -> int:
             found = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.M)
             return int(found[1]) if found else 0
     raise Failed(f"{group} does not count what it kills")
-
-
-def _until(shell: Shell, holds: Callable[[str], bool]) -> str:
-    """Ask for the status until it says so. Raises `Failed`."""
-    limit = time.monotonic() + 60
-    while True:
-        said = " ".join(shell.run("holdfast status || true").split())
-        if holds(said):
-            return said
-        if time.monotonic() > limit:
-            raise Failed(f"the status does not become what it should: {said}")
-        time.sleep(0.5)
 
 
 def _ended(job: Running) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from tools.journeys import watch
 from tools.journeys.hosts import Failed, Host, Shell, network
 from tools.journeys.newcomer import Hold, check_same, checkout, training
 from tools.journeys.pages import Docs
 from tools.journeys.student import START, finish, prepared, run_over
 
-RUNNING, WATCHING = "docs/running.md", "docs/watching.md"
+RUNNING = "docs/running.md"
 NAMES = ("alpha", "beta", "gamma")
 MEMORY = {"64GB": "64MB"}
 """Replaces the page's memory limit by one that these hosts can spare."""
@@ -63,19 +63,16 @@ def served(docs: Docs, python: Path, host: Host, head: Host) -> Shell:
 
 def look(docs: Docs, shell: Shell) -> None:
     """Check the status and metrics of a training job. Raises `Failed`."""
-    said = shell.run(docs.command(WATCHING, "Status and metrics", "holdfast status", {}))
-    if not re.search(r"is safe against the loss of any 1 node", " ".join(said.split())):
+    said = watch.status(docs, shell)
+    if not re.search(r"is safe against the loss of any 1 node", said):
         raise Failed(said)
-    [url] = re.findall(r"http://127\.0\.0\.1:\d+/", said)
+    url = watch.page(shell, said)
     for path, words in (("", "<!doctype html>"), ("metrics", "holdfast_safe_step"), ("healthz", "ok")):
-        if words not in (answer := shell.run(f'python -c "{FETCH}" {url}{path}')):
+        if words not in (answer := watch.fetch(shell, f"{url}{path}")):
             raise Failed(f"{url}{path}: {answer[:300]}")
-    status = json.loads(shell.run(docs.command(WATCHING, "Status and metrics", "--json -") + " 2>/dev/null"))
-    if [len(job["nodes"]) for job in status] != [len(NAMES)]:
-        raise Failed(f"{len(NAMES)} nodes, and of the job is said: {status}")
-
-
-FETCH = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
+    found = watch.jobs(docs, shell)
+    if [len(job["nodes"]) for job in found] != [len(NAMES)]:
+        raise Failed(f"{len(NAMES)} nodes, and of the job is said: {found}")
 
 
 def drain(docs: Docs, shells: list[Shell]) -> None:

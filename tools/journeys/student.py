@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+from tools.journeys import watch
 from tools.journeys.hosts import Failed, Host, Network, Running, Shell, network
 from tools.journeys.newcomer import Hold, check_same, checkout, training
 from tools.journeys.pages import Docs
 
 START, TORCHRUN = "docs/start.md", "docs/torchrun.md"
 HOSTS = "Several hosts"
+SLACK_S = 5.0
+"""By how much a recovery may differ from a stopwatch that is stopped by a line that torchrun passes on, in seconds."""
 
 
 def walk(python: Path, folder: Path) -> None:
@@ -31,7 +35,15 @@ def walk(python: Path, folder: Path) -> None:
         shells[1].run("kill -9 $(pgrep -f '[ ]train.py$' | tail -1)")
         hold.at(100)
         killed[0].wait_for("step 100 ")
+        cut = time.monotonic()
         replaced = lose(docs, python, wires, hosts, killed)
+        hold.at(120)
+        for _ in range(2):  # a step prints its loss before it is done
+            killed[0].wait_for(" loss ")
+        took_s = time.monotonic() - cut
+        killed[0].wait_for("step 120 ")
+        parts = watch.recovery(docs, shells[0], took_s, SLACK_S)
+        print(f"  {took_s:.1f} s from the power cut to the first new step; status, page and metrics: {parts}")
         hold.go()
         finish([killed[0], replaced])
         check_same(undisturbed[0].said, killed[0].said)
