@@ -18,7 +18,8 @@ export HOLDFAST_JOB="$SLURM_JOB_ID" HOLDFAST_TOKEN_FILE="$HOME/.holdfast-$SLURM_
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 [ -e "$HOLDFAST_TOKEN_FILE" ] || head -c 32 /dev/urandom | base64 >"$HOLDFAST_TOKEN_FILE"
 trap 'rm -f "$HOLDFAST_TOKEN_FILE"' EXIT
-# Sets each node's name and address, for its SMP and for its trainers, which start another SMP if that one is gone.
+# Sets each node's name and address, for its SMP and for its trainers, which start another SMP if that one is gone. The
+# first address may be a management card's: `holdfast doctor` on a node says which card it is, and of a faster one.
 # shellcheck disable=SC2016  # each node's own shell must expand these, not this one
 on_node='export HOLDFAST_NODE="$SLURMD_NODENAME" HOLDFAST_HOST
     HOLDFAST_HOST=$(hostname -I | cut -d" " -f1)

@@ -8,7 +8,8 @@ set -eu
 PATH=/opt/train/bin:/usr/local/bin:/usr/bin:/bin # includes the environment with holdfast
 unit="holdfast-${SLURM_JOB_ID}"
 systemctl is-active --quiet "$unit" && exit 0
-# Under Debian a node resolves its own name to 127.0.1.1.
+# Under Debian a node resolves its own name to 127.0.1.1. If `holdfast doctor` says that the card is a slow one, put in
+# the address of the fast network, here and in task-prolog.sh.
 address=$(getent ahostsv4 "$SLURMD_NODENAME" | awk '$1 !~ /^127\./ { print $1; exit }')
 [ -n "$address" ] || address=$(hostname -I | cut -d' ' -f1)
 exec systemd-run --quiet --collect --unit="$unit" --uid="$SLURM_JOB_USER" \
