@@ -22,7 +22,7 @@ import torch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_arenas, remove
 from tests.proof.device.driver import Driver
-from tests.proof.device.queues import LAZY
+from tests.proof.device.queues import EAGER, LAZY
 from tests.proof.device.seam import Cpu, Emulated, Real, SeamDevice
 from tests.proof.device.standin import EmulatedCuda
 
@@ -62,7 +62,7 @@ class Machine:
         try:
             driver = Driver(LAZY, connections=connections)
         except RuntimeError:  # no driver can stand in here: the emulated device has an order of its own
-            return Emulated(EmulatedCuda(LAZY))
+            return Emulated(EmulatedCuda(LAZY if late_copies else EAGER))
         return Emulated(EmulatedCuda(driver=driver), late_copies=late_copies)
 
     @property

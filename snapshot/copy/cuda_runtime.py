@@ -33,8 +33,8 @@ log = get_log(__name__)
 def uses_cuda() -> bool:
     """Whether this process has anything on a CUDA device. Always false for a torch built without CUDA, even if
     something stands in for CUDA, as when Megatron trains on CPUs."""
-    built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    return built and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    built: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return built and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class DeviceEvent(Protocol):

@@ -110,6 +110,8 @@ class Pages:
         return done
 
     def _unregister(self, runtime: Runtime, addresses: Sequence[int]) -> None:
-        for address in reversed(addresses):
-            if code := runtime.unregister(address):
-                log.warning("cudaHostUnregister of a slot on %s: error %d", runtime.device, code)
+        codes = [code for address in reversed(addresses) if (code := runtime.unregister(address))]
+        if codes:  # a device that has failed refuses thousands
+            log.warning(
+                "cudaHostUnregister of %d parts of a slot on %s: error %d", len(codes), runtime.device, codes[0]
+            )

@@ -39,9 +39,14 @@ class Ring:
         while len(self._stored) >= self._most:
             self._land_first(begun)
         buffer = self._take()
-        target = np.uint64(buffer.data_ptr()) + _starts(table)
-        self._runtime.copy_runs(_with(table, target=target))
-        self._stored.append((buffer, self._stream.record_event(), _with(table, source=target)))
+        try:
+            target = np.uint64(buffer.data_ptr()) + _starts(table)
+            self._runtime.copy_runs(_with(table, target=target))
+            event = self._stream.record_event()
+        except BaseException:  # what was queued nevertheless comes before all that the buffer is used for next
+            self._give(buffer, None)
+            raise
+        self._stored.append((buffer, event, _with(table, source=target)))
 
     def land(self, begun: DeviceEvent | None = None) -> None:
         """Block until everything stored is where it belongs. `begun`: as in `store`."""
@@ -83,7 +88,12 @@ class Ring:
             known = self._free.popleft() if self._made == self._most else None
             self._made += known is None
         if known is None:
-            return self._runtime.pinned(self._bytes)
+            try:
+                return self._runtime.pinned(self._bytes)
+            except BaseException:
+                with self._lock:
+                    self._made -= 1
+                raise
         buffer, event = known
         if event is not None:
             self._runtime.wait(event)

@@ -22,10 +22,10 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.system import MACHINE
-from holdfast.snapshot.copy import cuda_driver, cuda_runtime, runs
-from holdfast.snapshot.copy.cuda import CudaEngine
+from holdfast.snapshot.copy import cuda_driver, cuda_runtime, pages, runs
+from holdfast.snapshot.copy.cuda import BEING_TRANSFERRED, CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.engines import SlotTensor, address_of
+from holdfast.snapshot.copy.engines import SlotTensor, address_of, load_threads
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import DTYPES, octets
 from holdfast.snapshot.state import rng
@@ -47,6 +47,7 @@ from tests.proof.device.seam import (
 from tests.proof.device.standin import EmulatedCuda
 
 SEED = 7
+BUFFERS = load_threads() + BEING_TRANSFERRED
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -383,6 +384,47 @@ def test_no_memory_on_the_device_fails_the_copy_and_nothing_else(gpu: EmulatedCu
     driver_of(gpu).set("memory_left", 1 << 30)
     engine.settle()
     assert copied(engine, turned, plain) == [True, True]
+
+
+def test_no_memory_for_a_pinned_buffer_fails_the_copy_and_nothing_else(gpu: EmulatedCuda) -> None:
+    driver_of(gpu).set("refuse_from", 1)  # so copies go through pinned buffers
+    engine, live = engine_on(gpu), gpu.tensor(torch.randn(400))
+    driver_of(gpu).set("pinned_left", 0)
+    for _ in range(2 * BUFFERS):
+        with pytest.raises(HoldfastError, match="out of memory"):
+            copied(engine, live)
+        engine.settle()
+    driver_of(gpu).set("pinned_left", 1 << 40)
+    assert copied(engine, live) == [True]
+
+
+def test_copies_that_a_driver_refuses_use_up_no_pinned_buffer(
+    gpu: EmulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver_of(gpu).set("refuse_from", 1)
+    engine, live = engine_on(gpu), gpu.tensor(torch.randn(400))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(cuda_driver, "queue", lambda *given: 1)
+        refusing.setattr(cuda_driver, "_batches", lambda: None)
+        for _ in range(2 * BUFFERS):
+            with pytest.raises(HoldfastError, match="CUDA error 1"):
+                copied(engine, live)
+            engine.settle()
+    assert copied(engine, live) == [True]
+
+
+def test_an_error_that_sticks_is_said_once_for_each_slot(
+    gpu: EmulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pages, "REGISTER_BYTES", mmap.PAGESIZE)
+    engine, slots = engine_on(gpu), [memoryview(mmap.mmap(-1, 20 * mmap.PAGESIZE)) for _ in range(2)]
+    engine.prepare(slots, nullcontext)
+    live = gpu.tensor(torch.ones(9))
+    driver_of(gpu).set("fail_copy", 1)
+    with pytest.raises(HoldfastError, match="illegal memory access"):
+        engine.fetch([live])()
+    engine.close()
+    assert len(caplog.records) == 2
 
 
 def test_an_error_of_the_device_surfaces_and_sticks(gpu: EmulatedCuda) -> None:

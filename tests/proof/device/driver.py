@@ -164,7 +164,8 @@ class Driver:
 
     def set(self, name: str, value: int) -> None:
         """Set how the device is: ``fail_copy`` (the nth from now on fails), ``refuse_from`` (registrations from the nth
-        on), ``sees_host`` (0: no host addresses of registered memory), ``memory_left`` in bytes, ``stuck``."""
+        on), ``sees_host`` (0: no host addresses of registered memory), ``memory_left`` and ``pinned_left`` in bytes,
+        ``stuck``."""
         self._library.testSet(name.encode(), ctypes.c_int64(value))
 
     def get(self, name: str) -> int:

@@ -46,7 +46,7 @@ static int stream_count, queue_count = 8, order, stuck, running, sticky, sees_ho
 static Op *queue_first[MOST_QUEUES], *queue_last[MOST_QUEUES];
 static Range ranges[1 << 16];
 static int range_count;
-static uint64_t state = 1, memory_left = UINT64_MAX;
+static uint64_t state = 1, memory_left = UINT64_MAX, pinned_left = UINT64_MAX;
 static unsigned longest_us;
 static long copies, fail_copy, registrations, refuse_from, waited_kernels;
 static Graph *capturing[MOST];
@@ -359,11 +359,12 @@ static char *carve(size_t count) {  // called with the lock: memory that is neve
 static int allocate(void **found, size_t count, int kind) {
     int code = enter(1);
     if (!code) code = unsafe();
-    if (!code && kind == DEVICE_MEMORY && count > memory_left) code = NO_MEMORY;
+    uint64_t *left = kind == DEVICE_MEMORY ? &memory_left : &pinned_left;
+    if (!code && count > *left) code = NO_MEMORY;
     if (code) return leave(code);
     *found = carve(count);
     memset(*found, 0xdd, count);
-    if (kind == DEVICE_MEMORY && memory_left != UINT64_MAX) memory_left -= count;
+    if (*left != UINT64_MAX) *left -= count;
     return leave(add_range((uint64_t)*found, count, kind));
 }
 
@@ -465,7 +466,7 @@ void testReset(uint64_t seed, int wanted, int queues, unsigned delay_us, int dev
     }
     sticky = stream_count = range_count = capture_count = 0;
     copies = fail_copy = registrations = waited_kernels = 0;
-    refuse_from = INT64_MAX, sees_host = 1, memory_left = UINT64_MAX;
+    refuse_from = INT64_MAX, sees_host = 1, memory_left = pinned_left = UINT64_MAX;
     state = seed * 2 + 1, order = wanted, queue_count = queues, longest_us = delay_us;
     for (int i = 0; i < devices; i++) {
         Stream *made = calloc(1, sizeof *made);
@@ -483,6 +484,7 @@ void testSet(const char *name, int64_t value) {
     if (!strcmp(name, "refuse_from")) refuse_from = value;
     if (!strcmp(name, "sees_host")) sees_host = (int)value;
     if (!strcmp(name, "memory_left")) memory_left = (uint64_t)value;
+    if (!strcmp(name, "pinned_left")) pinned_left = (uint64_t)value;
     if (!strcmp(name, "stuck")) stuck = (int)value;
     pthread_cond_broadcast(&changed);
     leave(OK);
