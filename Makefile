@@ -20,7 +20,7 @@
 # make gpu     on a machine with a GPU: is it right (GPU="A A-jobs"), fast ("B B-steps"), cheaper than others (C)?
 # make gpu-wheels  download what a GPU machine without network needs besides torch and NumPy; GPU_PYTHON=3.12
 # make gpu-offline   on such a machine: set up with these packages and its own torch, before make gpu
-# make gpu-dry   make gpu on a machine without a GPU, with an emulated device: six minutes
+# make gpu-dry   make gpu on a machine without a GPU, with an emulated device: six minutes, if it does nothing else
 # make wheels  an sdist, and a wheel per processor architecture with a compiler on this machine, in dist/
 # make wheels-check  install each for every Python on this machine, outside the checkout; lose a trainer and a node
 # make journeys   newcomers' first hours, and a keeper's upgrade and OOM: minutes, as root; JOURNEYS="keeper --python python3.12"
