@@ -187,7 +187,7 @@ class TrainerConversation:
         count = self._store.configure(layout)
         self._smp.persister.configured(layout)
         seen = -1
-        while request.wait and count < layout.slots and (moves := self._store.board.moves) != seen:
+        while request.wait and count < layout.slots and (moves := self._store.outcomes.board.moves) != seen:
             seen, count = moves, self._store.await_reserved(layout.epoch, layout.slots, STUCK_S)
         return Reserved(count=count)
 
@@ -210,7 +210,7 @@ class TrainerConversation:
         self._smp.next_s = request.next_s
 
     def _await(self, request: Await) -> Outcome:
-        return Outcome(outcome=int(self._store.await_outcome(request.snapshot, request.deadline_s)))
+        return Outcome(outcome=int(self._store.outcomes.await_outcome(request.snapshot, request.deadline_s)))
 
     def _recover(self, request: Recover) -> Recovered:
         sources, coord = request.sources, request.coord

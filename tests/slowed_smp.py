@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.shared import belief, limits, records
 from holdfast.smp_daemon.shared.system import Machine
-from holdfast.smp_daemon.storage import holdings, store
+from holdfast.smp_daemon.storage import receiving, store
 
 SLOWED = "HOLDFAST_SLOWED"
 
@@ -48,7 +48,7 @@ def main() -> None:
     for owner, name, slow in (
         (belief, "digest", slow_digest),
         (store, "digest_units", slow_digests),
-        (holdings, "digest_units", slow_digests),
+        (receiving, "digest_units", slow_digests),
         (Machine, "populate", staticmethod(slow_populate)),
         (Links, "send", slow_send),
     ):

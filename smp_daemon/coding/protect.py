@@ -78,7 +78,7 @@ class Protector:
             self._store.node,
             epoch,
             snapshot,
-            lambda reason: self._store.fail(snapshot, reason),
+            lambda reason: self._store.outcomes.fail(snapshot, reason),
         )
         failpoint("parity.announced", snapshot.step)
 
@@ -104,7 +104,7 @@ class Protector:
                     sender.close()  # `hang_up` may have broken its connections
                     epoch = snapshot.epoch
                 layout = self._store.layout
-                if layout is None or layout.epoch != snapshot.epoch or not self._store.is_wanted(snapshot):
+                if layout is None or layout.epoch != snapshot.epoch or not self._store.outcomes.is_wanted(snapshot):
                     continue
                 try:
                     self._encode(sender, snapshot, layout)
@@ -115,13 +115,13 @@ class Protector:
                     sender.close()
                 except HoldfastError as error:
                     sender.close()
-                    self._store.fail(snapshot, str(error))
+                    self._store.outcomes.fail(snapshot, str(error))
 
     def _encode(self, sender: Sender, snapshot: SnapshotId, layout: Layout) -> None:
         patience = Patience(MAX_PAUSE_S)
 
         def over() -> bool:
-            return self._closed.is_set() or not self._store.is_wanted(snapshot)
+            return self._closed.is_set() or not self._store.outcomes.is_wanted(snapshot)
 
         def check() -> None:
             if over():
@@ -146,7 +146,7 @@ class Protector:
 
         def asked_s() -> float:
             now = self._threads.monotonic()
-            return patience.wait_s(self._store.board.paused_for(now), now)
+            return patience.wait_s(self._store.outcomes.board.paused_for(now), now)
 
         if asked_s() > 0:
             self._store.counters.add(pauses=1)

@@ -150,7 +150,7 @@ class Core:
         failpoint("start.adopted")
         self.reconciler = Reconciler(self.store, self.settings.rebuild, system)
         self.watchdog = Watchdog(
-            lambda: self.store.board,
+            lambda: self.store.outcomes.board,
             self.settings.deadlines,
             OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
             self.recoveries.trains,

@@ -104,7 +104,7 @@ class Persister:
     def start(self, store: Store) -> None:
         """Begin to work for `store`, in a thread of its own until `close`."""
         self._store = store
-        store.board.post_due(False)
+        store.outcomes.board.post_due(False)
         if self._options is not None:
             self.network.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
 
@@ -133,7 +133,7 @@ class Persister:
             if not due or layout is None or layout.epoch != snapshot.epoch or not self._store.hold(snapshot):
                 log.info("this node does not persist %s: none is due, or not all of its shards are held", snapshot)
                 return False
-            self._store.board.post_due(False)
+            self._store.outcomes.board.post_due(False)
             self._accepted, self._order = snapshot, (snapshot, layout)
             self._changed.notify_all()
             return True
@@ -240,7 +240,7 @@ class Persister:
                 wait_s = due_s - self.network.monotonic()
                 if wait_s <= 0 and self._order is None and self._state is not None and self._state.state != "due":
                     self._say(state="due")
-                    self._store.board.post_due(True)
+                    self._store.outcomes.board.post_due(True)
             with self._changed:
                 if self._order is not None:
                     order, self._order = self._order, None

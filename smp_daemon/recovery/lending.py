@@ -20,7 +20,7 @@ class Lender:
     def __init__(self, store: Store, sources: Sources) -> None:
         self._store = store
         self._sources = sources
-        self._fetcher = Fetcher(sources, store.counters, store.holdings.backend, by_chain=False, network=store.network)
+        self._fetcher = Fetcher(sources, store.counters, store.backend, by_chain=False, network=store.network)
         self._buffer = memoryview(bytearray(sources.layout.unit_bytes))
 
     @property

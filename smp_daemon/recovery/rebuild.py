@@ -192,7 +192,7 @@ def repair_parity(
     try:
         with _fetcher(store, sources) as fetcher:
             try:
-                with store.holdings.receiving_parity(key, layout, group) as gathering:
+                with store.receiving.parity(key, layout, group) as gathering:
                     fetcher.all(_contributions(fetcher, gathering, group, position, go_on), len(units))
             except (Unrecoverable, DamagedSnapshot) as error:
                 if fetcher.misses_somebody:
@@ -222,7 +222,7 @@ def _contributions(
 
 
 def _fetcher(store: Store, sources: Sources, *, by_chain: bool = True) -> Fetcher:
-    return Fetcher(sources, store.counters, store.holdings.backend, by_chain=by_chain, network=store.network)
+    return Fetcher(sources, store.counters, store.backend, by_chain=by_chain, network=store.network)
 
 
 def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> RecoveredSlot:

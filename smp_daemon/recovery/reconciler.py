@@ -178,7 +178,7 @@ class Reconciler:
         return wish.parity is not None and self._store.holdings.holds(wish.parity)
 
     def _is_over(self, wish: Wish) -> bool:
-        given_up = wish.parity is not None and self._store.is_given_up(wish.parity.snapshot)
+        given_up = wish.parity is not None and self._store.outcomes.is_given_up(wish.parity.snapshot)
         return self._closed or given_up or wish.epoch != self._store.epoch
 
     def _go_on(self, wish: Wish) -> None:
@@ -189,7 +189,7 @@ class Reconciler:
         with self._store.changed:
             if wish.parity is not None and wish.epoch == self._store.epoch:
                 self._parities[wish.epoch, wish.parity] = state
-                self._store.board.post_repair(min(self._parities.values()))
+                self._store.outcomes.board.post_repair(min(self._parities.values()))
 
     def _bring_parity(self, key: ParityKey, sources: Sources, group: int, go_on: GoOn) -> bool:
         if not self._store.holdings.holds(key):  # the group may have sent its units meanwhile

@@ -30,15 +30,15 @@ from typing import Any
 from holdfast.smp_daemon.shared.budget import Budget, pages
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, GONE, OURS, SOCKET, not_private
-from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.records import PART, read_json, write_json
+from holdfast.smp_daemon.shared.records import PART, read_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.deleted import Deleted
+from holdfast.smp_daemon.storage.layout_files import LayoutFiles
 from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, room, too_small
 
 OVERFLOW_UID = 65534
@@ -83,7 +83,7 @@ class Arena:
         self.owners = Owners(path)
         self.shards: dict[str, ShardPool] = {}
         self.parities: dict[tuple[str, int], SlotFilePool] = {}
-        self.layouts: dict[tuple[int, int], Layout] = {}
+        self.layouts = LayoutFiles(path, files)
         self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
         self._planned: list[tuple[SlotFilePool, Slot]] = []
 
@@ -302,12 +302,7 @@ class Arena:
                     pool.discard(slot)
                 else:
                     pool.remove(slot)
-        newest = max((epoch for epoch, _ in self.layouts), default=0)
-        for epoch, revision in list(self.layouts):
-            if epoch < newest and all(epoch != snapshot.epoch for snapshot in (*keep, *held)):
-                del self.layouts[epoch, revision]
-                self._layout_path(epoch, revision).unlink(missing_ok=True)
-                failpoint("layout.removed")
+        self.layouts.drop_older({snapshot.epoch for snapshot in (*keep, *held)})
 
     def make_room(self, length: int, wanted: SlotFilePool) -> int:
         """Delete free slots of other pools, the largest first, until `length` bytes are freed. Returns the bytes freed.
@@ -353,28 +348,6 @@ class Arena:
             pool.replace(slot)
         else:
             pool.remove(slot)
-
-    def add_layout(self, layout: Layout) -> None:
-        """Write a layout to the arena and remember it."""
-        write_json(self._layout_path(layout.epoch, layout.revision), to_plain(layout))
-        self.layouts[layout.epoch, layout.revision] = layout
-
-    def _layout_path(self, epoch: int, revision: int) -> Path:
-        return self.path / f"layout-{epoch}-{revision}.json"
-
-    def adopt_layouts(self) -> None:
-        """Remember the layouts that a predecessor left.
-
-        The bytes coded in a damaged one stay: they have their own records, and other nodes still know the layout.
-        """
-        for path in sorted(self.path.glob("layout-*.json")):
-            try:
-                layout = Layout.read(read_json(path, self.files))
-                if path != self._layout_path(layout.epoch, layout.revision):
-                    raise ProtocolError(f"it is of epoch {layout.epoch}, revision {layout.revision}")
-                self.layouts[layout.epoch, layout.revision] = layout
-            except ProtocolError as error:
-                self.note_lost(path, error)
 
     def adopt(self) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
         """Find the slots that a predecessor left, and yield each that has a commit record with that record. The caller
@@ -429,7 +402,7 @@ class Arena:
                 log.info("%s is left over from a removed arena and is deleted", path.name)
                 if not self._delete_later(path, None, 0):
                     path.unlink(missing_ok=True)
-        self.layouts.clear()
+        self.layouts.forget()
 
     def empty(self) -> None:
         """Delete all slots. ``node.json``, without which no slot counts, goes first: if this is interrupted, a

@@ -18,7 +18,8 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, Clocks
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.holdings import Commit, GatheringSlot, Holdings, ParityKey
+from holdfast.smp_daemon.storage.holdings import Commit, Holdings, ParityKey
+from holdfast.smp_daemon.storage.receiving import GatheringSlot, Receiving
 
 SLOT_WAIT_S = CALL_DEADLINE_S / 2
 """How long a peer's unit waits for a slot before the peer is told that there is none yet: well within the time after
@@ -41,6 +42,7 @@ class Codings:
         node: str,
         changed: threading.Condition,
         holdings: Holdings,
+        receiving: Receiving,
         *,
         epoch: Callable[[], int],
         on_own: Callable[[int, SnapshotId, Layout], None],
@@ -60,6 +62,7 @@ class Codings:
         self._arena = arena
         self._node = node
         self._holdings = holdings
+        self._receiving = receiving
         self._on_own = on_own
         self._on_done = on_done
         self._gatherings: dict[Coding, GatheringSlot] = {}
@@ -187,10 +190,10 @@ class Codings:
                 self._own_parity_done(coding, position, layout)
                 return None
             pool = self._arena.parity_pool(coding.tag, position)
-            pool, slot, view = self._holdings.take(pool, coding.snapshot, length)
+            pool, slot, view = self._receiving.slot_for(pool, coding.snapshot, length)
             failpoint("parity.taken", coding.snapshot.step)
             self._gatherings[coding] = GatheringSlot(
-                pool, slot, view, self._holdings.gathering(key, layout, group, view)
+                pool, slot, view, self._receiving.gathering(key, layout, group, view)
             )
             return self._gatherings[coding]
 
@@ -236,4 +239,4 @@ class Codings:
             self._on_own(*told)
 
     def _stop(self, coding: Coding) -> None:
-        self._holdings.stop(self._gatherings.pop(coding))
+        self._receiving.stop(self._gatherings.pop(coding))

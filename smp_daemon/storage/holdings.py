@@ -1,4 +1,4 @@
-"""The sealed shards and complete parities of one SMP: reads, checks, receives and repairs them.
+"""The sealed shards and complete parities of one SMP: reads, checks and repairs them.
 
 A unit that does not match its digest is an erasure. It is noted as damaged, counted, and not handed out until it is
 repaired in place with bytes that match.
@@ -21,13 +21,11 @@ from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 
-from holdfast.ec import choose_codec
 from holdfast.smp_daemon.shared.belief import Claim, believe, believe_unit, parity_part
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, NotHeld, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotHeld, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import move_deadline
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
@@ -35,13 +33,10 @@ from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
     digest,
-    digest_units,
 )
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, too_small
-from holdfast.smp_daemon.storage.reserver import Reserver
+from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState
 
 log = get_log(__name__)
 
@@ -85,16 +80,6 @@ class Commit:
         return cls(_key_of(record), record, JsonFile.of(to_plain(record)))
 
 
-@dataclass(slots=True)
-class GatheringSlot:
-    """Parity that is being gathered here, and the slot it grows in."""
-
-    pool: SlotFilePool
-    slot: Slot
-    view: memoryview
-    parity: ParityGathering
-
-
 class Holdings:
     """The sealed shards and complete parities in an arena."""
 
@@ -103,16 +88,10 @@ class Holdings:
         arena: Arena,
         lock: threading.Condition,
         counters: Counters,
-        backend: str,
-        reserver: Reserver,
         threads: Threads = MACHINE,
     ) -> None:
-        """`backend`: see `ec.choose_codec`. `reserver`: makes a slot in place of one that is taken away."""
         self.arena = arena
         self.counters = counters
-        self.backend = backend
-        self._reserver = reserver
-        self._threads = threads
         self.verify_lock = threads.Lock()
         """Held while one background thread checks the newest shards. Nobody waits for it. A connection thread acquires
         it; the checking thread takes the store's lock while it is held, and releases it."""
@@ -124,7 +103,6 @@ class Holdings:
         self._repair_count = 0
         self._unverified: dict[Key, set[int]] = {}  # units of a predecessor that nobody has read here yet
         self._unverified_bytes = 0
-        self._repairs: dict[ParityKey, GatheringSlot] = {}  # the newest attempt for each; see `receiving_parity`
         self._episodes = Episodes(log)
 
     def look(self) -> None:
@@ -168,11 +146,11 @@ class Holdings:
         with self._lock:
             self._look_at(key)
             record = self._records.get(key)
-            slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
+            slot = self.pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
             if record is None or slot is None:
                 raise NotHeld(f"{key} is not held here")
             self._believe(key, record)
-            return self._pool(key).view(slot), record
+            return self.pool(key).view(slot), record
 
     def _expected(self, key: Key, claim: Claim) -> Claim:
         """What the bytes of `key` should be, by the layouts that this node knows. Raises `NotOurs`.
@@ -300,7 +278,7 @@ class Holdings:
     @contextmanager
     def _keeping(self, key: Key) -> Iterator[None]:
         """Keep the trainer from taking a slot during the block. Raises `NotHeld` if it has just taken it."""
-        pool = self._pool(key)
+        pool = self.pool(key)
         slot = pool.find(key.snapshot, SlotState.SEALED)
         was_held = slot is not None and slot.held
         if slot is None or not (was_held or pool.hold(slot)):
@@ -313,7 +291,7 @@ class Holdings:
         """Keep the trainers from taking these shards, until `let_go`. Returns False, and holds none, if one is not
         here."""
         with self._lock:
-            slots = [(self._pool(key), self._pool(key).find(key.snapshot, SlotState.SEALED)) for key in keys]
+            slots = [(self.pool(key), self.pool(key).find(key.snapshot, SlotState.SEALED)) for key in keys]
             done = all(slot is not None and pool.hold(slot) for pool, slot in slots)
             if not done:
                 self._let_go(slots)
@@ -333,7 +311,7 @@ class Holdings:
     def drop(self, key: Key) -> None:
         """Free the slot and forget its record: it is damaged beyond repair, or not needed."""
         with self._lock:
-            pool = self._pool(key)
+            pool = self.pool(key)
             slot = pool.find(key.snapshot, SlotState.SEALED)
             if slot is not None:
                 pool.discard(slot)
@@ -346,7 +324,7 @@ class Holdings:
             for key in [key for key in self._records if not stays(key)]:
                 self._forget(key)
 
-    # ------------------------------------------------------------------ committing and receiving
+    # ------------------------------------------------------------------ committing
 
     def commit(self, pool: SlotFilePool, slot: Slot, commit: Commit) -> None:
         """Commit a shard or a complete parity: from now on it is held, sealed. Nothing is held that is not believed, so
@@ -355,163 +333,6 @@ class Holdings:
             self._believe(commit.key, commit.record)
             pool.commit(slot, commit.file)
             self._add(commit.key, commit.record)
-
-    @contextmanager
-    def receiving_shard(
-        self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]
-    ) -> Iterator[memoryview]:
-        """A slot to receive a shard from elsewhere. It is committed with fresh digests if the block ends without an
-        error, and freed otherwise.
-
-        Args:
-            check: raises if the received bytes are not a valid slot of that shard.
-
-        Raises:
-            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or by its trainer.
-            NoFreeSlot: its trainer is writing it.
-        """
-        length, unit_bytes = layout.shard_bytes(key.coord), layout.unit_bytes
-        with self._taken_for(key, length) as (pool, slot, view):
-            pass  # the lock is not needed for more
-        try:
-            failpoint("receive.taken", key.snapshot.step)
-            yield view
-            check(view)
-            digests = digest_units(view, unit_bytes)
-            commit = Commit.of(ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id))
-            failpoint("receive.checked", key.snapshot.step)
-            with self._lock:
-                _check_mine(pool, slot, view, key.snapshot)
-                self.commit(pool, slot, commit)
-            failpoint("receive.done", key.snapshot.step)
-        except BaseException:
-            self.give_back(pool, slot, view)
-            raise
-
-    @contextmanager
-    def receiving_parity(self, key: ParityKey, layout: Layout, group: int) -> Iterator[ParityGathering]:
-        """A gathering to recompute a parity that this node lacks. It is committed if the block leaves it complete.
-
-        Raises:
-            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or because the snapshot
-                was given up.
-        """
-        stripes = layout.stripes(group)
-        with self._taken_for(key, stripes.parity_bytes(key.position)) as (pool, slot, view):
-            # With the slot, under one lock: another attempt that took it in between would lose it, and free none.
-            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view))
-        try:
-            failpoint("repair_parity.taken", key.snapshot.step)
-            yield mine.parity
-            commit = Commit.of(mine.parity.record())
-            failpoint("repair_parity.accumulated", key.snapshot.step)
-            with self._lock:
-                if self._repairs.get(key) is not mine:
-                    raise _taken_away(key.snapshot)
-                _check_mine(pool, slot, view, key.snapshot)
-                self.commit(pool, slot, commit)
-                del self._repairs[key]
-        except BaseException:
-            with self._lock:
-                if self._repairs.get(key) is mine:
-                    self.stop(self._repairs.pop(key))
-            raise
-
-    def stop_repairs(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Stop the parity repairs of snapshots for which `gone` is True, and free their slots."""
-        with self._lock:
-            for key in [key for key in self._repairs if gone(key.snapshot)]:
-                self.stop(self._repairs.pop(key))
-
-    def stop(self, gathering: GatheringSlot) -> None:
-        """Give up a gathering that nobody will finish, and free its slot."""
-        gathering.parity.cancel()  # first: nothing may write to the slot once it is free
-        self.give_back(gathering.pool, gathering.slot, gathering.view)
-
-    def gathering(self, key: ParityKey, layout: Layout, group: int, view: memoryview) -> ParityGathering:
-        """A new gathering that accumulates the parity of a group of `layout` into `view`."""
-        stripes, run = layout.stripes(group), layout.run.id
-        codec = choose_codec(stripes.data, stripes.parity, self.backend)
-        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._threads, run)
-
-    def take(
-        self, pool: SlotFilePool, snapshot: SnapshotId, length: int, made: Slot | None = None
-    ) -> tuple[SlotFilePool, Slot, memoryview]:
-        """A free slot to receive into. An earlier attempt at the same snapshot loses its slot, and writes into a file
-        that no slot uses any more.
-
-        Args:
-            made: what `make` has just returned, which nobody else could take.
-
-        Raises:
-            NoFreeSlot: no slot is free (see `make`), or the trainer is writing that snapshot.
-        """
-        with self._lock:
-            if made is not None:
-                made.claimed = False
-            if pool.find(snapshot, SlotState.WRITING) is not None:
-                raise NoFreeSlot(f"{pool.name} of {snapshot} is not received: its trainer is writing it")
-            earlier = pool.find(snapshot, SlotState.RECEIVING)
-            if earlier is not None:
-                self.arena.take_away(pool, earlier)
-                self._reserver.make_good()
-            slot = pool.begin(snapshot, length, SlotState.RECEIVING)
-            return pool, slot, pool.view(slot)
-
-    def make(self, pool: SlotFilePool, length: int) -> Slot | None:
-        """Make one more slot, which takes the memory of free slots of other pools, for `take`. If another thread is
-        making one, wait for that, and return None. Blocks for about as long as zeroing the slot takes; the caller must
-        not hold the store's lock.
-
-        Raises:
-            ArenaTooSmall: there is no memory for it.
-        """
-        with self._lock:
-            if (other := pool.being_made(length)) is not None:
-                self._lock.wait_for(lambda: pool.being_made(length) is not other, move_deadline(length))
-                return None
-            pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
-            self.arena.make_room(length, pool)
-            if length > (left := self.arena.room()):
-                raise too_small(self.arena.path, length, left)
-            slot = pool.plan(length)
-            slot.claimed = True
-        try:
-            self._reserver.await_freed(length)
-            self._reserver.make(pool, slot)
-            return slot
-        except OSError as error:
-            with self._lock:
-                pool.remove(slot)
-                self._reserver.on_ready()  # while it was being made, it counted as missing
-                self._lock.notify_all()
-            raise pool.no_room(length, error) from error
-
-    @contextmanager
-    def _taken_for(self, key: Key, length: int) -> Iterator[tuple[SlotFilePool, Slot, memoryview]]:
-        """A slot to receive `key` into, made if none is free. The lock is held during the block. What is held of `key`
-        is dropped. Raises as `take` and `make`."""
-        pool, made = self._pool(key), None
-        while True:
-            with self._lock:
-                self.drop(key)
-                try:
-                    taken = self.take(pool, key.snapshot, length, made)
-                except NoFreeSlot:
-                    if pool.find(key.snapshot, SlotState.WRITING) is not None:
-                        raise
-                else:
-                    yield taken
-                    return
-            made = self.make(pool, length)
-
-    def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
-        """Free a slot from `take`, unless it was taken away before."""
-        with self._lock:
-            if pool.is_at(slot, view):
-                pool.discard(slot)
-                self._reserver.make_good()
-                self._lock.notify_all()  # a thread may wait for a free slot
 
     def adopt(self) -> None:
         """Take over what a predecessor left in the arena. Reads the records, and no bytes: these are `unverified`."""
@@ -531,7 +352,7 @@ class Holdings:
         else:
             record = from_plain(ShardRecord, data, "a shard's commit record")
         key = _key_of(record)
-        if self._pool(key) is not pool or not _fits(record, slot.bytes):
+        if self.pool(key) is not pool or not _fits(record, slot.bytes):
             raise ProtocolError(f"the commit record of {key} does not fit its slot")
         self._believe(key, record)
         slot.snapshot = record.snapshot
@@ -541,7 +362,8 @@ class Holdings:
         self._unverified_bytes += _bytes_of(record)
         failpoint("adopt.slot", key.snapshot.step)
 
-    def _pool(self, key: Key) -> SlotFilePool:
+    def pool(self, key: Key) -> SlotFilePool:
+        """The pool of the slots for `key`."""
         if isinstance(key, ShardKey):
             return self.arena.shard_pool(key.coord)
         return self.arena.parity_pool(key.tag, key.position)
@@ -604,12 +426,3 @@ def _fits(record: Record, length: int) -> bool:
     if isinstance(record, ShardRecord):
         return record.bytes == length and len(record.digests) == -(-length // record.unit_bytes)
     return all(sum(record.unit(i)) <= length for i in range(len(record.digests)))
-
-
-def _check_mine(pool: SlotFilePool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
-    if not pool.is_at(slot, view):
-        raise _taken_away(snapshot)
-
-
-def _taken_away(snapshot: SnapshotId) -> StaleEpoch:
-    return StaleEpoch(f"the slot that {snapshot} was received into was taken away")

@@ -9,62 +9,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
-from holdfast.smp_daemon.shared.board import REFUSED, Board, SnapshotOutcome
+from holdfast.smp_daemon.shared.board import REFUSED, Board
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
-    ConfigError,
     HoldfastError,
     NotOurs,
     ProtocolError,
     StaleEpoch,
-    VersionMismatch,
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import Run, epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
-from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.plain import Count, Identifier, decode_json, from_plain, to_plain
-from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, read_small, write_json
-from holdfast.smp_daemon.shared.settings import ARENA, NODE
+from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
-from holdfast.smp_daemon.shared.system import MACHINE, Files, Network
-from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, FIRST_FORMAT, RELEASE
+from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ShardKey
+from holdfast.smp_daemon.storage.node_file import NODE_FILE, NodeFile, read_node_file
+from holdfast.smp_daemon.storage.outcomes import Outcomes
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 
 log = get_log(__name__)
-
-
-@dataclass(slots=True)
-class SnapshotProgress:
-    """The progress of one snapshot of this epoch on this node."""
-
-    sealed: set[str] = field(default_factory=set)
-    outcome: SnapshotOutcome = SnapshotOutcome.PENDING
-
-
-@dataclass(frozen=True, slots=True)
-class _NodeFile:
-    """The contents of ``node.json``, kept for a successor."""
-
-    job: str
-    node: str
-    epoch: Count
-    protected: SnapshotId | None
-    record: Record
-    given_up: tuple[Identifier, ...] = ()
-    format: Count = ARENA_FORMAT
-    release: str = RELEASE
 
 
 class Store:
@@ -101,6 +75,7 @@ class Store:
         self.arena = arena
         self.job = job
         self.node = node
+        self.backend = backend
         # The store's lock, also called `changed`. It guards everything here, in the arena and its pools, in `holdings`
         # and in `codings`. Connection threads take it, and so do the threads that protect, persist, scrub, rejoin,
         # regroup and reserve memory. It is reentrant because callbacks call back in. Order: `Monitor._regrouping_lock`,
@@ -111,11 +86,17 @@ class Store:
         # step. Exceptions are of bounded length: one unit is repaired, slots are made and deleted if `is_at_once`
         # (`Arena.reserve`, `Arena.take_away`), and a slot is wiped part by part. docs/size.md lists what grows.
         self.changed = network.Condition(network.RLock())
-        self.counters = Counters(network, lambda: self.board.note_move())
+        self.counters = Counters(network, lambda: self.outcomes.board.note_move())
         self.reserver = Reserver(arena, self.changed, priority, network, self.counters.moved)
         self.reserver.on_ready = self._post_ready
-        self.holdings = Holdings(arena, self.changed, self.counters, backend, self.reserver, network)
-        self.board = Board(arena.path / "board", create=True, files=arena.files)
+        self.holdings = Holdings(arena, self.changed, self.counters, network)
+        self.receiving = Receiving(arena, self.changed, self.holdings, self.reserver, backend, network)
+        self.outcomes = Outcomes(
+            self.changed,
+            Board(arena.path / "board", create=True, files=arena.files),
+            epoch=lambda: self.epoch,
+            on_protected=on_protected,
+        )
         self.epoch = 0
         self.protected: SnapshotId | None = None
         self.record = Record()
@@ -126,19 +107,16 @@ class Store:
             node,
             self.changed,
             self.holdings,
+            self.receiving,
             epoch=lambda: self.epoch,
             on_own=on_parity,
-            on_done=self._settle,
+            on_done=self._post_if_protected,
             clocks=network,
         )
-        self._failures = Episodes(log)
         self._on_sealed = on_sealed
-        self._on_protected = on_protected
         self._on_epoch = on_epoch
         self._spare = spare
         self._held: set[SnapshotId] = set()
-        self._given_up: Callable[[SnapshotId], bool] = lambda snapshot: False  # whose parity is not wanted any more
-        self._progress: dict[SnapshotId, SnapshotProgress] = {}
         self._checked_headers: dict[str, tuple[int, bytes]] = {}
         with self.changed:  # the reserver's thread may begin before all is adopted
             self._adopt()
@@ -155,7 +133,7 @@ class Store:
     def newest_layout(self) -> Layout | None:
         """The newest layout known: of the newest epoch, as its SMPs last regrouped it."""
         with self.changed:
-            return self.arena.layouts[max(self.arena.layouts)] if self.arena.layouts else None
+            return self.arena.layouts.newest
 
     def longest_unit(self) -> int:
         """The greatest length of a unit of this job, in bytes, as far as this node knows."""
@@ -211,8 +189,8 @@ class Store:
             if epoch == self.epoch:
                 return
             self._never_acknowledged = self.never_acknowledged()
-            self._forget(lambda snapshot: True)
-            self._given_up = lambda snapshot: False
+            self.codings.forget(lambda snapshot: True)
+            self.outcomes.leave()
             self.arena.fence(epoch)
             self.holdings.look()
             failpoint("join.fenced")
@@ -225,7 +203,7 @@ class Store:
                 self.given_up -= {start.run.id}  # somebody has chosen it again
             self._write_node()
             failpoint("join.noted")
-            self.board = self.board.succeeded(epoch)
+            self.outcomes.enter()
             failpoint("join.done")
             self.changed.notify_all()
         self._on_epoch(epoch)
@@ -274,7 +252,7 @@ class Store:
                 return self._ready(layout)
             self._reserve(layout)
             failpoint("configure.reserved")
-            self.arena.add_layout(layout)
+            self.arena.layouts.add(layout)
             self._post_ready()
             failpoint("configure.done")
             self.changed.notify_all()
@@ -299,7 +277,7 @@ class Store:
     def _post_ready(self) -> None:
         """Post how many slots trainers may use. The caller holds the lock, or no other thread has the store yet."""
         if self.layout is not None:
-            self.board.post_ready(REFUSED if self.reserver.error else self._ready(self.layout))
+            self.outcomes.board.post_ready(REFUSED if self.reserver.error else self._ready(self.layout))
 
     def _ready(self, layout: Layout) -> int:
         if self.reserver.error:
@@ -373,8 +351,7 @@ class Store:
                 self.arena.take_away(pool, other)
                 self.reserver.make_good()
             self.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
-            self._progress.setdefault(snapshot, SnapshotProgress())
-            self.board.post(snapshot.step, SnapshotOutcome.PENDING)
+            self.outcomes.expect(snapshot)
             view = pool.view(slot)
         failpoint("seal.before", snapshot.step)
         try:
@@ -388,14 +365,13 @@ class Store:
                 if not pool.is_at(slot, view) or slot.snapshot != snapshot:
                     raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
                 self.holdings.commit(pool, slot, commit)
-                progress = self._progress.setdefault(snapshot, SnapshotProgress())
-                progress.sealed.add(coord)
-                whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
+                self.outcomes.note_sealed(snapshot, coord)
+                whole = self._is_sealed(snapshot, layout)
         except HoldfastError as error:
             with self.changed:
                 if pool.is_at(slot, view) and slot.snapshot == snapshot:
                     pool.discard(slot)
-            self.fail(snapshot, f"{coord} is not sealed: {error}")
+            self.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
             raise
         failpoint("seal.committed", snapshot.step)
         if whole:
@@ -403,7 +379,7 @@ class Store:
             group, _ = layout.place(self.node)
             self._on_sealed(snapshot, encode and layout.protects(group))
             if encode:
-                self._settle(snapshot)
+                self._post_if_protected(snapshot)
 
     def never_acknowledged(self) -> set[SnapshotId]:
         """Snapshots held here that cannot have been reported to trainers as protected, because this node never posted
@@ -413,7 +389,9 @@ class Store:
         """
         with self.changed:
             held = {key.snapshot for key in self.holdings.held()}
-            current = {snapshot for snapshot in held if snapshot.epoch == self.epoch and self._is_open(snapshot)}
+            current = {
+                snapshot for snapshot in held if snapshot.epoch == self.epoch and self.outcomes.is_open(snapshot)
+            }
             return current | self._never_acknowledged & held
 
     def note_restored(self, snapshot: SnapshotId) -> None:
@@ -422,56 +400,17 @@ class Store:
         with self.changed:
             self._never_acknowledged.discard(snapshot)
 
-    def is_wanted(self, snapshot: SnapshotId) -> bool:
-        """Whether a snapshot of this epoch may still become protected: it is pending and was not given up."""
-        with self.changed:
-            progress = self._progress.get(snapshot)
-            return snapshot.epoch == self.epoch and progress is not None and progress.outcome is SnapshotOutcome.PENDING
-
-    def is_given_up(self, snapshot: SnapshotId) -> bool:
-        """Whether the trainers of this epoch have said that a snapshot needs no parity any more."""
-        with self.changed:
-            return self._given_up(snapshot)
-
-    def fail(self, snapshot: SnapshotId, reason: str) -> None:
-        """Post that `snapshot` will not be protected. The trainers will agree to give it up."""
-        with self.changed:
-            progress = self._progress.get(snapshot)
-            if progress is None or progress.outcome is not SnapshotOutcome.PENDING or snapshot.epoch != self.epoch:
-                return
-            progress.outcome = SnapshotOutcome.FAILED
-            self.board.post(snapshot.step, SnapshotOutcome.FAILED)
-            failpoint("outcome.failed", snapshot.step)
-            self.changed.notify_all()
-        self._failures.begin("snapshots", "%s failed: %s", snapshot, reason, extra=about(snapshot, reason=reason))
-
-    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
-        """Block until `snapshot` is protected or has failed, or until the deadline. Returns its outcome."""
-
-        def outcome() -> SnapshotOutcome:
-            progress = self._progress.get(snapshot)
-            if progress is not None:
-                return progress.outcome
-            over = snapshot.epoch != self.epoch or self._given_up(snapshot)
-            return SnapshotOutcome.FAILED if over else self.board.outcome(*snapshot)
-
-        with self.changed:
-            self.changed.wait_for(lambda: outcome() is not SnapshotOutcome.PENDING, deadline_s)
-            return outcome()
-
     # ------------------------------------------------------------------ bytes from elsewhere
 
     def receiving_shard(self, key: ShardKey, layout: Layout) -> AbstractContextManager[memoryview]:
-        """See `Holdings.receiving_shard`."""
-        return self.holdings.receiving_shard(
-            key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord, layout)
-        )
+        """See `Receiving.shard`."""
+        return self.receiving.shard(key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord, layout))
 
     def keep_layout(self, layout: Layout) -> None:
         """Remember a layout that was not configured here, because this node is about to hold bytes coded in it."""
         with self.changed:
             if (layout.epoch, layout.revision) not in self.arena.layouts:
-                self.arena.add_layout(layout)
+                self.arena.layouts.add(layout)
 
     def hold(self, snapshot: SnapshotId) -> bool:
         """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say. Returns False if some are
@@ -546,24 +485,21 @@ class Store:
         elif read_stamp(view) != snapshot:
             raise NotOurs(f"{coord} is stamped {read_stamp(view)}, not {snapshot}")
 
-    def _settle(self, snapshot: SnapshotId) -> None:
+    def _post_if_protected(self, snapshot: SnapshotId) -> None:
         """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
         committed."""
         with self.changed:
-            progress = self._progress.get(snapshot)
             layout = self.layout
-            if progress is None or layout is None or progress.outcome is not SnapshotOutcome.PENDING:
+            if layout is None or not self.outcomes.is_wanted(snapshot):
                 return
             group, _ = layout.place(self.node)
             everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
-            sealed = progress.sealed == {s.coord for s in layout.node(self.node).shards}
-            if sealed and self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone):
-                progress.outcome = SnapshotOutcome.PROTECTED
-                self.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
-                failpoint("outcome.protected", snapshot.step)
-                self._on_protected(snapshot)
-                self.changed.notify_all()
-                self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
+            done = self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone)
+            if done and self._is_sealed(snapshot, layout):
+                self.outcomes.protect(snapshot)
+
+    def _is_sealed(self, snapshot: SnapshotId, layout: Layout) -> bool:
+        return self.outcomes.is_sealed(snapshot, [shard.coord for shard in layout.node(self.node).shards])
 
     def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
         parities = set(keep) & set(with_parity)
@@ -574,8 +510,7 @@ class Store:
 
         self.holdings.look()
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
-        self._given_up = lambda snapshot: snapshot not in parities and snapshot < before
-        self._leave_unprotected(self._given_up)
+        self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
         self.arena.release(keep, before, self._held, parities)
         self.reserver.make_good()
         self.holdings.keep_only(stays)
@@ -585,22 +520,13 @@ class Store:
         """Stop making and repairing parity of these snapshots; those that are pending fail. Their sealed shards
         stay."""
         self.codings.forget(given_up)
-        self.holdings.stop_repairs(given_up)
-        for snapshot, progress in self._progress.items():
-            if given_up(snapshot) and progress.outcome is SnapshotOutcome.PENDING:
-                progress.outcome = SnapshotOutcome.FAILED
-                self.board.post(snapshot.step, SnapshotOutcome.FAILED)
-
-    def _is_open(self, snapshot: SnapshotId) -> bool:
-        """Whether this node took part in a snapshot of this epoch, and has not posted it as protected."""
-        progress = self._progress.get(snapshot)
-        outcome = progress.outcome if progress is not None else self.board.posted(snapshot.step)
-        return outcome is not None and outcome is not SnapshotOutcome.PROTECTED
+        self.receiving.stop_repairs(given_up)
+        self.outcomes.give_up(given_up)
 
     def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
         """Stop all work for snapshots for which `gone` is True: they are given up."""
         self.codings.forget(gone)
-        self._progress = {k: v for k, v in self._progress.items() if not gone(k)}
+        self.outcomes.forget(gone)
 
     def _note_protected(self, snapshot: SnapshotId | None) -> None:
         if snapshot is not None and (self.protected is None or snapshot > self.protected):
@@ -609,32 +535,28 @@ class Store:
             self._write_node()
 
     def _write_node(self) -> None:
-        write_json(
-            self.arena.path / "node.json",
-            to_plain(
-                _NodeFile(self.job, self.node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
-            ),
-        )
+        known = NodeFile(self.job, self.node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
+        known.write(self.arena.path)
 
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
         failpoint("adopt.before")
-        path = self.arena.path / "node.json"
         try:
-            known = self._read_node(path)
-            damaged = known is None and path.name in self.arena.lost
+            known = read_node_file(self.arena.path, self.job, self.node, self.arena.files)
+            damaged = known is None and NODE_FILE in self.arena.lost
         except ProtocolError as error:
-            log.warning("%s is lost, and is written anew: %s", path, error, extra=about(file=path.name))
+            path = self.arena.path / NODE_FILE
+            log.warning("%s is lost, and is written anew: %s", path, error, extra=about(file=NODE_FILE))
             known, damaged = None, True
         if known is not None or damaged:
-            self.arena.adopt_layouts()
+            self.arena.layouts.adopt(self.arena.note_lost)
         if known is None and not self._is_ours():
             self.arena.clear()
             return
         if known is not None:
             self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
             self.given_up = frozenset(known.given_up)
-            self._adopt_board()
+            self.outcomes.adopt()
         self.holdings.adopt()
         if known is None:
             # What is held has records and digests of its own, so it stays. Lost are: the epoch, the newest protected
@@ -644,7 +566,7 @@ class Store:
             # that counts, since the other nodes do not let it in. The board's epoch has no digest and is not believed.
             held = [key.snapshot.epoch for key in self.holdings.held()]
             self.epoch = max([*held, *(epoch for epoch, _ in self.arena.layouts)])
-            self._adopt_board()
+            self.outcomes.adopt()
             self._write_node()
         self.arena.own(self.epoch)
         failpoint("adopt.done")
@@ -656,64 +578,7 @@ class Store:
                 self.reserver.give_up(str(error))
         self._post_ready()
 
-    def _read_node(self, path: Path) -> _NodeFile | None:
-        """What a predecessor knew; None if there was none, or it had begun to remove the arena.
-
-        Raises:
-            VersionMismatch: it wrote the arena in another format.
-            ConfigError: the arena is another job's or node's.
-            ProtocolError: the file is damaged.
-        """
-        try:
-            data = read_json(path, self.arena.files)
-        except ProtocolError:
-            self._check_format(_without_digest(path, self.arena.files), FIRST_FORMAT)
-            raise
-        if data is None:
-            return None
-        self._check_format(data, ARENA_FORMAT)
-        known = from_plain(_NodeFile, data, "what an SMP has written of its node")
-        if known.job != self.job:
-            raise ConfigError(
-                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}, not to job "
-                f"{self.job!r}: choose another"
-            )
-        if known.node != self.node:
-            raise ConfigError(
-                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}, and this node is "
-                f"called {self.node!r}. If its name has changed, as that of a container does, set {NODE.variable}="
-                f"{known.node}, and the job goes on with what the arena holds, perhaps the only copy; otherwise choose "
-                f"another with {ARENA.variable}"
-            )
-        return known
-
-    def _check_format(self, node: object, unsaid: int) -> None:
-        if isinstance(node, dict) and (written := node.get("format", unsaid)) != ARENA_FORMAT:
-            raise VersionMismatch(
-                f"the arena {self.arena.path} was written by holdfast {node.get('release')} in format {written}, and "
-                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version. Only if other nodes "
-                "protect this one may the arena be deleted, with `holdfast gc`, and rebuilt from their parity "
-                "(docs/operating.md)"
-            )
-
     def _is_ours(self) -> bool:
         """Whether a layout in the arena names this job and this node, as ``node.json`` would."""
         layouts = self.arena.layouts.values()
         return any(each.job == self.job and self.node in {node.name for node in each.nodes} for each in layouts)
-
-    def _adopt_board(self) -> None:
-        if self.board.epoch == self.epoch:
-            self.board.fail_pending()
-            self.board.post_repair(None)  # trainers order again what the predecessor had not done
-        else:
-            self.board.reset(self.epoch)  # the predecessor wrote a new epoch to `node.json`, and died before the board
-        failpoint("adopt.board")
-
-
-def _without_digest(path: Path, files: Files) -> object:
-    """The JSON in a file of the first format; None if it is no such file."""
-    content = read_small(path, files) or b""
-    try:
-        return None if b"\n" in content else decode_json(dict, content, "")
-    except ProtocolError:
-        return None

@@ -39,6 +39,7 @@ from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
+from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot import own_smp
@@ -240,16 +241,16 @@ def _one_of_many(plan: SeedPlan) -> SeedPlan:
 _accumulate = ParityGathering.accumulate
 _after = Ledger.after
 _commit = SlotFilePool.commit
-_settle = Store._settle
+_settle = Store._post_if_protected
 _seal = Store.seal
 _fill = Copier._fill
 _one_node_behind = one_node_behind(vars(restore)["exchange"])
 _forget_what_was_protected = forgetting_what_was_promised(plan_restore)
 _join = Store.join
-_make = Holdings.make
+_make = Receiving.make
 
 
-def _make_under_the_lock(self: Holdings, pool: SlotFilePool, length: int) -> Any:
+def _make_under_the_lock(self: Receiving, pool: SlotFilePool, length: int) -> Any:
     with self._lock:
         return _make(self, pool, length)
 
@@ -275,10 +276,10 @@ def _ignore_keep(self: SlotPool, keep: Any, before: Any) -> list[Any]:
 
 def _settle_at_once(self: Store, snapshot: Any) -> None:
     with self.changed:
-        progress = self._progress.get(snapshot)
+        progress = self.outcomes._progress.get(snapshot)
         if progress is not None and progress.outcome is SnapshotOutcome.PENDING:
             progress.outcome = SnapshotOutcome.PROTECTED
-            self.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
+            self.outcomes.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
             self.changed.notify_all()
 
 
@@ -320,7 +321,7 @@ def _accumulate_badly(self: ParityGathering, stripe: int, position: int, unit: m
 def _settle_and_spoil(self: Store, snapshot: SnapshotId) -> None:
     _settle(self, snapshot)
     with self.changed:
-        progress = self._progress.get(snapshot)
+        progress = self.outcomes._progress.get(snapshot)
         if progress is not None and progress.outcome is SnapshotOutcome.PROTECTED:
             for pool in self.arena.shards.values():
                 if slot := pool.find(snapshot, SlotState.SEALED):
@@ -594,7 +595,7 @@ MUTANTS: dict[str, SimMutant] = {
         _one_of_many,
     ),
     "sealed-is-protected": SimMutant(
-        "what is sealed counts as protected", "recoverable", ((Store, "_settle", _settle_at_once),), _lost
+        "what is sealed counts as protected", "recoverable", ((Store, "_post_if_protected", _settle_at_once),), _lost
     ),
     "old-writers": SimMutant(
         "who writes for an earlier epoch is let in, and believed",
@@ -626,7 +627,7 @@ MUTANTS: dict[str, SimMutant] = {
     "made-under-the-lock": SimMutant(
         "a slot to receive into is made while everybody waits for the store",
         "lock",
-        ((Holdings, "make", _make_under_the_lock),),
+        ((Receiving, "make", _make_under_the_lock),),
         lambda plan: _lost(_beside(plan)),
     ),
     "no-repair": SimMutant(
@@ -660,7 +661,7 @@ MUTANTS: dict[str, SimMutant] = {
         _killed,
     ),
     "spoilt-in-its-slot": SimMutant(
-        "what is protected is written to once more", "whole", ((Store, "_settle", _settle_and_spoil),)
+        "what is protected is written to once more", "whole", ((Store, "_post_if_protected", _settle_and_spoil),)
     ),
     "spoilt-copy": SimMutant("a copy is off by a bit", "sealed", ((Copier, "_fill", _fill_badly),)),
     "held-twice": SimMutant(

@@ -144,7 +144,7 @@ def test_destroy_leaves_nothing(shm: Path) -> None:
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 2), arena.parity_pool(TAG, 1): (PAGE, 1)})
     hold(pool, 1)
-    arena.add_layout(layout(1))
+    arena.layouts.add(layout(1))
     arena.destroy()
     assert list(shm.iterdir()) == []
     assert [slot for each in arena.pools() for slot in each.slots] == []
@@ -418,15 +418,15 @@ def test_adopted_slots_are_not_reserved_again(shm: Path) -> None:
 
 def test_a_successor_knows_the_layouts(shm: Path) -> None:
     arena = Arena(shm / "arena")
-    arena.add_layout(layout(1))
-    arena.add_layout(layout(12))
-    arena.add_layout(layout(12, revision=3))
+    arena.layouts.add(layout(1))
+    arena.layouts.add(layout(12))
+    arena.layouts.add(layout(12, revision=3))
     (arena.path / "layout-13-0.json").write_text("{}")
     (arena.path / "layout-14.json").write_text("[")
     successor = crash(arena)
-    successor.adopt_layouts()
+    successor.layouts.adopt(successor.note_lost)
     assert files(successor) == ["layout-1-0.json", "layout-12-0.json", "layout-12-3.json"]
-    assert successor.layouts == {(1, 0): layout(1), (12, 0): layout(12), (12, 3): layout(12, revision=3)}
+    assert dict(successor.layouts) == {(1, 0): layout(1), (12, 0): layout(12), (12, 3): layout(12, revision=3)}
 
 
 # ---------------------------------------------------------------------- fencing
@@ -555,7 +555,7 @@ def test_layouts_stay_while_a_kept_snapshot_or_the_present_needs_them(
 ) -> None:
     arena = Arena(shm / "arena")
     for epoch, revision in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 0)):
-        arena.add_layout(layout(epoch, revision))
+        arena.layouts.add(layout(epoch, revision))
     arena.release([SnapshotId(*each) for each in keep], before=at(1, epoch=3))
     assert sorted(arena.layouts) == left
     assert files(arena) == [f"layout-{epoch}-{revision}.json" for epoch, revision in left]
@@ -564,7 +564,7 @@ def test_layouts_stay_while_a_kept_snapshot_or_the_present_needs_them(
 def test_every_revision_of_the_present_epoch_stays(shm: Path) -> None:
     arena = Arena(shm / "arena")
     for revision in (0, 1, 2):
-        arena.add_layout(layout(3, revision))
+        arena.layouts.add(layout(3, revision))
     arena.release([], before=at(1, epoch=3))
     assert sorted(arena.layouts) == [(3, 0), (3, 1), (3, 2)]
 

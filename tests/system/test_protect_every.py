@@ -276,7 +276,7 @@ class Ordered:
             is_given_up=lambda snapshot: self.given_up,
         )
         self.store = store
-        store.board.reset(1)
+        store.outcomes.board.reset(1)
         self.reconciler = Reconciler(store, "chain")
         self.sources: Any = SimpleNamespace(snapshot=SnapshotId(1, 5), layout=SimpleNamespace(tag=lambda group: "tag"))
         monkeypatch.setattr(reconciler, "repair_parity", self.work)
@@ -296,7 +296,7 @@ class Ordered:
         return self.state()
 
     def state(self) -> RepairState:
-        return self.store.board.repair(self.store.epoch)  # type: ignore[no-any-return]
+        return self.store.outcomes.board.repair(self.store.epoch)  # type: ignore[no-any-return]
 
     def finish(self) -> RepairState:
         """Let the repairs that are running end."""
@@ -357,7 +357,7 @@ def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(ordered: O
     ordered.outcomes = [SmpUnavailable("its slot was taken away"), None]
     ordered.order()
     ordered.store.epoch = 2
-    ordered.store.board.reset(2)
+    ordered.store.outcomes.board.reset(2)
     assert ordered.finish() is RepairState.UNDER_WAY and ordered.began == 1
     ordered.go.clear()
     assert ordered.order() is RepairState.UNDER_WAY

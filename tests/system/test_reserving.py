@@ -534,7 +534,7 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     store.configure(layout)
     assert store.await_reserved(1, 2, DEADLINE_S) == 2
     pool = store.arena.shard_pool("dp0")
-    _, _, late = store.holdings.take(pool, SnapshotId(1, 5), PAGE)
+    _, _, late = store.receiving.slot_for(pool, SnapshotId(1, 5), PAGE)
     held, go_on, reserve = [], threading.Event(), SlotMemory.reserve
 
     def slowly(memory: SlotMemory, start: int, count: int) -> None:

@@ -36,10 +36,10 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 
 SMALL_FILES = {
-    "storage.store.Store._write_node",
-    "storage.store.Store._read_node",
-    "storage.arena.Arena.add_layout",
-    "storage.arena.Arena.adopt_layouts",
+    "storage.node_file.NodeFile.write",
+    "storage.node_file.read_node_file",
+    "storage.layout_files.LayoutFiles.add",
+    "storage.layout_files.LayoutFiles.adopt",
     "storage.arena.Arena._adopt_file",
     "storage.pool.SlotFilePool.commit",
     "shared.board.Board.__init__",
@@ -57,7 +57,7 @@ NAMES = {
     *("storage.arena.Arena._delete_later", "storage.deleted.Deleted.add"),
     *("storage.pool.SlotFilePool.discard", "storage.pool.SlotFilePool.plan", "storage.pool.SlotFilePool.made"),
     *("storage.pool.SlotFilePool.remove", "storage.pool.SlotFilePool._forget", "storage.reserver.Reserver.make"),
-    "storage.pool.SlotFilePool._empty",
+    *("storage.pool.SlotFilePool._empty", "storage.layout_files.LayoutFiles.drop_older"),
     *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.Reserver.make.<locals>.given_up"),
 }
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
@@ -96,14 +96,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "numpy.ndarray.argmax": {"shared.board.Board.__init__"},
     "numpy.ndarray.tolist": {"shared.board.Board.posted"},
-    "ec.backends.choose_codec": {"storage.holdings.Holdings.gathering"},  # of a cache
+    "ec.backends.choose_codec": {"storage.receiving.Receiving.gathering"},  # of a cache
     "starts a thread": {"storage.reserver.Reserver.go_on"},
     "waits for a lock": {
         # See the order of locks at `Store.changed`: nobody holds these for longer than it takes to change a field.
         *("recovery.recoveries.Recoveries.protected", "storage.reserver.Reserver.go_on"),
         *("storage.holdings.Holdings._adopt_slot", "shared.layout._read", *SMALL_FILES),  # caches of `shared.plain`
         *("persist.persister.Persister._await_order", "persist.persister.Persister._done"),
-        *("storage.holdings.Holdings.stop", "storage.codings.Codings.forget"),
+        *("storage.receiving.Receiving.stop", "storage.codings.Codings.forget"),
         *("storage.holdings.Holdings._note_damage", "storage.holdings.Holdings.repair"),
     },
 }
@@ -116,9 +116,9 @@ TAKERS = {
         "storage.store.Store.join",
         "storage.store.Store.retire",
     ),
-    *("storage.holdings.Holdings.make", "storage.holdings.Holdings.repair", "storage.deleted.Deleted.free"),
+    *("storage.receiving.Receiving.make", "storage.holdings.Holdings.repair", "storage.deleted.Deleted.free"),
     *(
-        "storage.holdings.Holdings.receiving_shard",
+        "storage.receiving.Receiving.shard",
         "storage.reserver.Reserver._wipes",
         "storage.reserver.Reserver.make",
     ),

@@ -23,7 +23,7 @@ ASKS = {"believe", "believe_slot", "_believe", "_check_slot"}
 
 ASKED_BEFORE = {
     "snapshot.step.reading._holds": "only asks whether another snapshot has the slot meanwhile",
-    "smp_daemon.storage.holdings.Holdings.take": "bytes are received into it, and believed as they are committed",
+    "smp_daemon.storage.receiving.Receiving.slot_for": "bytes are received into it, and believed as they are committed",
 }
 """Readers that need not ask, and why."""
 

@@ -285,7 +285,7 @@ def test_without_node_json_what_is_not_known_to_be_of_this_job_and_node_is_not_u
     write_json(arena / "layout-1-0.json", to_plain(other))
     flip(0.5)(arena / "node.json")
     life = Life(arena)
-    assert (life.store.epoch, life.store.holdings.held(), life.arena.layouts) == (0, [], {})
+    assert (life.store.epoch, life.store.holdings.held(), dict(life.arena.layouts)) == (0, [], {})
     assert list(arena.glob("*.safetensors")) == []
     life.die()
 
@@ -342,7 +342,7 @@ def test_a_unit_that_is_not_what_its_writer_digested_is_damaged(shm: Path) -> No
 
 def test_a_posted_outcome_with_a_flipped_bit_is_none(arena: Path) -> None:
     life = Life(arena)
-    board = life.store.board
+    board = life.store.outcomes.board
     for outcome in (1, 2):
         board._words[1] = 9 * 4 + outcome
         board._words[1] ^= outcome

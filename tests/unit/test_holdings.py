@@ -29,6 +29,7 @@ from holdfast.smp_daemon.shared.records import (
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
+from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
 
@@ -64,10 +65,11 @@ class Place:
     def start(self) -> None:
         self.counters = Counters()
         self.arena = Arena(self.path)
-        self.arena.add_layout(LAYOUT)  # nothing is believed that no layout names
+        self.arena.layouts.add(LAYOUT)  # nothing is believed that no layout names
         lock = threading.Condition(threading.RLock())
         self.reserver = Reserver(self.arena, lock, "normal")
-        self.holdings = Holdings(self.arena, lock, self.counters, "numpy", self.reserver)
+        self.holdings = Holdings(self.arena, lock, self.counters)
+        self.receiving = Receiving(self.arena, lock, self.holdings, self.reserver, "numpy")
 
     def crash(self) -> None:
         """The owner dies, which releases its lock, and a successor takes over."""
@@ -377,7 +379,7 @@ def accept(view: memoryview) -> None:
 
 def receive(place: Place, key: ShardKey, **changes: Any) -> bytes:
     content = content_of(key)
-    with place.holdings.receiving_shard(key, LAYOUT, changes.get("check", accept)) as view:
+    with place.receiving.shard(key, LAYOUT, changes.get("check", accept)) as view:
         assert view.nbytes == len(content)
         view[:] = content
     return content
@@ -392,7 +394,7 @@ def test_a_shard_that_was_received_is_held_with_digests_of_its_own(place: Place)
 
 def test_while_it_is_received_it_is_not_held(place: Place) -> None:
     place.put_shard(SHARD)
-    with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as view:
+    with place.receiving.shard(SHARD, LAYOUT, accept) as view:
         assert not place.holdings.holds(SHARD)
         view[:] = content_of(SHARD)
     assert place.holdings.holds(SHARD)
@@ -401,7 +403,7 @@ def test_while_it_is_received_it_is_not_held(place: Place) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_what_was_received_in_part_is_not_held_and_its_slot_is_free(place: Place, error: type[BaseException]) -> None:
-    with pytest.raises(error), place.holdings.receiving_shard(SHARD, LAYOUT, accept) as view:
+    with pytest.raises(error), place.receiving.shard(SHARD, LAYOUT, accept) as view:
         view[:4] = b"half"
         raise error
     assert place.holdings.held() == []
@@ -422,11 +424,11 @@ def test_what_no_trainer_may_have_written_is_not_held(place: Place) -> None:
 
 
 def test_a_second_attempt_takes_the_slot_of_the_first_which_writes_into_nothing(place: Place) -> None:
-    with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
+    with place.receiving.shard(SHARD, LAYOUT, accept) as second:
         pass  # leaves a slot with other bytes in it
     with pytest.raises(StaleEpoch, match=r"step 1 .*taken away"):
-        with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as first:
-            with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
+        with place.receiving.shard(SHARD, LAYOUT, accept) as first:
+            with place.receiving.shard(SHARD, LAYOUT, accept) as second:
                 second[:] = content_of(SHARD)
                 first[:] = b"\xee" * 20
     assert bytes(place.view(SHARD)) == content_of(SHARD)
@@ -436,7 +438,7 @@ def test_a_second_attempt_takes_the_slot_of_the_first_which_writes_into_nothing(
 
 def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> None:
     with pytest.raises(StaleEpoch):
-        with place.holdings.receiving_shard(SHARD, LAYOUT, accept):
+        with place.receiving.shard(SHARD, LAYOUT, accept):
             place.arena.fence(2)
             taken = place.pool(SHARD).begin(SECOND, 20)
     assert (taken.state, taken.snapshot) == (SlotState.WRITING, SECOND)
@@ -447,14 +449,14 @@ def test_what_its_trainer_is_writing_is_not_received(place: Place) -> None:
     place.pool(SHARD).create(20)
     writing = place.pool(SHARD).begin(FIRST, 20)
     with pytest.raises(NoFreeSlot, match=r"dp0 .*trainer is writing"):
-        with place.holdings.receiving_shard(SHARD, LAYOUT, accept):
+        with place.receiving.shard(SHARD, LAYOUT, accept):
             pass
     assert (writing.state, writing.snapshot) == (SlotState.WRITING, FIRST)
 
 
 def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
     stripes = LAYOUT.stripes(0)
-    with place.holdings.receiving_parity(PARITY, LAYOUT, 0) as gathering:
+    with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
         for stripe in stripes.parity_stripes(0):
             for _, position, piece in stripes.contributors(stripe):
                 coord = LAYOUT.members(0)[position].shards[0].coord
@@ -470,7 +472,7 @@ def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
 
 def test_a_parity_that_lacks_a_unit_is_not_held(place: Place) -> None:
     with pytest.raises(ValueError, match="units of 1 stripes"):
-        with place.holdings.receiving_parity(PARITY, LAYOUT, 0):
+        with place.receiving.parity(PARITY, LAYOUT, 0):
             pass
     assert place.holdings.held() == []
     assert [slot.state for slot in place.pool(PARITY).slots] == [SlotState.FREE]
@@ -481,12 +483,12 @@ def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place
     place.arena.reserve({pool: (stripes.parity_bytes(0), 1)})
     stripe, length = stripes.parity_stripes(0)[0], stripes.parity_bytes(0)
     with pytest.raises(StaleEpoch, match=r"step 1 .*given up"):
-        with place.holdings.receiving_parity(PARITY, LAYOUT, 0) as gathering:
-            place.holdings.stop_repairs(lambda snapshot: snapshot == SECOND)
+        with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
+            place.receiving.stop_repairs(lambda snapshot: snapshot == SECOND)
             with pytest.raises(NoFreeSlot):
-                place.holdings.take(pool, SECOND, length)
-            place.holdings.stop_repairs(lambda snapshot: snapshot == FIRST)
-            _, slot, view = place.holdings.take(pool, SECOND, length)
+                place.receiving.slot_for(pool, SECOND, length)
+            place.receiving.stop_repairs(lambda snapshot: snapshot == FIRST)
+            _, slot, view = place.receiving.slot_for(pool, SECOND, length)
             before = bytes(view)
             _, position, piece = next(iter(stripes.contributors(stripe)))
             unit = memoryview(bytes(range(1, piece.length + 1)))
@@ -498,7 +500,7 @@ def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None
     lock, waits, heard = place.holdings._lock, threading.Event(), []
     pool = place.pool(SHARD)
     pool.create(20)
-    _, slot, view = place.holdings.take(pool, FIRST, 20)
+    _, slot, view = place.receiving.slot_for(pool, FIRST, 20)
 
     def wait() -> None:
         with lock:
@@ -508,7 +510,7 @@ def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None
     thread = threading.Thread(target=wait)
     thread.start()
     assert waits.wait(DEADLINE_S)
-    place.holdings.give_back(pool, slot, view)  # needs the lock, so the thread is waiting by now
+    place.receiving.give_back(pool, slot, view)  # needs the lock, so the thread is waiting by now
     thread.join(DEADLINE_S)
     assert heard == [True]
 
@@ -519,7 +521,7 @@ def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None
 def test_a_free_slot_of_its_own_is_taken_first(place: Place) -> None:
     pool, other = place.arena.shard_pool("dp0"), place.arena.shard_pool("dp1")
     place.arena.reserve({pool: (20, 2), other: (13, 2)})
-    taken, slot, view = place.holdings.take(pool, FIRST, 20)
+    taken, slot, view = place.receiving.slot_for(pool, FIRST, 20)
     assert (taken, slot.index, slot.state, slot.snapshot) == (pool, 0, SlotState.RECEIVING, FIRST)
     assert pool.is_at(slot, view) and view.nbytes == 20
     assert (len(pool.slots), len(other.slots)) == (2, 2)
@@ -529,14 +531,14 @@ def test_memory_of_free_slots_of_others_is_used_before_more_is_taken(place: Plac
     pool, other, parity = place.arena.shard_pool("dp0"), place.arena.shard_pool("dp1"), place.pool(PARITY)
     place.arena.reserve({pool: (20, 1), other: (13, 3), parity: (16, 1)})
     held = other.begin(FIRST, 13)
-    place.holdings.take(pool, FIRST, 20)
+    place.receiving.slot_for(pool, FIRST, 20)
     with pytest.raises(NoFreeSlot):
-        place.holdings.take(pool, SECOND, 20)
-    _, slot, _ = place.holdings.take(pool, SECOND, 20, place.holdings.make(pool, 20))
+        place.receiving.slot_for(pool, SECOND, 20)
+    _, slot, _ = place.receiving.slot_for(pool, SECOND, 20, place.receiving.make(pool, 20))
     assert (slot.index, slot.snapshot) == (1, SECOND)
     assert parity.slots == [] and len(other.slots) == 2
     assert held in other.slots and held.snapshot == FIRST
-    place.holdings.take(pool, THIRD, 20, place.holdings.make(pool, 20))
+    place.receiving.slot_for(pool, THIRD, 20, place.receiving.make(pool, 20))
     assert other.slots == [held], "what somebody writes into is not taken"
     assert [slot.snapshot for slot in pool.slots] == [FIRST, SECOND, THIRD]
 
@@ -591,7 +593,7 @@ def test_a_slot_that_a_thread_makes_for_itself_is_left_to_it(place: Place, monke
     slow = Slow(place, monkeypatch)
     pool, other = place.pool(SHARD), place.arena.shard_pool("dp1")
     with ThreadPoolExecutor(1) as threads:
-        making = threads.submit(place.holdings.make, pool, 20)
+        making = threads.submit(place.receiving.make, pool, 20)
         assert slow.begun.wait(DEADLINE_S)
         with place.holdings._lock:
             place.arena.reserve({})  # a layout without this shard
@@ -601,18 +603,18 @@ def test_a_slot_that_a_thread_makes_for_itself_is_left_to_it(place: Place, monke
     place.arena.reserve({})
     place.arena.make_room(20, other)
     with pytest.raises(NoFreeSlot):
-        place.holdings.take(pool, SECOND, 20)
-    assert place.holdings.take(pool, FIRST, 20, made)[1] is made
+        place.receiving.slot_for(pool, SECOND, 20)
+    assert place.receiving.slot_for(pool, FIRST, 20, made)[1] is made
     assert not made.claimed
 
 
 def test_who_takes_a_large_slot_away_reserves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.pool(SHARD).create(20)
-    pool, _, earlier = place.holdings.take(place.pool(SHARD), FIRST, 20)
+    pool, _, earlier = place.receiving.slot_for(place.pool(SHARD), FIRST, 20)
     monkeypatch.setattr("holdfast.smp_daemon.storage.arena.is_at_once", lambda length: False)
     monkeypatch.setattr(SlotMemory, "reserve", lambda *arguments: pytest.fail("memory is reserved"))
     with pytest.raises(NoFreeSlot):
-        place.holdings.take(pool, FIRST, 20)
+        place.receiving.slot_for(pool, FIRST, 20)
     assert pool.slots == []
     earlier[:] = bytes(20)  # whoever has it writes to nothing
 

@@ -226,12 +226,12 @@ def _protected_slots_are_written_to() -> None:
     from holdfast.smp_daemon.storage.pool import SlotState
     from holdfast.smp_daemon.storage.store import Store
 
-    settle = Store._settle
+    settle = Store._post_if_protected
     spoilt: set[Any] = set()
 
     def spoil(self: Store, snapshot: Any) -> None:
         settle(self, snapshot)
-        progress = self._progress.get(snapshot)
+        progress = self.outcomes._progress.get(snapshot)
         is_protected = progress is not None and progress.outcome is SnapshotOutcome.PROTECTED
         if not self.node.endswith("1") or not is_protected or snapshot in spoilt:
             return
@@ -242,7 +242,7 @@ def _protected_slots_are_written_to() -> None:
                 middle = view.nbytes // 2
                 view[middle : middle + 1] = bytes([view[middle] ^ 1])
 
-    _replace(Store, "_settle", spoil)
+    _replace(Store, "_post_if_protected", spoil)
 
 
 def _storage_is_not_looked_at() -> None:

@@ -1,0 +1,224 @@
+"""Bytes that come from elsewhere, into slots of this node: a shard that it lost, parity that it recomputes, and parity
+that its group's units grow into.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from holdfast.ec import choose_codec
+from holdfast.smp_daemon.shared.errors import NoFreeSlot, StaleEpoch
+from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import move_deadline
+from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.parity import ParityGathering
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, too_small
+from holdfast.smp_daemon.storage.reserver import Reserver
+
+
+@dataclass(slots=True)
+class GatheringSlot:
+    """Parity that is being gathered here, and the slot it grows in."""
+
+    pool: SlotFilePool
+    slot: Slot
+    view: memoryview
+    parity: ParityGathering
+
+
+class Receiving:
+    """Slots that this SMP fills itself. Thread-safe. What is complete becomes one of the holdings."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        lock: threading.Condition,
+        holdings: Holdings,
+        reserver: Reserver,
+        backend: str,
+        threads: Threads = MACHINE,
+    ) -> None:
+        """
+        Args:
+            lock: the store's lock, which guards the slots and everything here. It is not held while bytes come in.
+            reserver: makes a slot in place of one that is taken away.
+            backend: see `ec.choose_codec`.
+        """
+        self._arena = arena
+        self._lock = lock
+        self._holdings = holdings
+        self._reserver = reserver
+        self._backend = backend
+        self._threads = threads
+        self._repairs: dict[ParityKey, GatheringSlot] = {}  # the newest attempt for each; see `parity`
+
+    @contextmanager
+    def shard(self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]) -> Iterator[memoryview]:
+        """A slot to receive a shard from elsewhere. It is committed with fresh digests if the block ends without an
+        error, and freed otherwise.
+
+        Args:
+            check: raises if the received bytes are not a valid slot of that shard.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or by its trainer.
+            NoFreeSlot: its trainer is writing it.
+        """
+        length, unit_bytes = layout.shard_bytes(key.coord), layout.unit_bytes
+        with self._slot_for_key(key, length) as (pool, slot, view):
+            pass  # the lock is not needed for more
+        try:
+            failpoint("receive.taken", key.snapshot.step)
+            yield view
+            check(view)
+            digests = digest_units(view, unit_bytes)
+            commit = Commit.of(ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id))
+            failpoint("receive.checked", key.snapshot.step)
+            with self._lock:
+                _check_mine(pool, slot, view, key.snapshot)
+                self._holdings.commit(pool, slot, commit)
+            failpoint("receive.done", key.snapshot.step)
+        except BaseException:
+            self.give_back(pool, slot, view)
+            raise
+
+    @contextmanager
+    def parity(self, key: ParityKey, layout: Layout, group: int) -> Iterator[ParityGathering]:
+        """A gathering to recompute a parity that this node lacks. It is committed if the block leaves it complete.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or because the snapshot
+                was given up.
+        """
+        stripes = layout.stripes(group)
+        with self._slot_for_key(key, stripes.parity_bytes(key.position)) as (pool, slot, view):
+            # With the slot, under one lock: another attempt that took it in between would lose it, and free none.
+            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view))
+        try:
+            failpoint("repair_parity.taken", key.snapshot.step)
+            yield mine.parity
+            commit = Commit.of(mine.parity.record())
+            failpoint("repair_parity.accumulated", key.snapshot.step)
+            with self._lock:
+                if self._repairs.get(key) is not mine:
+                    raise _taken_away(key.snapshot)
+                _check_mine(pool, slot, view, key.snapshot)
+                self._holdings.commit(pool, slot, commit)
+                del self._repairs[key]
+        except BaseException:
+            with self._lock:
+                if self._repairs.get(key) is mine:
+                    self.stop(self._repairs.pop(key))
+            raise
+
+    def stop_repairs(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Stop the parity repairs of snapshots for which `gone` is True, and free their slots."""
+        with self._lock:
+            for key in [key for key in self._repairs if gone(key.snapshot)]:
+                self.stop(self._repairs.pop(key))
+
+    def stop(self, gathering: GatheringSlot) -> None:
+        """Give up a gathering that nobody will finish, and free its slot."""
+        gathering.parity.cancel()  # first: nothing may write to the slot once it is free
+        self.give_back(gathering.pool, gathering.slot, gathering.view)
+
+    def gathering(self, key: ParityKey, layout: Layout, group: int, view: memoryview) -> ParityGathering:
+        """A new gathering that accumulates the parity of a group of `layout` into `view`."""
+        stripes, run = layout.stripes(group), layout.run.id
+        codec = choose_codec(stripes.data, stripes.parity, self._backend)
+        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._threads, run)
+
+    def slot_for(
+        self, pool: SlotFilePool, snapshot: SnapshotId, length: int, made: Slot | None = None
+    ) -> tuple[SlotFilePool, Slot, memoryview]:
+        """A free slot to receive into. An earlier attempt at the same snapshot loses its slot, and writes into a file
+        that no slot uses any more.
+
+        Args:
+            made: what `make` has just returned, which nobody else could take.
+
+        Raises:
+            NoFreeSlot: no slot is free (see `make`), or the trainer is writing that snapshot.
+        """
+        with self._lock:
+            if made is not None:
+                made.claimed = False
+            if pool.find(snapshot, SlotState.WRITING) is not None:
+                raise NoFreeSlot(f"{pool.name} of {snapshot} is not received: its trainer is writing it")
+            earlier = pool.find(snapshot, SlotState.RECEIVING)
+            if earlier is not None:
+                self._arena.take_away(pool, earlier)
+                self._reserver.make_good()
+            slot = pool.begin(snapshot, length, SlotState.RECEIVING)
+            return pool, slot, pool.view(slot)
+
+    def make(self, pool: SlotFilePool, length: int) -> Slot | None:
+        """Make one more slot, which takes the memory of free slots of other pools, for `slot_for`. If another thread is
+        making one, wait for that, and return None. Blocks for about as long as zeroing the slot takes; the caller must
+        not hold the store's lock.
+
+        Raises:
+            ArenaTooSmall: there is no memory for it.
+        """
+        with self._lock:
+            if (other := pool.being_made(length)) is not None:
+                self._lock.wait_for(lambda: pool.being_made(length) is not other, move_deadline(length))
+                return None
+            pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
+            self._arena.make_room(length, pool)
+            if length > (left := self._arena.room()):
+                raise too_small(self._arena.path, length, left)
+            slot = pool.plan(length)
+            slot.claimed = True
+        try:
+            self._reserver.await_freed(length)
+            self._reserver.make(pool, slot)
+            return slot
+        except OSError as error:
+            with self._lock:
+                pool.remove(slot)
+                self._reserver.on_ready()  # while it was being made, it counted as missing
+                self._lock.notify_all()
+            raise pool.no_room(length, error) from error
+
+    @contextmanager
+    def _slot_for_key(self, key: Key, length: int) -> Iterator[tuple[SlotFilePool, Slot, memoryview]]:
+        """A slot to receive `key` into, made if none is free. The lock is held during the block. What is held of `key`
+        is dropped. Raises as `slot_for` and `make`."""
+        pool, made = self._holdings.pool(key), None
+        while True:
+            with self._lock:
+                self._holdings.drop(key)
+                try:
+                    found = self.slot_for(pool, key.snapshot, length, made)
+                except NoFreeSlot:
+                    if pool.find(key.snapshot, SlotState.WRITING) is not None:
+                        raise
+                else:
+                    yield found
+                    return
+            made = self.make(pool, length)
+
+    def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
+        """Free a slot from `slot_for`, unless it was taken away before."""
+        with self._lock:
+            if pool.is_at(slot, view):
+                pool.discard(slot)
+                self._reserver.make_good()
+                self._lock.notify_all()  # a thread may wait for a free slot
+
+
+def _check_mine(pool: SlotFilePool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
+    if not pool.is_at(slot, view):
+        raise _taken_away(snapshot)
+
+
+def _taken_away(snapshot: SnapshotId) -> StaleEpoch:
+    return StaleEpoch(f"the slot that {snapshot} was received into was taken away")
