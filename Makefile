@@ -6,12 +6,12 @@
 # make test-rest    what else is tested on each change: the rest of tests/ without what is marked slow; a quarter of an hour
 # make test-all     all of it, every grid and drawn case whole: two hours; for all three TESTS=... selects tests
 # make test-other   the fast tests on Python 3.13 or 3.12, without torch: three minutes
-# make check   lint, format and types
+# make check   lint, format and types, and whether the published figures are of today's code
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
 # make loops   2,000 training loops drawn from seeds, undisturbed and killed: LOOPS="--seeds 30 --first 777 --json FILE"
 # make fuzz    two million inputs, spread over all parsers: a quarter of an hour on two cores
-# make stall   comparison with other checkpointers: an hour, on an idle machine
+# make stall   what a snapshot costs, for README and docs: 15 minutes, on an idle machine; STALL="--systems all --minutes 90"
 # make bench-node   speed of an SMP, in parts and as a whole, for holdfast plan and benchmarks.fleet: six minutes; AGAINST=CHECKOUT
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   load a lost node's state from memory or a file server, over shaped links: ten minutes, as root
@@ -77,6 +77,7 @@ check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m benchmarks.stall --check
 
 matrix: setup
 	$(BIN)/python -m tests.proof.matrix --markdown benchmarks/results/matrix-$$(date +%F).md \
@@ -100,8 +101,8 @@ fuzz: setup
 	$(BIN)/python -m tools.fuzz --inputs 2000000 --json benchmarks/results/fuzz-$$(date +%F).json
 
 stall: frameworks
-	$(BIN)/python -m benchmarks.stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \
-		--plot benchmarks/results/stall.svg
+	$(BIN)/python -m benchmarks.stall $(STALL) --json benchmarks/results/stall-$$(date +%F).json \
+		--markdown benchmarks/results/stall-$$(date +%F).md --plot benchmarks/results/stall-$$(date +%F).svg
 
 bench-node: setup
 	$(BIN)/python -m benchmarks.node $(if $(AGAINST),--against $(AGAINST)) --json benchmarks/results/node-$$(date +%F).json \

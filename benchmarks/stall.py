@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks import hot
 from benchmarks.arguments import counts
 from benchmarks.memory_copy import CopyRow, measure_copies
 from holdfast.bench.machine import describe, machine
@@ -42,6 +43,14 @@ BATCHES = {"cpu": 32, "cuda": 4096}
 """Default batch size, in rows, by device."""
 
 INSTALL_DEADLINE_S = 900.0
+
+BESIDE_ROUNDS_S = 30.0
+"""Time of a cell beside its rounds, in seconds: processes start, and restores, memory and survival are measured."""
+
+LEAST_ROUNDS_S = 10.0
+
+TOO_BUSY = 0.2
+"""If *nothing* loses more copies than this, or a row's standard error is larger, the machine was too busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,9 @@ SYSTEMS = (
 )
 
 
+README_SYSTEMS = "none,copy,holdfast,protected,dlrover"
+
+
 @dataclass(frozen=True, slots=True)
 class StallBenchmark:
     """What to measure.
@@ -82,34 +94,51 @@ class StallBenchmark:
     Attributes:
         every: steps between saves.
         layers: layers of the model, with 32.8 MB of state each.
-        rounds: number of blocks with saves, each between two blocks without. block: steps in a block.
+        rounds: least number of blocks with saves, each between two blocks without. block: steps in a block.
+        minutes: about how long all of it takes; more rounds are run until rows are steady. None: no more rounds.
         venvs: folder of the peers' virtual environments, which are made if they are missing.
         copies: divides the number of tensors of the plain copies; see `measure_copies`.
         device: ``cpu`` or ``cuda``, where the state is; with ``cuda`` each rank has a GPU of its own.
         batch: rows in a step; None for few on a CPU, and enough to keep a GPU busy.
     """
 
-    systems: tuple[SavingMethod, ...] = SYSTEMS
+    systems: tuple[SavingMethod, ...]
     ranks: tuple[int, ...] = (1, 2, 4)
-    every: tuple[int, ...] = (1, 10)
+    every: tuple[int, ...] = (1,)
     layers: int = 16
     rounds: int = 2
     block: int = 8
+    minutes: float | None = None
     venvs: Path = ROOT / ".venv-peers"
     copies: int = 1
     device: str = "cpu"
     batch: int | None = None
 
 
+LATER: dict[str, Any] = {"device_extra_bytes": 0, "noise": None, "processor_ratio": None}
+"""What older results do not have in their rows."""
+
+
 @dataclass(slots=True)
 class StallReport:
-    """The results, with date and machine. `rows` are written by ``benchmarks/stall_loop.py``."""
+    """The results, with date and machine. `rows` are written by ``benchmarks/stall_loop.py``. `hot`: see
+    `benchmarks.hot`; empty in older results."""
 
     date: str
     machine: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
     copies: list[CopyRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    hot: str = ""
+
+    def busy(self) -> list[str]:
+        """What says that the machine was too busy; only for results whose rows know their noise."""
+        return [
+            f"{row['system']}, {ranks_text(row['ranks'])}, {every_text(row['every'])}: {lost(row)} copies"
+            for row in self.rows
+            if row["noise"] is not None
+            and (row["noise"] > TOO_BUSY or (row["system"] == "nothing" and abs(row["lost_ratio"]) > TOO_BUSY))
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -120,9 +149,9 @@ class StallReport:
         """Read a file that `to_json` wrote. Raises `ConfigError` if it has another content."""
         try:
             told = json.loads(path.read_text())
-            rows = [{"device_extra_bytes": 0} | row for row in told["rows"]]
+            rows = [LATER | row for row in told["rows"]]
             copies = [CopyRow(**row) for row in told["copies"]]
-            return cls(told["date"], told["machine"], rows, copies, told["failed"])
+            return cls(told["date"], told["machine"], rows, copies, told["failed"], told.get("hot", ""))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} is not a result of `python -m benchmarks.stall --json {path}`: {error!r}"
@@ -145,9 +174,10 @@ def choose(keys: str) -> tuple[SavingMethod, ...]:
 
 
 def run(plan: StallBenchmark, console: Console) -> StallReport:
-    """Measure each system with each number of ranks, one after another, for about a minute and a half each.
+    """Measure each system with each number of ranks, one after another, for about a minute each.
 
-    The machine should be idle. A system that fails in the loop is noted in the report.
+    The machine should be idle. A system that fails in the loop is noted in the report. With `plan.minutes` the cells
+    that are left share the time that is left.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
@@ -156,19 +186,22 @@ def run(plan: StallBenchmark, console: Console) -> StallReport:
     if plan.device == "cuda":
         _check_devices(max(plan.ranks))
     facts = machine() | {"load_average": os.getloadavg()[0]} | device_facts(plan.device)
-    report = StallReport(datetime.now(UTC).isoformat(timespec="seconds"), facts)
+    report = StallReport(datetime.now(UTC).isoformat(timespec="seconds"), facts, hot=hot.digest())
     pythons = {system.key: _python(system, plan.venvs, console) for system in plan.systems}
+    ends_s = None if plan.minutes is None else time.monotonic() + 60 * plan.minutes
     report.copies = measure_copies(plan.copies)
-    for ranks in plan.ranks:
-        for system in plan.systems:
-            if ranks < system.least_ranks:
-                continue
-            console.print(f"{system.key}, {ranks} rank{'s' * (ranks > 1)} ...")
-            try:
-                report.rows += measure(system, pythons[system.key], ranks, plan)
-            except HoldfastError as error:
-                report.failed[f"{system.key}, {ranks} ranks"] = str(error)
-                console.print(f"  failed: {error}")
+    cells = [(ranks, system) for ranks in plan.ranks for system in plan.systems if ranks >= system.least_ranks]
+    for number, (ranks, system) in enumerate(cells):
+        console.print(f"{system.key}, {ranks_text(ranks)} ...")
+        rounds_s = 0.0
+        if ends_s is not None:
+            share_s = (ends_s - time.monotonic()) / (len(cells) - number)
+            rounds_s = max(LEAST_ROUNDS_S, share_s - BESIDE_ROUNDS_S)
+        try:
+            report.rows += measure(system, pythons[system.key], ranks, plan, rounds_s)
+        except HoldfastError as error:
+            report.failed[f"{system.key}, {ranks} ranks"] = str(error)
+            console.print(f"  failed: {error}")
     return report
 
 
@@ -193,11 +226,14 @@ def _check_devices(ranks: int) -> None:
         )
 
 
-def measure(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark) -> list[dict[str, Any]]:
+def measure(
+    system: SavingMethod, python: str, ranks: int, plan: StallBenchmark, rounds_s: float = 0.0
+) -> list[dict[str, Any]]:
     """The rows of one system with `ranks` ranks. Blocks for a minute or more.
 
     Args:
         python: the interpreter of the system's virtual environment.
+        rounds_s: how long rounds may go on, in seconds, unless rows are steady before.
 
     Raises:
         HoldfastError: a rank failed; the message has the last line of its log.
@@ -207,7 +243,7 @@ def measure(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark)
         command = [python, str(LOOP), "--system", system.spec, "--world", str(ranks), "--port", str(_free_port())]
         command += ["--folder", str(folder), "--out", str(folder / "rows.json"), "--layers", str(plan.layers)]
         command += ["--every", ",".join(map(str, plan.every)), "--rounds", str(plan.rounds)]
-        command += ["--block", str(plan.block), "--device", plan.device]
+        command += ["--block", str(plan.block), "--seconds", str(rounds_s), "--device", plan.device]
         command += ["--batch", str(plan.batch or BATCHES[plan.device])]
         environment = os.environ | ({"PYTHONPATH": str(ROOT)} if system.peer is None else {})
         trainers = []
@@ -291,6 +327,7 @@ COLUMNS = (
     ("stall_p99_ms", "p99, ms"),
     ("lost_s", "lost, s"),
     ("lost_ratio", "lost / copy"),
+    ("processor_ratio", "processor / copy"),
     ("inflation", "step time ×"),
     ("survives_kill_s", "survives kill, s"),
     ("survives_node_s", "survives node, s"),
@@ -300,14 +337,14 @@ COLUMNS = (
 )
 
 
+OPTIONAL = ("device_extra", "processor_ratio")
+"""Columns that are left out where no row has anything in them."""
+
+
 def compare(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> Report:
     """The table for one number of ranks and one interval; the cheapest system is at the top."""
     chosen = sorted((r for r in rows if (r["ranks"], r["every"]) == (ranks, every)), key=lambda row: row["lost_s"])
-    shown = [
-        (key, title)
-        for key, title in COLUMNS
-        if key != "device_extra" or any(row["device_extra_bytes"] for row in chosen)
-    ]
+    shown = [(key, title) for key, title in COLUMNS if key not in OPTIONAL or any(_value(row, key) for row in chosen)]
     return Report(
         ["system", *(title for _, title in shown)],
         [[row["system"], *(_text(_value(row, key)) for key, _ in shown)] for row in chosen],
@@ -317,8 +354,9 @@ def compare(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> Report:
 
 def summary(rows: Sequence[dict[str, Any]]) -> Report:
     """The table of training time that each system loses to one snapshot, in copies of the state, for all ranks and
-    intervals; the cheapest systems are at the top."""
+    intervals; the cheapest systems are at the top. The last row is *nothing*, if its noise is known."""
     names = {row["system"] for row in rows} - {"nothing"}
+    noise = ["nothing"] * any(row["system"] == "nothing" and row["noise"] is not None for row in rows)
     ratios = {name: [row["lost_ratio"] for row in rows if row["system"] == name] for name in names}
     cells = {(row["system"], row["ranks"], row["every"]): lost(row) for row in rows}
     places = pairs(rows)
@@ -326,16 +364,18 @@ def summary(rows: Sequence[dict[str, Any]]) -> Report:
         ["lost / copy", *(f"{ranks_text(ranks)}, {every_text(every)}" for ranks, every in places)],
         [
             [name, *(cells.get((name, *place), "–") for place in places)]
-            for name in sorted(names, key=lambda name: statistics.median(ratios[name]))
+            for name in [*sorted(names, key=lambda name: statistics.median(ratios[name])), *noise]
         ],
         "Training time lost to one snapshot, in copies of the state",
     )
 
 
 def lost(row: dict[str, Any]) -> str:
-    """How many copies of the state a snapshot costs, and the share of requested snapshots taken, if not all were."""
+    """How many copies of the state a snapshot costs, with the standard error, if it is known, and the share of
+    requested snapshots taken, if not all were."""
     part = f" ({row['taken']:.0%} taken)" if row["taken"] < 1 else ""
-    return f"{row['lost_ratio']:.2f}{part}"
+    noise = "" if row["noise"] is None else f" ± {row['noise']:.2f}"
+    return f"{row['lost_ratio']:.2f}{noise}{part}"
 
 
 def pairs(rows: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -363,7 +403,7 @@ def _value(row: dict[str, Any], key: str) -> float | None:
         return 100.0 * float(row[key])
     if key in ("extra", "device_extra"):
         return float(row[f"{key}_bytes"]) / float(row["state_bytes"])
-    return None if row[key] is None else float(row[key])
+    return None if row.get(key) is None else float(row[key])
 
 
 def _text(value: float | None) -> str:
@@ -396,8 +436,17 @@ def markdown(report: StallReport) -> str:
         "other nodes, each rank a node, all on this machine; the others, and holdfast without it, survive the death of "
         "processes alone. Medians.",
     ]
+    if any(row["noise"] is not None for row in report.rows):
+        lines += [
+            "",
+            "*±*: standard error over the rounds, each with a block without saves on both sides; *nothing* saves "
+            "nothing, and should lose nothing. *Processor*: processor time that one save takes on all threads and "
+            "processes, trainer and SMP, beyond that of training, divided by that of one copy.",
+        ]
     for table in tables(report):
         lines += ["", table.markdown()]
+    if busy := report.busy():
+        lines += ["", "## The machine was too busy", "", *(f"* {what}" for what in busy)]
     if report.failed:
         lines += ["", "## Failed", "", *(f"* {what}: {why}" for what, why in report.failed.items())]
     return "\n".join(lines) + "\n"
@@ -416,15 +465,19 @@ def make_parser() -> Parser:
     """The options."""
     parser = Parser(
         prog="python -m benchmarks.stall",
-        description="Runs one training loop with each system, a snapshot every step and every 10 steps, each in "
-        "processes of its own, and compares what they cost with one copy of the same bytes. The "
-        "peers' virtual environments are made once (about 1 GB each). About an hour; the machine should be idle.",
+        description="Runs one training loop with each system, each in processes of its own, and compares what a "
+        "snapshot costs with one copy of the same bytes. The peers' virtual environments are made once (about 1 GB "
+        "each). A quarter of an hour; the machine should be idle, and the exit status is 1 if it was too busy.",
     )
     parser.add_argument("--quick", action="store_true", help="a small trial without the peers, in half a minute")
-    parser.add_argument("--systems", default="all", help="such as holdfast,dcp-thread (default all)")
+    parser.add_argument(
+        "--check", action="store_true", help="measure nothing: fail if what copies has changed since the newest result"
+    )
+    parser.add_argument("--systems", default=README_SYSTEMS, help=f"a list, or all (default {README_SYSTEMS})")
+    parser.add_argument("--minutes", type=float, default=15.0, help="about how long all of it takes (default 15)")
     parser.add_argument("--ranks", type=counts, default=(1, 2, 4), help="trainers on this machine (default 1,2,4)")
-    parser.add_argument("--every", type=counts, default=(1, 10), help="steps between snapshots (default 1,10)")
-    parser.add_argument("--rounds", type=int, default=2, help="blocks of steps with snapshots (default 2)")
+    parser.add_argument("--every", type=counts, default=(1,), help="steps between snapshots, such as 1,10 (default 1)")
+    parser.add_argument("--rounds", type=int, default=2, help="least number of blocks with snapshots (default 2)")
     parser.add_argument("--layers", type=int, default=16, help="32.8 MB of state each (default 16)")
     parser.add_argument(
         "--device",
@@ -453,6 +506,9 @@ def make_parser() -> Parser:
 def _command(parsed: argparse.Namespace) -> int:
     from benchmarks import plots
 
+    if parsed.check:
+        hot.check()
+        return 0
     plots.check_plots(parsed.plot)
     console = console_of(parsed)
     plan = StallBenchmark(
@@ -461,6 +517,7 @@ def _command(parsed: argparse.Namespace) -> int:
         parsed.every,
         parsed.layers,
         parsed.rounds,
+        minutes=parsed.minutes,
         device=parsed.device,
         batch=parsed.batch,
         **({"venvs": parsed.venvs} if parsed.venvs else {}),
@@ -475,7 +532,12 @@ def _command(parsed: argparse.Namespace) -> int:
     if parsed.plot:
         plots.write(plots.draw_stall(report), parsed.plot)
     write_json(parsed.json, report.to_json())
-    return 1 if report.failed and not parsed.source else 0
+    if parsed.source:
+        return 0
+    busy = [] if parsed.quick else report.busy()
+    for what in busy:
+        console.print(f"the machine was too busy: {what}")
+    return 1 if report.failed or busy else 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import argparse
 import importlib
 import json
 import logging
+import math
 import os
 import shutil
 import statistics
@@ -56,6 +57,9 @@ CHECKED_SAVES = 3
 """Number of consecutive saves before the restores, so that older saves exist beside the newest."""
 
 RESTORES = 3
+STEADY = 0.05
+"""A row is steady once the standard error of its lost time is below this many copies of the state."""
+
 SAMPLE_S = 0.02
 POLL_S = 0.001
 
@@ -111,6 +115,10 @@ class System(Protocol):
     def extra_bytes(self) -> int:
         """Memory in use beyond that before this object was made, in bytes. The results of all ranks are added up."""
 
+    def processor_s(self) -> float:
+        """Processor time used so far by this trainer and by the system's processes, in seconds. The results of all
+        ranks are added up."""
+
     def close(self) -> None:
         """End the processes and remove the files of this system."""
 
@@ -137,6 +145,7 @@ class Block:
         asked: number of saves that were due.
         window: number of iterations until the last save was done, from the start of the block.
         survived_s: seconds from a save until it was seen to survive a kill, if that was before the next save.
+        processor_s: processor time of all iterations; see `System.processor_s`.
     """
 
     iterations: list[Iteration]
@@ -144,6 +153,7 @@ class Block:
     asked: int
     window: int
     survived_s: list[float]
+    processor_s: float
 
     def stalls(self) -> list[float]:
         """For each save, the time spent in the system until the save was done or the next one was started."""
@@ -157,10 +167,21 @@ class Block:
         """Training time lost to one save, on average."""
         return (sum(it.total for it in self.iterations[: self.window]) - self.window * plain_s) / len(self.saves)
 
+    def extra_processor_s(self, plain_s: float) -> float:
+        """Processor time of one save, on average. `plain_s`: that of an iteration without saves."""
+        return (self.processor_s - len(self.iterations) * plain_s) / len(self.saves)
+
     def inflation(self, plain_s: float, every: int) -> float:
         """Mean time of an iteration with a save every `every` iterations, as a multiple of one without saves."""
         excess = sum(it.total for it in self.iterations) - len(self.iterations) * plain_s
         return 1 + excess / (len(self.saves) * every * plain_s)
+
+
+class Plain(NamedTuple):
+    """A block of iterations without saves: seconds of each, and processor time of one."""
+
+    totals: list[float]
+    processor_s: float
 
 
 @dataclass(slots=True)
@@ -172,6 +193,8 @@ class Measured:
     inflation: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
     floor_s: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
+    floor_processor_s: list[float] = field(default_factory=list)
     survived_in_loop_s: list[float] = field(default_factory=list)
     survived_s: list[float | None] = field(default_factory=list)
     survived_node_s: list[float] = field(default_factory=list)
@@ -194,6 +217,9 @@ class Row:
         memcpy_floor_s: time to copy the state once into memory that is already mapped, on all ranks at the same time.
             From a GPU: into pinned memory.
         step_s: median time of an iteration without saves.
+        noise: standard error of `lost_ratio`; None after a single round. rounds: number of rounds.
+        processor_s: processor time that one save takes, of trainers and the system's processes together, a rank.
+        processor_ratio: the same, divided by that of one copy of the state.
         inflation: mean time of an iteration with saves at this frequency, as a multiple of `step_s`.
         survives_kill_s: time from the start of `save` until it survives a kill of the trainer, with no iterations.
         survives_kill_in_loop_s: the same in the loop; checked between iterations, so up to one iteration too long.
@@ -213,6 +239,10 @@ class Row:
     lost_s: float
     memcpy_floor_s: float
     lost_ratio: float
+    noise: float | None
+    rounds: int
+    processor_s: float
+    processor_ratio: float
     step_s: float
     inflation: float
     survives_kill_s: float | None
@@ -288,13 +318,14 @@ class Floor:
         self._device = training.device
         self._pairs = buffered(training.state())
 
-    def measure(self) -> float:
+    def measure(self) -> tuple[float, float]:
+        """Seconds of one copy, and of processor time."""
         settle(self._device)
-        begin = time.perf_counter()
+        begin, began = time.perf_counter(), time.thread_time()
         for target, source in self._pairs:
             target.copy_(source, non_blocking=True)
         settle(self._device)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.thread_time() - began
 
 
 class Loop:
@@ -307,32 +338,45 @@ class Loop:
         self._meeting = meeting
         self._step = 0
 
-    def measure(self, every: int, rounds: int, block: int) -> Measured:
-        """Measure this rank's part of one row."""
+    def measure(self, every: int, rounds: int, block: int, until_s: float = 0.0) -> Measured:
+        """Measure this rank's part of one row.
+
+        Args:
+            rounds: least number of rounds.
+            until_s: until when (`time.monotonic`) more rounds are run, unless the row is steady.
+        """
         measured = Measured()
         self._warm_up()
-        plain: list[list[float]] = []
-        blocks: list[Block] = []
-        for _ in range(rounds):
+        before = self._plain(block)
+        measured.plain_s += before.totals
+        slowest: list[float] = []
+        while len(slowest) < rounds or self._goes_on(slowest, measured.floor_s, until_s):
             self._meeting.barrier()
-            measured.floor_s.append(self._floor.measure())
-            plain.append(self._plain(block))
-            blocks.append(self._saving(block, every))
-        plain.append(self._plain(block))
-        for saving, before, after in zip(blocks, plain[:-1], plain[1:], strict=True):
-            step_s = statistics.median(before + after)
+            floor_s, floor_processor_s = self._floor.measure()
+            measured.floor_s.append(floor_s)
+            measured.floor_processor_s.append(floor_processor_s)
+            saving, after = self._saving(block, every), self._plain(block)
+            step_s = statistics.median(before.totals + after.totals)
             measured.lost_s.append(saving.lost_s(step_s))
+            measured.processor_s.append(saving.extra_processor_s((before.processor_s + after.processor_s) / 2))
             measured.inflation.append(saving.inflation(step_s, every))
             measured.stall_s += saving.stalls()
             measured.taken.append(len(saving.saves) / saving.asked)
             measured.survived_in_loop_s += saving.survived_s
-        measured.plain_s = [seconds for seconds_of_block in plain for seconds in seconds_of_block]
+            measured.plain_s += after.totals
+            slowest.append(max(self._meeting.gather(measured.lost_s[-1])))
+            before = after
         survivals = [self._survival() for _ in range(EXTRA_SAVES)]
         measured.survived_s = [kill_s for kill_s, _ in survivals]
         measured.survived_node_s = [node_s for _, node_s in survivals]
         measured.extra_bytes, measured.device_extra_bytes = self._most_memory()
         measured.restore_s, measured.restored = self._restores(min(every, 2))
         return measured
+
+    def _goes_on(self, lost_s: Sequence[float], floor_s: Sequence[float], until_s: float) -> bool:
+        """Whether any rank asks for another round: there is time for it, and the row is not steady yet."""
+        is_wanted = noise_of(lost_s) > STEADY * statistics.median(floor_s) and time.monotonic() < until_s
+        return not self._meeting.all(not is_wanted)
 
     def _iterate(self, save: bool = False) -> Iteration:
         self._step += 1
@@ -368,9 +412,11 @@ class Loop:
                 raise TimeoutError(f"no save was begun in {DEADLINE_S:.0f} s")
         self._system.wait()
 
-    def _plain(self, iterations: int) -> list[float]:
+    def _plain(self, iterations: int) -> Plain:
         self._meeting.barrier()
-        return [self._iterate().total for _ in range(iterations)]
+        began_s = self._system.processor_s()
+        totals = [self._iterate().total for _ in range(iterations)]
+        return Plain(totals, (self._system.processor_s() - began_s) / iterations)
 
     def _saving(self, iterations: int, every: int) -> Block:
         """Run `iterations` with saves, and then more until the last save is done on all ranks."""
@@ -383,6 +429,7 @@ class Loop:
         last_save = (iterations - 1) // every * every
         give_up = time.monotonic() + DEADLINE_S
         self._meeting.barrier()
+        began_s = self._system.processor_s()
         while len(done) < iterations or not self._meeting.all(window is not None):
             save = len(done) < iterations and len(done) % every == 0
             begin_of_save = time.perf_counter()
@@ -399,7 +446,8 @@ class Loop:
                 window = len(done)
             if len(done) > iterations and time.monotonic() > give_up:
                 raise TimeoutError(f"the saves of a block took more than {DEADLINE_S:.0f} s")
-        return Block(done, saves, -(-iterations // every), cast(int, window), survived_s)
+        processor_s = self._system.processor_s() - began_s
+        return Block(done, saves, -(-iterations // every), cast(int, window), survived_s, processor_s)
 
     def _survival(self) -> tuple[float | None, float]:
         """Seconds until a save survives a kill (None: never), and until it is done. No iterations run meanwhile."""
@@ -516,6 +564,13 @@ class MostOnDevice:
             self.most = torch.cuda.max_memory_allocated(self._device)
 
 
+def noise_of(values: Sequence[float]) -> float:
+    """The standard error of the median of values that scatter as if drawn; infinite for fewer than two."""
+    if len(values) < 2:
+        return math.inf
+    return math.sqrt(math.pi / 2 / len(values)) * statistics.stdev(values)
+
+
 def make_row(ranks: Sequence[Measured], every: int, system: System, state_bytes: int, tensors: int) -> Row:
     """One row from the measurements of all ranks: the slowest rank of each round, save or restore, then the median."""
 
@@ -526,7 +581,10 @@ def make_row(ranks: Sequence[Measured], every: int, system: System, state_bytes:
         return [max(of_ranks) for of_ranks in zip(*values, strict=True)]
 
     stalls_ms = [seconds * 1e3 for seconds in slowest([rank.stall_s for rank in ranks])]
-    lost_s = median([rank.lost_s for rank in ranks])
+    losses = slowest([rank.lost_s for rank in ranks])
+    lost_s = statistics.median(losses)
+    processor_s = statistics.fmean(statistics.median(rank.processor_s) for rank in ranks)
+    floor_processor_s = statistics.fmean(statistics.median(rank.floor_processor_s) for rank in ranks)
     floor_s = median([rank.floor_s for rank in ranks])
     restored = all(rank.restored for rank in ranks)
     survived = [[seconds for seconds in rank.survived_s if seconds is not None] for rank in ranks]
@@ -542,6 +600,10 @@ def make_row(ranks: Sequence[Measured], every: int, system: System, state_bytes:
         lost_s=lost_s,
         memcpy_floor_s=floor_s,
         lost_ratio=lost_s / floor_s,
+        noise=noise_of(losses) / floor_s if len(losses) > 1 else None,
+        rounds=len(losses),
+        processor_s=processor_s,
+        processor_ratio=processor_s / floor_processor_s,
         step_s=max(statistics.median(rank.plain_s) for rank in ranks),
         inflation=median([rank.inflation for rank in ranks]),
         survives_kill_s=median(survived) if all_survived else None,
@@ -575,6 +637,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="on tmpfs, the same for all ranks")
     parser.add_argument("--every", default="1,10", help="steps from one save to the next; a row for each")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=0.0, help="how long rounds may go on, unless rows are steady")
     parser.add_argument("--block", type=int, default=10, help="steps in a block")
     parser.add_argument("--layers", type=int, default=16, help="32.8 MB of state each")
     parser.add_argument("--batch", type=int, default=32)
@@ -620,8 +683,11 @@ def main() -> None:
     state_bytes = sum(meeting.gather(sum(tensor.nbytes for tensor in state)))
     tensors = sum(meeting.gather(len(state)))
     rows = []
-    for every in map(int, arguments.every.split(",")):
-        measured = meeting.gather(loop.measure(every, arguments.rounds, arguments.block))
+    intervals = [int(text) for text in arguments.every.split(",")]
+    began_s = time.monotonic()
+    for number, every in enumerate(intervals, 1):
+        until_s = began_s + arguments.seconds * number / len(intervals)
+        measured = meeting.gather(loop.measure(every, arguments.rounds, arguments.block, until_s))
         rows.append(asdict(make_row(measured, every, system, state_bytes, tensors)))
     system.close()
     meeting.barrier()

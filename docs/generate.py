@@ -33,13 +33,17 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    """The text of each reference page, by file name."""
+    """The text of each reference page, and of pages of which parts are generated, by path from this folder."""
     for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
         del os.environ[name]  # they would change the defaults of commands
     sys.path.insert(0, str(ROOT))
     made = {"reference-python.md": python, "reference-commands.md": commands, "reference-environment.md": environment}
     made |= {"proof.md": proof, "support.md": support}
-    return {name: NOTE + "\n\n".join(part for part in make() if part).rstrip() + "\n" for name, make in made.items()}
+    found = {name: NOTE + "\n\n".join(part for part in make() if part).rstrip() + "\n" for name, make in made.items()}
+    figures = importlib.import_module("benchmarks.stall_figures")
+    for name, folder in (("../README.md", "benchmarks/results"), ("figures.md", "../benchmarks/results")):
+        found[name] = figures.filled((DOCS / name).read_text(), folder)
+    return found
 
 
 # ---------------------------------------------------------------------- support

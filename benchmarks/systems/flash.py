@@ -71,6 +71,9 @@ class Flash:
     def extra_bytes(self) -> int:
         return self._memory.extra_bytes()
 
+    def processor_s(self) -> float:
+        return self._memory.processor_s()
+
     def close(self) -> None:
         if self._agent is not None:
             self._agent.communicate(b"end", timeout=DEADLINE_S)

@@ -127,6 +127,9 @@ class Alone:
     def extra_bytes(self) -> int:
         return self._memory.extra_bytes()
 
+    def processor_s(self) -> float:
+        return self._memory.processor_s()
+
     def close(self) -> None:
         self._snap.__exit__(None, None, None)
         shutil.rmtree(self._base, ignore_errors=True)

@@ -44,4 +44,7 @@ class Nothing:
     def extra_bytes(self) -> int:
         return self._memory.extra_bytes()
 
+    def processor_s(self) -> float:
+        return self._memory.processor_s()
+
     def close(self) -> None: ...

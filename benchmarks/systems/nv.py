@@ -117,6 +117,9 @@ class Local:
     def extra_bytes(self) -> int:
         return self._memory.extra_bytes()
 
+    def processor_s(self) -> float:
+        return self._memory.processor_s()
+
     def close(self) -> None:
         self.wait()
         self._queue.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import hot
 from benchmarks.memory_copy import measure_copies
 from benchmarks.stall import (
     SYSTEMS,
@@ -25,6 +27,7 @@ from benchmarks.stall import (
     summary,
     tables,
 )
+from benchmarks.stall_loop import noise_of
 from holdfast import ConfigError
 from holdfast.cli.main import main
 
@@ -38,6 +41,8 @@ ROW: dict[str, Any] = {
     "lost_s": 0.02,
     "memcpy_floor_s": 0.1,
     "lost_ratio": 0.2,
+    "noise": None,
+    "processor_ratio": None,
     "inflation": 1.01,
     "survives_kill_s": 0.1,
     "survives_node_s": None,
@@ -67,6 +72,8 @@ def test_a_small_run_measures_this_project(tmp_path: Path, capsys: pytest.Captur
     assert ours["taken"] > 0
     assert ours["state_bytes"] > 60_000_000
     assert 0 < ours["stall_p50_ms"] < 1000
+    assert (ours["rounds"], ours["noise"]) == (1, None)
+    assert 0.2 < ours["processor_ratio"] < 50  # one copy, at least, and other work of a small state
     assert 0 < ours["survives_kill_s"] < 30
     assert not rows["nothing"]["restored"]
     assert len(result["copies"]) == 3
@@ -108,6 +115,43 @@ def test_one_table_has_every_number_of_ranks_and_every_interval() -> None:
     ]
 
 
+def test_noise_stands_beside_what_is_lost_and_says_when_a_machine_is_too_busy() -> None:
+    calm = ROW | {"noise": 0.03, "processor_ratio": 0.9}
+    nothing = calm | {"system": "nothing", "lost_ratio": -0.01}
+    found = report(nothing, calm)
+    assert summary(found.rows).rows == [["holdfast", "0.20 ± 0.03"], ["nothing", "-0.01 ± 0.03"]]
+    assert compare(found.rows, 1, 10).records()[1]["processor / copy"] == "0.900"
+    assert not found.busy() and "too busy" not in markdown(found)
+    for noisy in (nothing | {"lost_ratio": 0.4}, calm | {"noise": 0.4}):
+        assert len(report(noisy).busy()) == 1
+        assert "too busy" in markdown(report(noisy))
+
+
+def test_rounds_go_on_until_a_row_is_steady() -> None:
+    assert noise_of([1.0]) == math.inf
+    assert noise_of([1.0, 1.0, 1.0]) == 0.0
+    assert noise_of([0.0, 2.0] * 8) == pytest.approx(1.253 * 1.033 / 4, rel=0.01)
+
+
+def test_figures_of_other_code_are_noticed_and_comments_are_no_other_code(tmp_path: Path) -> None:
+    root, results = tmp_path / "root", tmp_path / "results"
+    results.mkdir()
+    for name in hot.HOT:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text((hot.ROOT / name).read_text())
+    hot.check(root, results)  # no result knows yet what it is of
+    for day, of in (("2026-01-01", "another"), ("2026-01-02", hot.digest(root))):
+        told = report().to_json() | {"date": day, "hot": of}
+        (results / f"stall-{day}.json").write_text(json.dumps(told))
+    copier, stream = root / "snapshot/step/copier.py", root / "snapshot/stream.c"
+    copier.write_text("# another comment\n" + copier.read_text())
+    stream.write_text("/* another\n comment */\n" + stream.read_text())
+    hot.check(root, results)
+    copier.write_text(copier.read_text() + "\nMORE = 1\n")
+    with pytest.raises(ConfigError, match="2026-01-02"):
+        hot.check(root, results)
+
+
 def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, page, plot = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "plot.svg"
     source.write_text(json.dumps(report(ROW, OTHER).to_json()))
@@ -137,7 +181,7 @@ def test_every_peer_has_its_requirements() -> None:
     for system in SYSTEMS:
         assert (folder / f"{system.spec.partition(':')[0].rpartition('.')[2]}.py").exists()
         assert system.peer is None or (folder / "requirements" / f"{system.peer}.txt").exists()
-    assert StallBenchmark().rounds > 0
+    assert StallBenchmark(SYSTEMS).rounds > 0
 
 
 def test_copies_are_compared_with_memcpy() -> None:

@@ -10,12 +10,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.stall import StallReport, compare, summary
 from holdfast.cli.main import make_parser
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.settings import VARIABLES
@@ -210,58 +209,6 @@ def test_make_lists_every_target() -> None:
     for workflow in (ROOT / ".github/workflows").glob("*.yml"):
         asked = set(re.findall(r"\bmake ([a-z-]+)", workflow.read_text().partition("jobs:")[2]))
         assert asked and asked <= targets(), workflow
-
-
-STALL = ROOT / "benchmarks/results/stall-2026-11-21.json"
-
-
-SPARE_CORE = ROOT / "benchmarks/results/stall-2026-11-25-spare-core.json"
-
-
-def test_the_readmes_figure_with_a_spare_core_is_the_one_measured() -> None:
-    (row,) = [cells for cells in rows((ROOT / "README.md").read_text()) if "benchmarks.stall" in cells[-1]]
-    ((_, measured_ratio, *_),) = summary(StallReport.read(SPARE_CORE).rows).rows
-    assert re.findall(r"\d+\.\d+", row[1]) == [measured_ratio]
-
-
-def test_figures_of_cost_are_those_measured() -> None:
-    """Each row of a table of stalls or of lost time is in the results, up to rounding."""
-    report = StallReport.read(STALL)
-    first = compare(report.rows, 1, 1).rows
-    losses = summary(report.rows)
-    found = 0
-    for cells in rows((ROOT / "docs/figures.md").read_text()):
-        if len(cells) >= 5 and "×" in cells[3]:
-            _, stall_ms, _, _, ratio, step, *_, restore_s = map(_number, measured(cells[0], first))
-            assert _number(cells[1]) == pytest.approx(stall_ms, abs=0.5 if stall_ms > 10 else 0.05)
-            assert _number(cells[2]) == pytest.approx(ratio, abs=0.0051)
-            assert _number(cells[3]) == pytest.approx(step, abs=0.0051)
-            assert _number(cells[-1]) == pytest.approx(restore_s, abs=0.0051)
-            found += 1
-        elif len(cells) == len(losses.columns) and re.fullmatch(r"[\d.]+|–", cells[1]):
-            assert cells[1:] == measured(cells[0], losses.rows), cells[0]
-            found += 1
-    assert found >= 5
-
-
-def _number(cell: str) -> float:
-    return float(cell.strip("×ms –") or "nan")
-
-
-def measured(shown: str, table: Sequence[Sequence[str]]) -> list[str]:
-    """The table's row for the system that a page calls `shown`."""
-    (found,) = [row for name, *row in table if alike(shown, name) and ("protected" in shown) == ("protected" in name)]
-    return found
-
-
-def rows(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
-
-
-def alike(shown: str, name: str) -> bool:
-    """Whether a page's name for a system and the results' name mean the same one."""
-    words = set(re.findall(r"[a-z_]{3,}", shown.lower())) - {"torch", "every"}
-    return words <= {*re.findall(r"[a-z_]{3,}", name.lower())} and bool(words)
 
 
 AROUND = """

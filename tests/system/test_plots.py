@@ -42,7 +42,7 @@ def check_inside(figure: Figure) -> None:
 
 
 def stall_row(system: str, ratio: float) -> dict[str, Any]:
-    return {"system": system, "ranks": 1, "every": 10, "lost_ratio": ratio, "taken": 1.0}
+    return {"system": system, "ranks": 1, "every": 10, "lost_ratio": ratio, "noise": None, "taken": 1.0}
 
 
 def stall_report(*rows: dict[str, Any]) -> StallReport:
