@@ -69,7 +69,8 @@ class SnapshotHook:
 
     @property
     def epoch(self) -> int:
-        """How many passes over `data` are finished: the pass in which the loop goes on. 0 on a cold start."""
+        """How many passes over `data` are finished: the pass in which the loop goes on. 0 on a cold start. Of several
+        sources with names of their own, that counts which the loop names first."""
         return self._session.epoch
 
     def begin(self) -> None:

@@ -16,10 +16,10 @@ from holdfast.integrations.adapters.transformer_engine import ExtraStates, put_b
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, leaf_of, local
+from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, leaf_of, local, memory_of
 from holdfast.snapshot.state import rng, tracked
 from holdfast.snapshot.state.flags import GRADIENTS, Flags
-from holdfast.snapshot.state.hidden import ChangingAttributes, generators, owners
+from holdfast.snapshot.state.hidden import Changing, generators, owners, samples_of_attributes
 from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look, Stateful, Tree, Updated
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
@@ -62,7 +62,7 @@ class BaseAdapter:
         self._extra_states = ExtraStates()
         self._episodes = Episodes(log)
         self._generators: dict[str, Any] | None = None
-        self._watches: list[ChangingAttributes] = []
+        self._watches: list[Changing[str]] = []
         self._told: set[str] = set()  # by any watch: `verify` makes new ones with every layout
         self.rebuilds: list[Callable[[At], object]] = []
         self._parameters: frozenset[str] | None = None  # names, when the layout was last made
@@ -154,10 +154,11 @@ class BaseAdapter:
         """Warn once if a schedule changes an optimizer's options but was not given, and so is not captured. From now on
         `watch` compares attributes."""
         self._warn_of_growth()
-        captured = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
+        found = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
+        captured = set(map(memory_of, found))
         self._watches = [
-            ChangingAttributes(self._roots(), self._named(), captured, patience=3),
-            ChangingAttributes(self._unknown_optimizers(), self._named(), captured, patience=1),
+            Changing(partial(samples_of_attributes, list(roots), self.named(), captured), patience)
+            for roots, patience in ((self._roots(), 3), (self._unknown_optimizers(), 1))
         ]
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
         if not (self._tracked or self._schedulers or schedules):
@@ -195,11 +196,10 @@ class BaseAdapter:
         return self._generators
 
     def _find_generators(self) -> dict[str, Any]:
-        return generators([*self._roots(), *self._unknown_optimizers()], self._named())
+        return generators([*self._roots(), *self._unknown_optimizers()], self.named())
 
-    def _named(self) -> list[Any]:
-        """What the user has named beside modules and optimizers."""
-        return [*(part.get for part in self._tracked.values()), *self._extra.values()]
+    def named(self) -> list[Any]:
+        return [*(part.get for part in self._tracked.values() if part.get is not None), *self._extra.values()]
 
     def _unknown_optimizers(self) -> list[tuple[str, Any]]:
         """The optimizers, by name, that may keep in attributes what the adapter does not know."""

@@ -38,12 +38,17 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float16: "F16",
     torch.int16: "I16",
     torch.uint16: "U16",
+    torch.complex32: "C32",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+if hasattr(torch, "float8_e8m0fnu"):  # since torch 2.7
+    DTYPES[torch.float8_e8m0fnu] = "F8_E8M0"
 DEVICES = ("cpu", "cuda")
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 

@@ -55,6 +55,11 @@ class Adapter(Protocol):
         """Names of the objects with a ``state_dict`` that this rank has besides modules, optimizers and schedules."""
         ...
 
+    def named(self) -> Sequence[Any]:
+        """What the user has named beside modules, optimizers and schedules: what to call for their values, or the
+        objects themselves."""
+        ...
+
     def scalers(self) -> Sequence[Any]:
         """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's step."""
         ...

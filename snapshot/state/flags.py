@@ -42,8 +42,8 @@ class Flags:
     def state(self) -> Tree:
         """The current flags, as packed bits."""
         return {
-            "requires_grad": np.packbits([p.requires_grad for p in self._parameters.values()]).tobytes(),
-            "training": np.packbits([m.training for m in self._modules.values()]).tobytes(),
+            "requires_grad": _packed([p.requires_grad for p in self._parameters.values()]),
+            "training": _packed([m.training for m in self._modules.values()]),
         }
 
     def gradients(self) -> bytes:
@@ -70,6 +70,10 @@ class Flags:
         for name, flag in _unpacked(names["modules"], state["training"]).items():
             if name in self._modules:
                 self._modules[name].training = flag
+
+
+def _packed(flags: Sequence[bool]) -> bytes:
+    return np.packbits(np.array(flags, bool)).tobytes()
 
 
 def _unpacked(names: Sequence[str], bits: bytes) -> dict[str, bool]:

@@ -7,10 +7,10 @@ can say what of it matters, and warned of where it changes from step to step.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ KNOWN = frozenset(vars(torch.nn.Module())) | OWN
 """Attributes that every module or optimizer has: what is captured as such, and hooks."""
 
 FIRST_LOOKS = 4
-"""`ChangingAttributes` looks at this many boundaries in a row before it looks less often."""
+"""`Changing` looks at this many boundaries in a row before it looks less often."""
 
 SAMPLED = 64
 """About how many elements of a tensor are compared."""
@@ -126,34 +126,29 @@ def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[s
     return rng.owned(_with_classes(_unnamed(roots, named)), is_users_own, but, most=MOST_OPENED)
 
 
-class ChangingAttributes:
-    """Finds attributes that change from step to step and are not captured: numbers, tensors and arrays.
+P = TypeVar("P", bound=Hashable)
 
-    Attributes of torch's own classes and of modules with a ``get_extra_state`` are left out; so are tensors that
-    require gradients, which every step computes anew, and all attributes beyond the first `MOST`. Of tensors and
-    arrays, a sample is compared. Used by the training thread.
+
+class Changing(Generic[P]):
+    """Finds values that change from step to step. Used by the training thread.
 
     Args:
-        roots, named: as for `generators`.
-        captured: the tensors that are captured, whose views are left out, and the optimizers whose numbers are.
-        patience: an attribute is reported once it has differed at this many looks in a row from the look before.
+        samples: gives the values that are compared, at every look: their places, and bytes that most probably differ if
+            the value does. All beyond the first `MOST` are left out.
+        patience: a place is reported once it has differed at this many looks in a row from the look before.
     """
 
-    def __init__(
-        self, roots: Iterable[tuple[str, Any]], named: Iterable[Any], captured: Iterable[Any], patience: int
-    ) -> None:
-        self._roots = list(roots)
-        self._named = list(named)
-        self._captured = {memory_of(each) for each in captured}
+    def __init__(self, samples: Callable[[], Iterator[tuple[P, bytes]]], patience: int) -> None:
+        self._samples = samples
         self._patience = patience
         self._boundaries = 0
-        self._before: dict[str, bytes] = {}
-        self._in_a_row: dict[str, int] = {}
+        self._before: dict[P, bytes] = {}
+        self._in_a_row: dict[P, int] = {}
 
-    def look(self) -> list[str]:
-        """Called at every boundary. Returns the names of attributes to report.
+    def look(self) -> list[P]:
+        """Called at every boundary. Returns the places to report.
 
-        It looks at `FIRST_LOOKS` boundaries, and from then on at doubling distances, since it walks all modules.
+        It looks at `FIRST_LOOKS` boundaries, and from then on at doubling distances, since a look is not cheap.
         """
         self._boundaries += 1
         if self._boundaries > FIRST_LOOKS and self._boundaries & (self._boundaries - 1):
@@ -164,19 +159,35 @@ class ChangingAttributes:
         self._in_a_row = {place: self._in_a_row.get(place, 0) + 1 for place in changed}
         return [place for place, count in self._in_a_row.items() if count >= self._patience]
 
-    def _samples(self) -> Iterator[tuple[str, bytes]]:
-        for path, value, _ in walk(self._compared(), is_users_own, most=MOST_OPENED):
-            if isinstance(value, bool | int | float | np.generic):
-                yield path, repr(value).encode()
-            elif _is_tensor_or_array(value) and memory_of(value) not in self._captured and (part := _sample(value)):
-                yield path, part
 
-    def _compared(self) -> Iterator[tuple[str, Any]]:
-        for name, owner in _unnamed(self._roots, self._named):
-            if not type(owner).__module__.startswith(WITH_TABLES) and not _has_extra_state(owner):
-                found = _attributes(name, owner)
-                captured = id(owner) in self._captured
-                yield from (each for each in found if not (captured and is_captured_number(each[1])))
+def samples_of_attributes(
+    roots: Iterable[tuple[str, Any]], named: Iterable[Any], captured: Collection[int]
+) -> Iterator[tuple[str, bytes]]:
+    """Numbers, tensors and arrays in attributes, for `Changing`.
+
+    Attributes of torch's own classes and of modules with a ``get_extra_state`` are left out; so are tensors that
+    require gradients, which every step computes anew.
+
+    Args:
+        roots, named: as for `generators`.
+        captured: `memory_of` the tensors that are captured, whose views are left out, and of the optimizers whose
+            numbers are.
+    """
+    for path, value, _ in walk(_compared(roots, named, captured), is_users_own, most=MOST_OPENED):
+        if isinstance(value, bool | int | float | np.generic):
+            yield path, repr(value).encode()
+        elif is_tensor_or_array(value) and memory_of(value) not in captured and (part := sample_of(value)):
+            yield path, part
+
+
+def _compared(
+    roots: Iterable[tuple[str, Any]], named: Iterable[Any], captured: Collection[int]
+) -> Iterator[tuple[str, Any]]:
+    for name, owner in _unnamed(roots, named):
+        if not type(owner).__module__.startswith(WITH_TABLES) and not _has_extra_state(owner):
+            found = _attributes(name, owner)
+            has_numbers = id(owner) in captured
+            yield from (each for each in found if not (has_numbers and is_captured_number(each[1])))
 
 
 def _attributes(name: str, owner: Any) -> list[tuple[str, Any]]:
@@ -208,10 +219,11 @@ def _with_classes(owned: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]
 def _keeps_state(value: Any) -> bool:
     if isinstance(value, set | frozenset):
         return any(map(_keeps_state, value))
-    return _is_tensor_or_array(value) or is_generator(value)
+    return is_tensor_or_array(value) or is_generator(value)
 
 
-def _is_tensor_or_array(value: Any) -> bool:
+def is_tensor_or_array(value: Any) -> bool:
+    """Whether a value is data of a step, or state."""
     return isinstance(value, torch.Tensor | np.ndarray)
 
 
@@ -219,7 +231,7 @@ def _has_extra_state(owner: Any) -> bool:
     return getattr(type(owner), "get_extra_state", None) not in (None, torch.nn.Module.get_extra_state)
 
 
-def _sample(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes | None:
+def sample_of(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes | None:
     """Bytes that differ if the value does, most probably; None if it is computed anew in each step, or is no data."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value.reshape(-1)[:: 1 + value.size // SAMPLED].tobytes()

@@ -316,12 +316,12 @@ class OptimizerState:
                 f"{self._prefix} updates other parameters than in the snapshot: {some(problems)}. Give the same "
                 "optimizers and modules as when the snapshot was taken, in the same order"
             )
-        for name, g in now.items():
-            if set(have[g]) != set(held[before[name]]):
-                raise StateMismatch(
-                    f"{self._prefix}: {name} is in another parameter group than in the snapshot: make the same groups "
-                    "as when the snapshot was taken"
-                )
+        met = {(g, before[name]): name for name, g in now.items()}  # each two groups once: a group may be very large
+        if parted := [name for (g, then), name in met.items() if set(have[g]) != set(held[then])]:
+            raise StateMismatch(
+                f"{self._prefix}: {parted[0]} is in another parameter group than in the snapshot: make the same groups "
+                "as when the snapshot was taken"
+            )
         if len(have) != len(held):
             raise StateMismatch(f"{self._prefix} has {len(held)} parameter groups in the snapshot, {len(have)} here")
         ordered = not kind.startswith(SHAREABLE) or isinstance(self.optimizer, torch.optim.LBFGS)

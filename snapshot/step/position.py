@@ -49,10 +49,10 @@ class Position:
 
     @property
     def epoch(self) -> int:
-        """How many passes over `DATA` are finished."""
-        if DATA in self.sources:
-            return self.sources[DATA].epoch()
-        return int(self._held.get(DATA, {}).get("epoch", 0))
+        """How many passes over the source that is called `DATA` are finished, or over the one that was named first."""
+        known: dict[str, Any] = {**self.sources, **self._held}
+        place = known[DATA] if DATA in known else next(iter(known.values()), {"epoch": 0})
+        return place.epoch() if isinstance(place, Data) else int(place.get("epoch", 0))
 
     def declare(self, step: int) -> None:
         """Note that the loop says where its steps begin."""
@@ -124,5 +124,5 @@ class Position:
 
     def tree(self) -> Tree:
         """The position as plain values, for the next run."""
-        places = self._held | {name: data.state() for name, data in self.sources.items()}
+        places = {name: data.state() for name, data in self.sources.items()} | self._held
         return {"turn": self._turn, "data": places, "block": self._block, "leaves": self.counting.leaves}

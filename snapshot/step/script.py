@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.iterators import Iterators
-from holdfast.snapshot.step.variables import Variables
+from holdfast.snapshot.step.variables import ChangingVariables, Variables
 
 READ_ON = (
     "the iterator of a DataLoader that was made at %s is read on from step to step, and a restart begins it anew, at "
@@ -24,6 +24,10 @@ EVALUATED_ON = (
     "evaluations read on from step to step in the iterator of a DataLoader that was made at %s. A restart begins it "
     "anew, so that it draws from torch's random generator at other times, and training goes on with other random "
     "numbers: make the iterator in each evaluation, or give that loader generator=torch.Generator()"
+)
+CHANGES = (
+    "%s: in variables of the script, changed by steps, and not captured. If anything reads later what a step left "
+    "there, a restart gives other results: name it before entering, as by %s"
 )
 FIX = "go through data by `for batch in snap.data(loader)`"
 
@@ -49,6 +53,7 @@ class Script:
         self._is_plain = is_plain
         self._iterators = Iterators(held.get("workers", {}), self._is_training)
         self._variables = Variables(held.get("variables", {}))
+        self._changing: ChangingVariables | None = None
 
     def remove(self) -> None:
         """Stop watching."""
@@ -66,10 +71,16 @@ class Script:
         """The states of the generators in its variables."""
         return self._variables.states()
 
-    def entered(self, but: Collection[int]) -> None:
+    def entered(self, but: Collection[int], changing: ChangingVariables) -> None:
         """The hook is entered. A plain loop draws for its next step before that step begins, so its generators are put
-        back now. `but`: ids of generators that are captured already."""
+        back now.
+
+        Args:
+            but: ids of generators that are captured already.
+            changing: finds what steps change in its variables.
+        """
         if self._is_watched:
+            self._changing = changing
             self._variables.look(but)
             if self._is_plain:
                 self._put_back()
@@ -88,6 +99,8 @@ class Script:
         """A step begins. Arguments and errors: as for `check`."""
         self.check(is_new=is_new, declared=declared)
         self._iterators.begin()
+        if self._changing is not None and (found := self._changing.look()):
+            log.warning(CHANGES, some([name for name, _ in found]), some([line for _, line in found]))
 
     def check(self, *, is_new: bool, declared: bool) -> None:
         """A step begins, or is about to end: name iterators that a restart would begin anew, as soon as they are seen.

@@ -1,20 +1,28 @@
-"""Random generators in the variables of the script: of the functions that call the loop's, and of their modules.
+"""What is in the variables of the script: of the functions that call the loop's, and of their modules.
 
-What noise is drawn from is often a variable of the function that trains. Those that are there when the first step
-begins, and are nobody else's, are captured, like those that modules keep.
+What noise is drawn from is often a variable of the function that trains. Random generators that are there when the
+first step begins, and are nobody else's, are captured, like those that modules keep. What else steps change there, such
+as an average of the weights, is named, so that the user can say that it is state.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, sample_of
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.reach import OURS
 from holdfast.snapshot.state.walk import is_installed, is_users_own, package_of, walk
@@ -66,6 +74,72 @@ def _variables() -> Iterator[list[tuple[str, Any]]]:
     for known in modules.values():
         where = known.get("__name__", "").rpartition(".")[2].strip("_")
         yield [(f"{where}.{name}", value) for name, value in list(known.items()) if not name.startswith("__")]
+
+
+class ChangingVariables:
+    """Finds modules, tensors and arrays in variables that steps change in place, and lists of such that grow, if nobody
+    captures them: averages of weights, queues, experience. What is assigned anew in each step, as a batch is, does not
+    count, nor do numbers. Used by the training thread.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._changing = Changing(self._samples, patience=2)
+        self._looks = 0
+        self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # numbers that are not reused
+        self._kept: list[Any] = []  # what else was looked at last, so that its ids are not reused
+        self._told: set[str] = set()
+
+    def look(self) -> list[tuple[str, str]]:
+        """Called in every step. Returns what to report: how the script calls it, and the line that it needs."""
+        found = {name: isinstance(which, int) for name, which in self._changing.look() if name not in self._told}
+        self._told |= found.keys()
+        return [(name, _line(name, whole)) for name, whole in found.items()]
+
+    def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
+        """Places are names in the script, with what tells an object from another one that is called so later."""
+        self._looks += 1
+        known, kept = self._known(), self._kept
+        self._kept = []
+        for path, value, holder in walk(chain.from_iterable(_variables()), _is_opened, longest=LONGEST, most=MOST):
+            if id(value) in known or (holder is not None and id(holder) in known):
+                continue
+            name = path.partition(".")[2]
+            if isinstance(value, torch.nn.Module):
+                parts = [sample_of(each.detach()) for each in _tensors_of(value) if memory_of(each) not in known]
+                yield (name, self._modules.setdefault(value, len(self._modules))), b"".join(filter(None, parts))
+            elif self._looks > FIRST_LOOKS:
+                continue  # to keep a batch until the next look would take memory for long
+            elif part := _sample(value, known):
+                self._kept.append(value if holder is None else holder)
+                yield (re.split(r"[.\[{]", name, maxsplit=1)[0], (path, id(self._kept[-1]))), part
+        del kept
+
+    def _known(self) -> set[int]:
+        """What is captured: `memory_of` tensors, and of what leads to them."""
+        named = walk([("", each) for each in self._adapter.named()], lambda value: True, code=True, most=MOST)
+        reached = [value for _, value, _ in named]
+        captured = (item.tensor for item in self._adapter.tensors())
+        return {memory_of(each) for each in chain(captured, reached, *map(_tensors_of, reached))}
+
+
+def _line(name: str, is_module: bool) -> str:
+    how = f"tensors={name}" if is_module else f"get=lambda: {name}, set=..."
+    return f'snap.track("{name.rpartition(".")[2]}", {how})'
+
+
+def _sample(value: Any, known: Collection[int]) -> bytes | None:
+    if is_tensor_or_array(value) and memory_of(value) not in known:
+        return sample_of(value)
+    if type(value) in (list, deque) and value:  # may be experience, of which old entries do not change
+        newest = value[-1] if isinstance(value[-1], tuple) else (value[-1],)
+        if any(is_tensor_or_array(each) and each.ndim for each in newest):
+            return str(len(value)).encode()
+    return None
+
+
+def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
+    return chain(value.parameters(), value.buffers()) if isinstance(value, torch.nn.Module) else ()
 
 
 def _is_opened(value: Any) -> bool:

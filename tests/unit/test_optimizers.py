@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state.optimizers import OptimizerState, nested, unwrapped
+from tests.deadlines import DEADLINE_S
 
 Make = Callable[[nn.Module], Any]
 
@@ -610,3 +612,38 @@ def test_an_optimizer_without_groups_and_without_others_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Empty without state and param_groups"):
         unwrapped(Empty())
+
+
+def test_a_large_group_is_compared_in_one_go() -> None:
+    """Twenty thousand parameters in two groups, as experts' scales are: minutes if each one had its group compared."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(20_000)]
+    optim = torch.optim.SGD([{"params": parameters[:10]}, {"params": parameters[10:]}], lr=0.1)
+    state = OptimizerState(optim, "optim", replicated=False)
+    look = state.look()
+    began = time.monotonic()
+    state.check(look.late(), look.fixed)
+    assert time.monotonic() - began < DEADLINE_S / 2
+    held = look.fixed["groups"]
+    held[0][0], held[1][0] = held[1][0], held[0][0]
+    with pytest.raises(StateMismatch, match=r"is in another parameter group"):
+        state.check(look.late(), look.fixed)
+
+
+@pytest.mark.usefixtures("arena")
+def test_parameters_without_a_module_are_captured() -> None:
+    def life(weight: Any, stop: int = -1) -> list[float]:
+        optim = torch.optim.Adam([weight], lr=0.1)
+        with InMemorySnapshot([], optim) as snap:
+            for step in snap.steps(4):
+                weight.square().sum().backward()
+                if step == stop:
+                    snap.drain(DEADLINE_S)
+                    raise KeyboardInterrupt
+                optim.step()
+                optim.zero_grad()
+        return [snap.statistics.taken, *weight.tolist()]
+
+    whole = life(torch.ones(3, requires_grad=True))
+    with pytest.raises(KeyboardInterrupt):
+        life(torch.ones(3, requires_grad=True), stop=2)
+    assert life(torch.zeros(3, requires_grad=True))[1:] == whole[1:]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -357,3 +359,90 @@ def test_what_is_not_drawn_from_takes_no_room(monkeypatch: pytest.MonkeyPatch) -
     made.look(set())
     made.note()
     assert made.tree() == {}
+
+
+# ------------------------------------------------------------------ what steps change in variables
+
+
+class Average:
+    """Of the user's own class."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = 0.5 * self.shadow[name] + 0.5 * parameter.detach()
+
+
+def said_of(
+    snap: InMemorySnapshot, job: Job, after: Callable[[], object], caplog: pytest.LogCaptureFixture
+) -> list[str]:
+    """What is said of a loop that does `after` in each step about variables that are changed."""
+    with snap:
+        for _ in snap.steps(5):
+            batch = {"x": torch.randn(6, 4)}
+            predicted = {"y": job.model(batch["x"])}
+            loss = predicted["y"].square().sum()
+            loss.backward()
+            job.step()
+            after()
+    return [text for text in warnings_of(caplog) if "in variables of the script" in text]
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_average_of_the_weights_in_a_variable_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    mean, shadow = copy.deepcopy(job.model), Average(job.model)
+    queue: deque[torch.Tensor] = deque(maxlen=100)
+    frozen, still = copy.deepcopy(job.model), torch.zeros(4)
+
+    def after() -> None:
+        for ours, theirs in zip(mean.parameters(), job.model.parameters(), strict=True):
+            ours.data.lerp_(theirs.detach(), 0.5)
+        shadow.update(job.model)
+        queue.append(torch.randn(3))
+        frozen(torch.randn(6, 4))
+        still.add_(0)
+
+    frozen.eval()
+    said = "".join(said_of(job.hook(), job, after, caplog))
+    assert said.count('snap.track("mean", tensors=mean)') == 1
+    assert said.count('snap.track("shadow", get=') == said.count('snap.track("queue", get=') == 1
+    assert "frozen" not in said and "still" not in said and "batch" not in said and "predicted" not in said
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_the_user_has_named_is_not_named_again(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    mean = torch.optim.swa_utils.AveragedModel(job.model)
+    other = torch.optim.swa_utils.AveragedModel(job.model)
+    queue: deque[torch.Tensor] = deque(maxlen=100)
+    scale = torch.ones(3)
+
+    def after() -> None:
+        mean.update_parameters(job.model)
+        other.update_parameters(job.model)
+        queue.append(torch.randn(3))
+        scale.mul_(0.5)
+
+    snap = InMemorySnapshot(job.model, job.optim, scheduler=job.schedule, extra={"other": other})
+    snap.track("average", tensors={str(i): tensor for i, tensor in enumerate(job.average)})
+    snap.track("mean", tensors=mean)
+    snap.track("queue", get=lambda: list(queue), set=queue.extend)
+    snap.track("scale", tensors={"scale": scale})
+    assert said_of(snap, job, after, caplog) == []
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("stop", [2, 5])
+def test_passes_over_sources_with_names_of_their_own_are_counted(stop: int) -> None:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        loaders = [DataLoader(TensorDataset(job.held_out), 2, shuffle=True) for _ in "ab"]
+        for _ in range(snap.epoch, 2):
+            for (x,), (more,) in zip(snap.data(loaders[0], name="z"), snap.data(loaders[1], name="a"), strict=True):
+                job.model(torch.cat([x, more])).square().sum().backward()
+                yield
+                job.step()
+
+    assert trial(loop, stop=stop).statistics.failed == 0

@@ -35,9 +35,9 @@ from holdfast.smp_daemon.shared.slotfile import (
 from holdfast.snapshot.copy.tensors import DTYPES
 
 SNAPSHOT = SnapshotId(2, 1234)
-OWN_DTYPES = {"C128"}
+OWN_DTYPES = {"C128", "C32"}
 """Dtypes that safetensors does not know."""
-NOT_IN_NUMPY = {"BF16", "F8_E4M3", "F8_E5M2"}
+NOT_IN_NUMPY = {"BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"}
 RECORD_BYTES = 64
 
 leaf_names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(

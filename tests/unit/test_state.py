@@ -92,6 +92,9 @@ class Toy:
     def early(self) -> Tree:
         return self.early_tree
 
+    def named(self) -> Sequence[Any]:
+        return ()
+
     def generators(self) -> dict[str, Any]:
         return {}
 

@@ -255,6 +255,9 @@ class SimAdapter:
     def generators(self) -> Mapping[str, Any]:
         return {}
 
+    def named(self) -> Sequence[Any]:
+        return ()
+
 
 def _expand(seed: bytes, length: int) -> bytes:
     return hashlib.shake_128(seed).digest(length)
