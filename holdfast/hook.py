@@ -38,18 +38,17 @@ class InMemorySnapshot(SnapshotHook):
         every: number of steps from one snapshot to the next. ``"auto"``: the interval that loses least time, measured
             on the job, and never more than `overhead_budget`; `statistics` has it, and the reason. A young job takes
             many: the first after its first step. The same on every rank. Default ``HOLDFAST_EVERY``, or ``"auto"``.
-        protect_every: protect one of this many snapshots. The others are only sealed and not sent to other nodes: they
-            survive a crash of processes, but not the loss of a node. ``"auto"``: protect the next snapshot whenever no
-            other is being encoded. The same on every rank.
+        protect_every: protect one of this many snapshots. The others are only sealed: they survive a crash of
+            processes, but not the loss of a node. ``"auto"``: protect the next snapshot whenever no other is being
+            encoded. The same on every rank.
         protect: ``"k+m"``, such as ``"4+2"``: each group of k + m or more nodes may lose any m of them, for m/k more
             memory; ``"copies:r"``: r other nodes hold a whole copy of each node's bytes; ``"auto"``: one parity unit a
             stripe, groups of at most 8 nodes; ``"none"``: no redundancy.
         domains: failure domains of this node, such as ``"rack=r7,switch=s3,@dp"``. No group has more than m nodes of
             one domain, if that is possible. ``@dp`` is the rank's own data-parallel place. Default
             ``HOLDFAST_DOMAINS``.
-        slots: slot files per shard, 2 to 16. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of state;
-            less parity with `protect_every`. With 2, no snapshot is taken while another is encoded, and a snapshot that
-            is only sealed gives its slot to the next. See docs/protection.md.
+        slots: slot files per shard, 2 to 16. docs/protection.md says what they cost in memory, and what 2 are too few
+            for.
         start: start an SMP if none runs on this node.
         keep: leave the SMPs and their snapshots in place when the block ends well.
         strict: raise if snapshots can no longer be taken; the default is to log it and train on.

@@ -76,9 +76,8 @@ class SnapshotHook:
     def begin(self) -> None:
         """Say that the next step begins: call it at the top of the loop. Returns at once.
 
-        From the first call on, a step lasts from one call to the next if an optimizer stepped in between, whatever the
-        number and order of optimizers, and `step` counts the calls. The first call after a restore puts the random
-        generators back.
+        From the first call on, a step lasts from one call to the next if an optimizer stepped in between, and `step`
+        counts the calls. The first call after a restore puts the random generators back.
 
         Raises:
             StateMismatch: the first step does not begin with the state that was restored.
@@ -120,8 +119,7 @@ class SnapshotHook:
         """Say that training is over although its loop, over `steps` or `data`, is left before its end. The job then
         ends with the block, as if the loop had reached its end. Returns at once.
 
-        Call it on every rank. Without it such a block keeps its snapshots for the next start, as a job that is asked to
-        stop, and breaks out of its loop, needs them.
+        Call it on every rank. Without it such a block keeps its snapshots for the next start.
         """
         self._session.finish()
 
@@ -165,10 +163,10 @@ class SnapshotHook:
             get, set: ``get()`` returns plain values (numbers, texts, bytes, arrays, small tensors, and lists, tuples,
                 sets, deques and dicts of them), and ``set(values)`` puts them back when the job is restored.
             tensors: a module, or a dict of tensors by name; copied and restored in place, of any size.
-            changes: when `tensors` change. ``"any"``: at any time, for example in backward hooks; they are copied at
-                once when the next forward begins. ``"after step"``: only in ``optim.step()`` and in code between it and
-                the next forward, as an EMA does; they are copied while the next step runs. ``"step"``: only in
-                ``optim.step()``. ``"never"``: not at all. The last two are copied like ``"after step"``.
+            changes: when `tensors` change. ``"any"``: at any time; they are copied as the next forward begins.
+                ``"after step"``: only in ``optim.step()`` and in code between it and the next forward, as an EMA does;
+                they are copied while the next step runs, as with ``"step"`` (only in ``optim.step()``) and
+                ``"never"``.
             when: when to call `get`: as the next forward begins, or (``"step"``) when ``optim.step()`` returns, for
                 values that change before that forward: by reading data, or at the top of a step.
 
@@ -187,9 +185,6 @@ class SnapshotHook:
         ::
 
             snap.rebuild(lambda at: add_layer() if at.step > 1000 else None)
-
-        Groups of parameters that the model has from the start, as of layers that are unfrozen, need no such word: they
-        are made again, and so are buffers that get their shape in forward.
 
         Args:
             make: called with the place where the job goes on, ``step`` and ``epoch``, before the state is loaded; on
@@ -218,9 +213,7 @@ class SnapshotHook:
     @contextmanager
     def phase(self, kind: Literal["comm"]) -> Iterator[None]:
         """Say that the step communicates while the block runs: holdfast's traffic waits, for at most a second. So do
-        copies of state on the host; those from a GPU are queued long before they are done, and do not wait.
-
-        Optional; costs a few microseconds and never blocks.
+        copies of state on the host; those from a GPU do not. Optional; never blocks.
         """
         if kind != "comm":
             raise ConfigError(f"phase({kind!r}): the only kind is 'comm'")
@@ -235,15 +228,13 @@ class SnapshotHook:
         """Block until this node has sealed every snapshot taken so far, and protected those that are to be protected;
         for at most `deadline_s`, or some seconds longer if its SMP does not respond.
 
-        For planned stops, after `begin`, or in a plain loop after the backward of a step; a training loop does not need
-        it. A snapshot that is sealed before its step's first forward does not record what that was given, and a restart
-        then warns that it cannot compare.
+        For planned stops, after `begin`, or in a plain loop after the backward of a step. A snapshot that is sealed
+        before its step's first forward does not record what that was given, so a restart cannot compare it.
 
         Returns:
-            True if all are sealed and protected, as far as this node can tell; the other ranks learn of it with the
-            next step. False if some failed, are not done yet, or the SMP is gone; if a step has ended whose snapshot is
-            only taken as the next one begins; or if gradients of a plain loop's step are still to be computed. Never
-            raises for any of these.
+            True if all are sealed and protected, as far as this node can tell. False if some failed, are not done
+            yet, or the SMP is gone; if a step has ended whose snapshot is only taken as the next one begins; or if
+            gradients of a plain loop's step are still to be computed.
         """
         return self._session.drain(deadline_s)
 
