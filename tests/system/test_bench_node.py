@@ -22,7 +22,6 @@ from holdfast.bench.node import (
     NodeReport,
     Setup,
     Turn,
-    markdown,
     protect_rate,
     recover_rate,
     setups,
@@ -184,14 +183,6 @@ def test_tables_show_every_row_and_leave_out_what_was_not_measured() -> None:
     alone = replace(report(), protect=[replace(report().protect[0], throughput_gain=None, cpu_gain=None)], parts=[])
     assert [table.heading for table in tables(alone)] == [*found][1:]
     assert "x CPU against" not in [name for table in tables(alone) for name in table.columns]
-
-
-def test_markdown_has_date_machine_load_and_tables() -> None:
-    text = markdown(report())
-    for fact in ("2026-11-24T12:00:00+00:00", "Some CPU, 2 cores", "load average 0.1 and 2", "seed 7", "code of old"):
-        assert fact in text
-    assert "\n| code | SMPs | connections |" in text
-    assert "is left out" in text
 
 
 @pytest.mark.parametrize("oneway", [True, False])

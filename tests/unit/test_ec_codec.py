@@ -386,6 +386,15 @@ class TestTheCallersBuffers:
         assert stripe == before
 
 
+CALLS_WITH_OTHER_LENGTHS: list[Callable[[Codec, int], None]] = [
+    lambda codec, m: codec.encode(views([b"abc", b"abcd"]), views(filled(m, 3, 0))),
+    lambda codec, m: codec.encode(views([b"abc", b"abc"]), views(filled(m, 4, 0))),
+    lambda codec, m: codec.accumulate(0, memoryview(b"abc"), dict(enumerate(views(filled(m, 2, 0))))),
+    lambda codec, m: codec.reconstruct(dict(enumerate(views([b"abc", b"abcd"]), 1)), {0: memoryview(bytearray(3))}),
+    lambda codec, m: codec.reconstruct(dict(enumerate(views([b"abc", b"abc"]), 1)), {0: memoryview(bytearray(2))}),
+]
+
+
 class TestWhatIsRefused:
     @each_code
     @pytest.mark.parametrize("length", [64, 65])
@@ -415,39 +424,10 @@ class TestWhatIsRefused:
             codec.encode(views([bytes(3)] * 2), [memoryview(bytearray(6))[::2]] * m)
 
     @each_code
-    def test_encode_refuses_data_of_two_lengths(self, backend: str, m: int) -> None:
-        codec = choose_codec(2, m, backend)
-        with pytest.raises(ValueError, match=r"one length, not \[3, 4\]"):
-            codec.encode(views([b"abc", b"abcd"]), views(filled(m, 3, 0)))
-
-    @each_code
-    @pytest.mark.parametrize("length", [2, 4])
-    def test_encode_refuses_parities_of_another_length(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(2, m, backend)
+    @pytest.mark.parametrize("call", CALLS_WITH_OTHER_LENGTHS)
+    def test_units_of_two_lengths_are_refused(self, backend: str, m: int, call: Callable[[Codec, int], None]) -> None:
         with pytest.raises(ValueError, match="one length"):
-            codec.encode(views([b"abc", b"abc"]), views(filled(m, length, 0)))
-
-    @each_code
-    @pytest.mark.parametrize("length", [2, 4])
-    def test_accumulate_refuses_parities_of_another_length(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(2, m, backend)
-        with pytest.raises(ValueError, match="one length"):
-            codec.accumulate(0, memoryview(b"abc"), dict(enumerate(views(filled(m, length, 0)))))
-
-    @each_code
-    def test_reconstruct_refuses_survivors_of_two_lengths(self, backend: str, m: int) -> None:
-        codec = choose_codec(2, m, backend)
-        survivors = {1: memoryview(b"abc"), 2: memoryview(b"abcd")}
-        with pytest.raises(ValueError, match="one length"):
-            codec.reconstruct(survivors, {0: memoryview(bytearray(3))})
-
-    @each_code
-    @pytest.mark.parametrize("length", [2, 4])
-    def test_reconstruct_refuses_a_wanted_unit_of_another_length(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(2, m, backend)
-        survivors = {1: memoryview(b"abc"), 2: memoryview(b"abc")}
-        with pytest.raises(ValueError, match="one length"):
-            codec.reconstruct(survivors, {0: memoryview(bytearray(length))})
+            call(choose_codec(2, m, backend), m)
 
     @each_code
     @pytest.mark.parametrize("more", [(-1, 0), (1, 0), (0, -1), (0, 1)])
@@ -458,34 +438,22 @@ class TestWhatIsRefused:
             codec.encode(views(data), views(parity))
 
     @each_code
-    @pytest.mark.parametrize("rows", [[], [-1], [9]])
-    def test_accumulate_refuses_parity_rows_that_do_not_exist(self, backend: str, m: int, rows: list[int]) -> None:
-        codec = choose_codec(2, m, backend)
-        with pytest.raises(ValueError, match=rf"2\+{m} .* data units 0\.\.1"):
-            codec.accumulate(0, memoryview(b"abc"), {row: memoryview(bytearray(3)) for row in rows})
-
-    @each_code
-    @pytest.mark.parametrize("index", [-1, 2])
-    def test_accumulate_refuses_a_unit_that_is_not_data(self, backend: str, m: int, index: int) -> None:
+    @pytest.mark.parametrize(("index", "rows"), [(0, []), (0, [-1]), (0, [9]), (-1, [0]), (2, [0])])
+    def test_accumulate_refuses_units_that_do_not_exist(
+        self, backend: str, m: int, index: int, rows: list[int]
+    ) -> None:
         codec = choose_codec(2, m, backend)
         with pytest.raises(ValueError, match=r"data units 0\.\.1"):
-            codec.accumulate(index, memoryview(b"abc"), dict(enumerate(views(filled(m, 3, 0)))))
+            codec.accumulate(index, memoryview(b"abc"), {row: memoryview(bytearray(3)) for row in rows})
 
     @each_code
     @pytest.mark.parametrize("index", [-1, 9])
-    def test_reconstruct_refuses_a_wanted_unit_outside_the_stripe(self, backend: str, m: int, index: int) -> None:
+    def test_reconstruct_refuses_units_outside_the_stripe(self, backend: str, m: int, index: int) -> None:
         codec = choose_codec(2, m, backend)
-        survivors = dict(enumerate(views([b"abc", b"def"])))
-        with pytest.raises(ValueError, match=rf"units 0\.\.{m + 1}, not \[{index}\]"):
-            codec.reconstruct(survivors, {index: memoryview(bytearray(3))})
-
-    @each_code
-    @pytest.mark.parametrize("index", [-1, 9])
-    def test_reconstruct_refuses_a_survivor_from_outside_the_stripe(self, backend: str, m: int, index: int) -> None:
-        codec = choose_codec(2, m, backend)
-        survivors = {1: memoryview(b"abc"), index: memoryview(b"def")}
-        with pytest.raises(ValueError, match=rf"units 0\.\.{m + 1}, not \[{index}\]"):
-            codec.reconstruct(survivors, {0: memoryview(bytearray(3))})
+        one, other = views([b"abc", b"def"])
+        for survivors, wanted in (({0: one, 1: other}, index), ({1: one, index: other}, 0)):
+            with pytest.raises(ValueError, match=rf"units 0\.\.{m + 1}, not \[{index}\]"):
+                codec.reconstruct(survivors, {wanted: memoryview(bytearray(3))})
 
     def test_pyeclib_refuses_a_unit_too_long_for_its_library(self) -> None:
         unit = memoryview(bytearray(MAX_UNIT_BYTES + 1))
