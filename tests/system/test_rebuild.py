@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -73,15 +72,6 @@ def test_every_loss_that_the_code_allows_is_made_up_for(
         assert fetched == own
     else:
         assert own <= fetched <= data * (own + run.layout.unit_bytes * 2 * len(lost))
-
-
-def test_any_two_nodes_of_four_in_turn(ground: Ground) -> None:
-    smps, run = protected(ground, "2+2", 4)
-    for step, lost in enumerate(combinations(range(4), 2), 2):
-        replace_nodes(run, smps, lost)
-        assert_whole(run, restart(run), lost)
-        run.start(run.epoch + 1)
-        run.protect(step)
 
 
 def test_one_more_than_the_code_allows_cannot_be_had_and_says_so(ground: Ground) -> None:

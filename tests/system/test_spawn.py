@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,26 +215,6 @@ class TestADetachedSmp:
         assert start_smp(JOB, "node0", arena, host=ground.host()) == first
         assert len(launches) == 1
         finish(ground, arena)
-
-    def test_fifty_ranks_that_start_it_at_once_start_one_and_wait_for_nothing_else(
-        self, ground: Ground, arena: Path, launches: list[object]
-    ) -> None:
-        """None of them may find the SMP half ready, or wait until others have looked."""
-        host = ground.host()
-
-        def start_and_connect(_: int) -> tuple[Owner, int]:
-            owner = start_smp(JOB, "node0", arena, host=host)
-            client = SmpClient(arena, JOB)
-            pid = client.pid
-            client.close()
-            return owner, pid
-
-        with ThreadPoolExecutor(50) as ranks:
-            answers = list(ranks.map(start_and_connect, range(50), timeout=DEADLINE_S))
-        assert len(launches) == 1
-        assert {owner.pid for owner, _ in answers} == {pid for _, pid in answers} == {answers[0][1]}
-        finish(ground, arena)
-        assert list(arena.parent.iterdir()) == [], "no lock stays behind"
 
     def test_is_started_by_one_of_fifty_processes_and_the_others_cost_little(self, ground: Ground, arena: Path) -> None:
         """As many of them as a node has GPUs take less than half the processor time of the start: even on one core,
