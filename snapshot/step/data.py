@@ -25,6 +25,7 @@ from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
 from holdfast.snapshot.step import meaning
+from holdfast.snapshot.step.counters import Counters
 from holdfast.snapshot.step.iterators import unwatched
 from holdfast.snapshot.step.source import (
     Indices,
@@ -58,6 +59,7 @@ class _Place:
         start, own_start: states of the global generators, and of the source's own, when its iterator was made. There is
             always some `start`, so that the saved place has about one size.
         own: current states of the source's own generators.
+        counted_start, counted: the source's own numbers that have changed, when its iterator was made, and now.
         drawn: for each of the last few batches that drew from global generators, its number and their states before it.
         history: a digest of all batches that were taken, or of their indices if those are known.
         last: a digest of the last batch.
@@ -70,6 +72,8 @@ class _Place:
     start: Tree = field(default_factory=dict)
     own_start: Tree = field(default_factory=dict)
     own: Tree = field(default_factory=dict)
+    counted_start: Tree = field(default_factory=dict)
+    counted: Tree = field(default_factory=dict)
     drawn: list[list[Any]] = field(default_factory=list)
     history: str = ""
     last: str = ""
@@ -145,6 +149,7 @@ class Data:
         self._batch_digest = ""
         self._indices: Indices | None = None
         self.source = source
+        self._counters = Counters(source)
 
     @property
     def source(self) -> Any:
@@ -278,6 +283,7 @@ class Data:
         place.under_way, self._resumed = True, False
         place.start = rng.capture()
         place.own_start = rng.states(self._own)
+        place.counted_start = self._counters.changed(self._source)
         iterator, self._indices = open_pass(self._source, self._place.epoch)
         return iterator
 
@@ -286,7 +292,9 @@ class Data:
         place = self._place
         self._left = False
         if place.under_way:
-            self._place = _Place(place.epoch + 1, start=place.start, own=place.own, loader=place.loader)
+            self._place = _Place(
+                place.epoch + 1, start=place.start, own=place.own, counted=place.counted, loader=place.loader
+            )
 
     def _fetch(self, iterator: Iterator[Any]) -> Any:
         """The next batch. If it draws from the global generators, notes their states before. Raises `StopIteration`."""
@@ -311,6 +319,7 @@ class Data:
             self._finish()
         place = self._place
         place.own = rng.states(self._own)
+        place.counted = self._counters.changed(self._source)
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
         if self._meaning.told and (place.under_way or not is_loader(self._source)):
             place.loader = packed(copy.deepcopy(self._source.state_dict()))
@@ -364,6 +373,8 @@ class Data:
         """Bring `source` between two passes."""
         if told:
             source.load_state_dict(unpacked(self._place.loader))
+        else:
+            self._counters.put_back(source, self._place.counted)
         rng.put_back(rng.find(source), self._place.own, f"data {self.name!r}")
 
     def _rebuild(self, source: Any, *, told: bool, checked: bool) -> Iterator[Any]:
@@ -375,9 +386,12 @@ class Data:
             rng.restore(place.start)
             if told:
                 source.load_state_dict(unpacked(place.loader))
+            else:
+                self._counters.put_back(source, place.counted_start)
             iterator, self._indices = open_pass(source, self._place.epoch)
             if not told:
                 self._read_again(iterator, checked)
+                self._counters.put_back(source, place.counted)
             elif self._indices is not None:
                 self._indices.history = place.history
             rng.put_back(own, place.own, owner)

@@ -439,6 +439,54 @@ def test_a_pass_that_is_left_before_its_batch_is_used_is_left_again() -> None:
         assert found == expected[len(expected) - len(found) :]
 
 
+class CountsItsPasses(Sampler[int]):
+    """As many samplers shuffle: by a generator that is seeded with the number of the pass."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.passes = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from torch.randperm(self.size, generator=torch.Generator().manual_seed(self.passes)).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_counts_its_passes_goes_on_counting(workers: int) -> None:
+    def make() -> Any:
+        data = TensorDataset(torch.randn(10, 3, generator=torch.Generator().manual_seed(1)))
+        return DataLoader(data, 2, sampler=CountsItsPasses(10), num_workers=workers)
+
+    check(over(make), *([] if workers == 0 else [4, 7]))
+
+
+class Stages(Dataset[torch.Tensor]):
+    """A curriculum: there is more of it in each pass."""
+
+    stage = 1
+
+    def __len__(self) -> int:
+        return 4 * self.stage
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index + 100 * self.stage))
+
+
+def test_a_data_set_goes_on_in_its_stage() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        stages = Stages()
+        data = hook.data(DataLoader(stages, 2, shuffle=True))
+        for epoch in range(data.epoch(), 3):
+            data.source = DataLoader(stages, 2, shuffle=True)
+            for batch in data:
+                yield f"{epoch} {train(hook, batch)}"
+            stages.stage += 1
+
+    check(loop)
+
+
 def test_sources_side_by_side() -> None:
     def loop(hook: Hook) -> Iterator[str]:
         one = hook.data(loader(Augmented(), shuffle=True), "one")
@@ -666,17 +714,17 @@ def test_other_data_is_refused_by_name(kill: int) -> None:
 
 
 class Counting(Sampler[int]):
-    """Shuffles by its own count, which nobody restores."""
+    """Shuffles by its own count, which nobody restores: it is no number in an attribute."""
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.turns = [0]
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
-        self.turn += 1
-        return iter(random.Random(self.turn).sample(range(SAMPLES), SAMPLES))
+        self.turns[0] += 1
+        return iter(random.Random(self.turns[0]).sample(range(SAMPLES), SAMPLES))
 
 
 class Lazy(Augmented):
