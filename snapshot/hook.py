@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.progress import Statistics
-from holdfast.snapshot.resume.blocks import Blocks
+from holdfast.snapshot.resume.blocks import Blocks, warn_of_order
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.session import Session, enter
 from holdfast.snapshot.state.adapter import Adapter
@@ -250,8 +250,10 @@ class SnapshotHook:
         self._block = options.block or self.blocks.number(arena)
         # The trainings after the first one begin from nothing by design.
         require = options.require if self.blocks.is_start(arena) else 0
-        options = replace(options, block=self._block, require=require)
-        self._entered = enter(self._adapter, options, self._statistics, self.checks, self.system)
+        numbered = replace(options, block=self._block, require=require)
+        self._entered = enter(self._adapter, numbered, self._statistics, self.checks, self.system)
+        if options.block is None and self._entered.rank.agreement.rank == 0:
+            warn_of_order(self._block)
         self._entered.look_at_first_turns()
         return self
 

@@ -62,8 +62,9 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
     """
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or type(tensor.data) is not torch.Tensor:
         raise ConfigError(
-            f"{name} is a {tensor.layout} {tensor.dtype} {type(tensor.data).__name__}: only dense "
-            "plain tensors are captured so far"
+            f"{name} is a {tensor.layout} {tensor.dtype} {type(tensor.data).__name__}, which is not captured: keep the "
+            "dense tensors that it is made of in its place, such as its indices and its values, and make it of them in "
+            "forward; or, if training does not change it, keep it in an attribute that is no buffer and no parameter"
         )
     if tensor.device.type not in DEVICES:
         raise ConfigError(f"{name} lives on {tensor.device}: only state on {' and '.join(DEVICES)} is captured")

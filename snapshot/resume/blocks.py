@@ -16,6 +16,7 @@ from holdfast.smp_daemon.shared.crash_loop import newest_start
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.limits import MAX_GIVEN
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.snapshot.resume.comparison import refuse
@@ -24,6 +25,8 @@ from holdfast.snapshot.state.live import Tree
 
 BLOCK = "block"
 """Where a snapshot's record says which block it is of, among the values of its loop."""
+
+log = get_log(__name__)
 
 APART = "or give each training of the script a job= of its own"
 
@@ -50,6 +53,19 @@ class Blocks:
     def start_over(self) -> None:
         """The script begins again in this process."""
         self._next.clear()
+
+
+def warn_of_order(number: int) -> None:
+    """Block `number` is entered, and the script does not number its blocks."""
+    if number > 1:
+        log.warning(
+            "this is training %d of one process and one job: if it is killed in it, the script begins with the first "
+            "one again, and is refused, as it would go on with another training's state. Skip what is finished, and "
+            "give this one its number: InMemorySnapshot(..., block=%d); %s",
+            number,
+            number,
+            APART,
+        )
 
 
 def describe(number: int, adapter: Adapter) -> ScriptBlock:
