@@ -25,6 +25,7 @@
 # make wheels-check  install each for every Python on this machine, outside the checkout; lose a trainer and a node
 # make journeys   newcomers' first hours, and a keeper's upgrade and OOM: minutes, as root; JOURNEYS="keeper --python python3.12"
 # make real    third-party scripts, killed and compared; REAL=FOLDER has their checkouts: twenty minutes on idle cores
+# make optimizers   every optimizer class of PyPI's libraries, killed and compared; OPTIMIZERS="--library muon": 20 minutes
 # make proof   the tests that prove the promises of README and docs, and a table of the results
 # make pictures   take the pictures of the page in docs/, with Chromium
 # make docs    generate the reference from the code, build the documentation, check every link: build/docs/index.html
@@ -38,7 +39,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 
-.PHONY: help demo demo-torchrun demo-ray test test-rest test-all test-other proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup frameworks
+.PHONY: help demo demo-torchrun demo-ray test test-rest test-all test-other proof check matrix real optimizers chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup frameworks
 .DEFAULT_GOAL := help
 
 help:  # the lines at the top of this file
@@ -86,6 +87,18 @@ matrix: setup
 real: frameworks
 	@$(BIN)/python -m tools.real $(if $(REAL),--real $(REAL)) $(if $(ONLY),--only $(ONLY)) \
 		--json benchmarks/results/real-$$(date +%F).json --markdown benchmarks/results/real-$$(date +%F).md
+
+OPTIMIZERS ?= --json benchmarks/results/optimizers-$$(date +%F).json \
+	--markdown benchmarks/results/optimizers-$$(date +%F).md
+LIBRARIES := build/optimizers
+
+optimizers: $(LIBRARIES)/.ready
+	@$(BIN)/python -m tools.optimizers --packages $(LIBRARIES) $(OPTIMIZERS)
+
+# Without what they depend on, which would bring another torch.
+$(LIBRARIES)/.ready: tools/optimizers/requirements.txt $(FRAMEWORKS)
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --target $(LIBRARIES) -r $<
+	@touch $@
 
 chaos: setup
 	$(BIN)/python -m tests.proof.chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \

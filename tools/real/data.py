@@ -59,6 +59,29 @@ def wikitext(folder: Path, python: Path) -> None:
     (folder / "data" / "wikitext-2.txt").write_text(text(20_000))
 
 
+def wikitext_2(folder: Path, python: Path) -> None:
+    """Write ``data/wikitext-2``, which word_language_model reads."""
+    home = folder / "data" / "wikitext-2"
+    home.mkdir(parents=True)
+    for name, count in (("train", 2000), ("valid", 400), ("test", 400)):
+        (home / f"{name}.txt").write_text(text(count, seed=count))
+
+
+def shards(folder: Path, python: Path) -> None:
+    """Write ``train.bin`` and ``val.bin``, which llm.c reads: a header of 256 numbers, then tokens."""
+    for name, seed in (("train", 1), ("val", 2)):
+        tokens = np.frombuffer(text(6000, seed).encode(), np.uint8).astype(np.uint16)
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, len(tokens)
+        (folder / f"{name}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def waves(folder: Path, python: Path) -> None:
+    """Write ``traindata.npy``, short waves as those of time_sequence_prediction."""
+    shifts = np.random.RandomState(2).randint(-80, 80, 12)
+    np.save(folder / "traindata.npy", np.sin((np.arange(60) + shifts[:, None]) / 20.0))
+
+
 def pairs(folder: Path, python: Path) -> None:
     """Write pairs of sentences, a tiny BERT and a metric where accelerate's examples look for MRPC, BERT and GLUE."""
     home = folder / "tests" / "test_samples" / "MRPC"

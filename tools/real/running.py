@@ -17,7 +17,7 @@ from tools.real.comparison import STEP, compare, read
 from tools.real.driver import Kill, Outcome, drive, plan
 from tools.real.edits import Edit, apply, difference
 from tools.real.environments import ROOT, WORK, Absent, checkout, interpreter, versions
-from tools.real.registry import Run
+from tools.real.run import Run
 
 NOTES, SAID = "REAL_NOTES", "REAL_SAID"
 

@@ -1,0 +1,1 @@
+"""``make optimizers``: every optimizer class of other packages is killed, restored and compared to the last bit."""
