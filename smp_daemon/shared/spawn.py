@@ -372,6 +372,11 @@ def running_owner(arena: Path) -> Owner | None:
     return owner if _running(owner) is not None else None
 
 
+def runs(owner: Owner) -> bool:
+    """Whether the process of an SMP that was found in its arena still runs."""
+    return _running(owner) is not None
+
+
 def running_process(arena: Path) -> psutil.Process | None:
     """The process of the SMP of `arena`; None if it does not run."""
     try:

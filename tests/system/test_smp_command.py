@@ -113,7 +113,10 @@ def test_one_that_is_stopped_by_the_kernel_does_not_answer(
     suspend(said["pid"])
     status, seen = smp(capsys, "status")
     assert (status, seen["running"], seen["answers"]) == (NO_ANSWER, True, False)
+    overview = ["status", "--job", JOB, "--arena", str(arena(ground).parent)]
+    assert main(overview) == 1 and "does not answer" in capsys.readouterr().out
     end(psutil.Process(said["pid"]))
+    assert main(overview) == 1 and "has ended" in capsys.readouterr().out
 
 
 def test_one_that_does_not_let_it_in_is_not_one_that_does_not_answer(
