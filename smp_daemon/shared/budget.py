@@ -77,7 +77,8 @@ class Budget:
             raise ArenaTooSmall(
                 f"the arena {self._arena} needs {need:,} bytes beside the {self.used:,} that it holds, and "
                 f"--memory (HOLDFAST_MEMORY) allows {self.limit:,}: allow {self.used + need:,} or more, or use fewer "
-                "slots or generations (HOLDFAST_GENERATIONS). `holdfast plan` tells what a model takes"
+                f"slots or generations (HOLDFAST_GENERATIONS); then `holdfast smp stop`, as SMP {os.getpid()} keeps "
+                "the limit that it was started with. `holdfast plan` tells what a model takes"
             )
 
     def claim(self, length: int) -> None:

@@ -372,7 +372,9 @@ def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatc
 def test_a_job_that_needs_more_is_told_by_how_much(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_MEMORY", "64KiB")
     smps = ground.smps(2)
-    with pytest.raises(ArenaTooSmall, match=r"--memory .HOLDFAST_MEMORY. .* 65,536: .* [0-9,]+ or more"):
+    with pytest.raises(
+        ArenaTooSmall, match=r"--memory .HOLDFAST_MEMORY. .* 65,536: .* [0-9,]+ or more.* smp stop.* SMP [0-9]+ keeps"
+    ):
         run_on(smps, [[30000], [30000]])
     assert memory_of(smps[0].arena) <= 65536 + 16 * PAGE
 
