@@ -23,7 +23,7 @@
 # make gpu-dry   make gpu on a machine without a GPU, with an emulated device: six minutes, if it does nothing else
 # make wheels  an sdist, and a wheel per processor architecture with a compiler on this machine, in dist/
 # make wheels-check  install each for every Python on this machine, outside the checkout; lose a trainer and a node
-# make journeys   newcomers' first hours, and a keeper's upgrade and OOM: minutes, as root; JOURNEYS="keeper --python python3.12"
+# make journeys   newcomers' first hours, a keeper's upgrade, OOM and S3: half an hour, as root; JOURNEYS="keeper --python python3.12"
 # make real    third-party scripts, killed and compared; REAL=FOLDER has their checkouts: twenty minutes on idle cores
 # make optimizers   every optimizer class of PyPI's libraries, killed and compared; OPTIMIZERS="--library muon": 20 minutes
 # make proof   the tests that prove the promises of README and docs, and a table of the results
