@@ -79,15 +79,16 @@ def _armed(training: Training, point: str, at: int) -> Any:
         training.model[-1].register_forward_pre_hook(in_step)
         return nullcontext()
     if point == "step":
-        step = training.optimizer.step
+        # It must not refer to `training`, whose emulated device keeps a generator: that would be state of the job.
+        step, [first, *_], left = training.optimizer.step, training.model.parameters(), at
 
         def half(*args: Any, **kwargs: Any) -> Any:
-            if training.step != at:
-                return step(*args, **kwargs)
-            for parameter in training.model.parameters():
-                parameter.data.mul_(1.5)  # dies with some weights changed and others not
+            nonlocal left
+            if not left:
+                first.data.mul_(1.5)  # dies with some weights changed and others not
                 die()
-            return None
+            left -= 1
+            return step(*args, **kwargs)
 
         return patch.object(training.optimizer, "step", half)
     if point == "seal":

@@ -99,10 +99,10 @@ def kills(machine: Machine) -> Figures:
         found: Figures = {"passes": whole.get("digest") is not None}
         for point in POINTS:
             home, notes = base / point, base / f"{point}.notes"
-            first = _run(machine, notes, home, "--die", point)
-            second = _run(machine, notes, home)
+            first, _ = _run(machine, notes, home, "--die", point)
+            second, said = _run(machine, notes, home)
             same = _read(notes) == whole
-            found[point] = "the same bits" if same else f"other bits (statuses {first}, {second})"
+            found[point] = "the same bits" if same else f"other bits (statuses {first}, {second}): {said[-300:]}"
             found["passes"] &= same and first == -signal.SIGKILL and second == 0
     return found
 
@@ -250,15 +250,16 @@ def _job(machine: Machine, notes: Path, home: Path | None) -> Figures:
     return _read(notes)
 
 
-def _run(machine: Machine, notes: Path, home: Path | None, *options: str) -> int:
-    """Run the job once; return its exit status."""
+def _run(machine: Machine, notes: Path, home: Path | None, *options: str) -> tuple[int, str]:
+    """Run the job once; return its exit status, and what it said."""
     command = [sys.executable, "-m", "benchmarks.gpu.job", "--notes", str(notes), *["--dry"] * machine.dry]
     command += [f"--arena={home}"] if home is not None else []
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     limit_s = machine.limit_s(90.0)
-    return subprocess.run(
-        [*command, *options], timeout=limit_s, env=environment, capture_output=True, check=False
-    ).returncode
+    done = subprocess.run(
+        [*command, *options], timeout=limit_s, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stderr
 
 
 def _read(notes: Path) -> Figures:
