@@ -116,7 +116,7 @@ def _packed(value: Any) -> Any:
 def _unpacked(value: Any) -> Any:
     """What `_packed` was given."""
     if type(value) is dict and _SMALL in value:
-        made = torch.empty(value["shape"], dtype=value[_SMALL])
+        made = torch.empty(value["shape"], dtype=value[_SMALL], device="cpu")
         octets(made).copy_(torch.from_numpy(value["bytes"]))
         return made
     return _in_container(_unpacked, value)

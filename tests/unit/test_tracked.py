@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
-from holdfast.snapshot.state.tracked import make
+from holdfast.snapshot.state.tracked import load, make, values
 from tests.deadlines import DEADLINE_S
 
 Model = torch.nn.Module
 Optim = torch.optim.Optimizer
+
+
+def test_a_small_tensor_comes_back_to_the_host_whatever_device_a_job_has_made_the_default() -> None:
+    put: list[Any] = []
+    tracked = {"seen": make("seen", lambda: [torch.arange(3)], put.extend, None, "step", "forward")}
+    held = values(tracked, late=True)
+    with torch.device("meta"):
+        load(tracked, held)
+    assert [(each.device.type, each.tolist()) for each in put] == [("cpu", [0, 1, 2])]
 
 
 class Job:
