@@ -29,7 +29,9 @@ from holdfast.snapshot.copy.engines import SlotTensor, address_of, load_threads
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import DTYPES, octets
 from holdfast.snapshot.state import rng
+from holdfast.snapshot.step import gradients as watched_gradients
 from holdfast.snapshot.step.capture import Staging
+from holdfast.snapshot.step.gradients import Gradients
 from tests.deadlines import DEADLINE_S
 from tests.proof.device import driver
 from tests.proof.device.driver import Driver
@@ -256,6 +258,26 @@ def test_several_devices_of_one_process_each_do_their_own_work() -> None:
         assert driver_of(gpu).get("registered") == 0
 
 
+def test_no_slot_is_unregistered_while_any_device_may_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runtime, "DEADLINE_S", 0.05)
+    with EmulatedCuda(driver=Driver(SEED, devices=2)).installed() as gpu:
+        live = [gpu.tensor(torch.ones(500), number) for number in range(2)]
+        engines = gpu.engines({torch.device("cuda", number) for number in range(2)})
+        slot = memoryview(mmap.mmap(-1, 8192))
+        engines.prepare([slot], nullcontext)
+        [_, (other, pieces)] = engines.parts(pieces_of(live))
+        assert isinstance(other, CudaEngine)
+        other.stream.hold(1.0)  # type: ignore[attr-defined]
+        transfer = engines.mark()
+        transfer.copy(pieces, slot, lambda count: None)
+        with pytest.raises(DeadlineExceeded, match="cuda:1"):
+            engines.close()
+        assert driver_of(gpu).get("registered") == 1
+        monkeypatch.setattr(cuda_runtime, "DEADLINE_S", DEADLINE_S)
+        engines.close()
+        assert driver_of(gpu).get("registered") == 0
+
+
 def test_work_on_a_stream_of_another_device_is_refused() -> None:
     with EmulatedCuda(driver=Driver(SEED, devices=2)).installed() as gpu:
         source, target = gpu.tensor(torch.ones(9), 1), gpu.empty((9,), None, torch.float32, 1)
@@ -358,6 +380,34 @@ def test_threads_of_ours_break_no_capture_and_others_do(gpu: EmulatedCuda, mode:
                 graph.capture_end()
     assert bytes(slot[: live.nbytes]) == torch.ones(500).numpy().tobytes()
     gpu.synchronize()
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["as it is", "without asking for captures"])
+def test_gradients_that_are_kept_are_not_looked_at_within_a_capture(
+    gpu: EmulatedCuda, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """To read a value waits for the device, which invalidates a capture."""
+    model, given = torch.nn.Linear(8, 4), gpu.tensor(torch.ones(3, 8))
+    gpu.to(model)
+    gradients = Gradients([model], lambda text, *values: None, lambda: None)
+
+    def backward() -> None:
+        model(given).square().mean().backward()
+
+    for _ in range(3):
+        backward()
+        gradients.stepped()
+    if not asks:
+        monkeypatch.setattr(watched_gradients, "capturing", lambda: False)
+    graph = gpu.graph()
+    with gpu.stream(gpu.queues.stream(0)), nullcontext() if asks else pytest.raises(RuntimeError, match="captur"):
+        graph.capture_begin()
+        try:
+            backward()
+        finally:
+            graph.capture_end()
+        graph.replay()
+    gradients.remove()
 
 
 def test_a_refused_registration_and_one_that_others_made(gpu: EmulatedCuda) -> None:
