@@ -28,7 +28,7 @@ from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.system import MACHINE, Network, System
 from holdfast.smp_daemon.shared.versions import RELEASE
-from holdfast.smp_daemon.storage.arena import put_away
+from holdfast.smp_daemon.storage.directory import put_away
 
 START_DEADLINE_S = 10.0
 OWNER_LOOK_S = 3600.0
@@ -75,7 +75,7 @@ class Smp(Core):
             self._open(host, others, port, bulk_port)
         except HoldfastError:
             if hasattr(self, "arena"):  # else it is not this SMP's
-                self.arena.unmake()
+                self.arena.directory.unmake()
             raise
 
     def _open(self, host: str, others: Sequence[str], port: int, bulk_port: int) -> None:
@@ -145,7 +145,7 @@ class Smp(Core):
         """End the SMP if its arena is gone, and connections to the gRPC port that only take up room. Returns in how
         many seconds to look again. Does not block, except for the file system. For one thread, until `close`.
         """
-        if self.arena.is_gone:
+        if self.arena.directory.is_gone:
             log.critical("this SMP ends, as nothing can find it any more: %s was deleted or replaced", self.arena.path)
             self.stop()
         elif not self._is_recorded():

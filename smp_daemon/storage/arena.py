@@ -19,30 +19,25 @@ names it, and the SMP goes on with what is left.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
-import os
-import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.smp_daemon.shared.budget import Budget, pages
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
-from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, GONE, OURS, SOCKET, not_private
-from holdfast.smp_daemon.shared.records import PART, read_json
+from holdfast.smp_daemon.shared.paths import GONE
+from holdfast.smp_daemon.shared.records import read_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.deleted import Deleted
+from holdfast.smp_daemon.storage.directory import own, put_away
 from holdfast.smp_daemon.storage.layout_files import LayoutFiles
 from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, room, too_small
-
-OVERFLOW_UID = 65534
-"""The uid that the kernel reports in a container for a host user that is not mapped there."""
 
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
@@ -54,7 +49,7 @@ class Arena:
     """All pools of one SMP. Not thread-safe: the store's lock guards it. Any thread may read views without the lock.
 
     Attributes:
-        lost: names of files that were found damaged, and removed.
+        directory: the arena's, locked.
         deleted: large files that were deleted.
         on_given_up: called when a slot is given up that is to be overwritten with zeros (see `next_unwiped`), or a
             large one is deleted.
@@ -72,13 +67,12 @@ class Arena:
                 it cannot be removed.
         """
         self.path = path
-        self.lost: set[str] = set()
         self.files = files
         self._zero = zero
         self.deleted = Deleted(files)
         self.on_given_up: Callable[[], None] = lambda: None
-        self._lock = _own(path, files)
-        self._clear_the_way()
+        self.directory = own(path, files)
+        self.directory.clear_the_way(self._delete_unfinished)
         self.budget = Budget(path, memory)
         self.owners = Owners(path)
         self.shards: dict[str, ShardPool] = {}
@@ -87,34 +81,8 @@ class Arena:
         self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
         self._planned: list[tuple[SlotFilePool, Slot]] = []
 
-    def unmake(self) -> None:
-        """The start failed: remove the directory if it was made for it, so that nothing stays behind."""
-        if self._lock.made:
-            self.files.rmtree(self.path)
-
-    def _clear_the_way(self) -> None:
-        """Remove what a predecessor was killed over, and what is no file of ours although it has the name of one."""
-        for path in sorted(self.path.glob("*")):
-            status = path.lstat()
-            if not OURS.fullmatch(path.name) or path.name.startswith("smp.log"):
-                continue  # not read by an SMP; a log that cannot be written is reported as such
-            if path.name.endswith(PART):
-                unwiped = status.st_size if self._zero and path.name.startswith(GONE) else 0
-                if not (stat.S_ISREG(status.st_mode) and self._delete_later(path, None, unwiped)):
-                    put_away(path, self.files)
-            elif path.name == SOCKET and stat.S_ISSOCK(status.st_mode):
-                continue  # whoever listens at it is replaced by `bind_unix`
-            elif not stat.S_ISREG(status.st_mode) or status.st_uid != self.files.getuid():
-                self.note_lost(path, "it is not a regular file of this user")
-            elif status.st_mode & 0o600 != 0o600:
-                path.chmod(0o600)
-                log.warning("%s could not be read and written by its owner: its mode is set again", path)
-
-    def note_lost(self, path: Path, why: object) -> None:
-        """Remove a damaged file, and say so. Raises `ConfigError` if it cannot be removed."""
-        self.lost.add(path.name)
-        log.warning("%s is lost, and is removed: %s", path, why, extra=about(file=path.name))
-        put_away(path, self.files)
+    def _delete_unfinished(self, path: Path, length: int) -> bool:
+        return self._delete_later(path, None, length if self._zero and path.name.startswith(GONE) else 0)
 
     def shard_pool(self, coord: str) -> ShardPool:
         """The pool of a shard, empty if it is new."""
@@ -370,7 +338,7 @@ class Arena:
         length = path.lstat().st_size
         named = is_identifier(name) and _is_count(index) and (suffix == SHARD_SUFFIX or _is_count(position))
         if not named or not length:
-            self.note_lost(path, "it is not a slot of this arena" if length else "it is empty")
+            self.directory.note_lost(path, "it is not a slot of this arena" if length else "it is empty")
             return  # its record goes with it, see `adopt`
         pool = self.shard_pool(name) if suffix == SHARD_SUFFIX else self.parity_pool(tag, int(position))
         slot = Slot(int(index), length)
@@ -382,18 +350,13 @@ class Arena:
         try:
             record = read_json(pool.record_path(slot), self.files)
         except ProtocolError as error:
-            self.note_lost(pool.record_path(slot), error)
+            self.directory.note_lost(pool.record_path(slot), error)
             record = None
         if record is None or (marks and _snapshot_of(record) not in map(snapshot_in, marks)):
             slot.state = SlotState.RECEIVING  # somebody may have been filling it
             pool.discard(slot)
         else:
             yield pool, slot, record
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the directory was deleted or moved away, or another SMP has made one in its place."""
-        return not self._lock.is_of(self.path)
 
     def clear(self) -> None:
         """Delete slots and layouts that no longer count: a predecessor was killed while it removed the arena."""
@@ -424,65 +387,6 @@ class Arena:
         failpoint("arena.removed")
 
 
-class _Ownership:
-    """The lock on an arena's directory, which no damage to a file in it can undo. The kernel releases it when its owner
-    dies. `made`: the directory was made for this owner."""
-
-    def __init__(self, path: Path, files: Files, made: bool) -> None:
-        """Raises `OSError`, `BlockingIOError` if another process has it."""
-        self.made = made
-        self._fd: Any = None
-        self._close = files.close
-        self._fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self._number = files.fstat(self._fd).st_ino
-        files.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def is_of(self, path: Path) -> bool:
-        """Whether `path` is still the directory that is locked."""
-        try:
-            return bool(path.lstat().st_ino == self._number)
-        except FileNotFoundError:
-            return False
-
-    def close(self) -> None:
-        """Release it; harmless if it is released already."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            self._close(fd)
-
-    __del__ = close
-
-
-def _own(path: Path, files: Files) -> _Ownership:
-    """Make the arena's directory if there is none, and lock it. Raises `ConfigError`."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _check_parent(path.parent, files.getuid())
-            made = not path.exists()
-            path.mkdir(exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
-            ) from error
-        failpoint("arena.made")
-        try:
-            if wrong := not_private(path, files.getuid()):
-                raise ConfigError(f"the arena {path} {wrong}")
-            lock = _Ownership(path, files, made)
-        except FileNotFoundError:
-            continue  # its last owner has just removed it
-        except BlockingIOError as error:
-            raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
-        except OSError as error:
-            raise ConfigError(
-                f"cannot lock the arena {path}: {error.strerror}; choose another with {ARENA_ENV}"
-            ) from error
-        if lock.is_of(path):
-            return lock
-        lock.close()  # as above
-
-
 def _missing(wanted: dict[SlotFilePool, tuple[int, int]]) -> list[tuple[SlotFilePool, int]]:
     """The pool and the length of each slot that is wanted and is neither there nor planned."""
     return [
@@ -499,39 +403,5 @@ def _snapshot_of(record: Any) -> Any:
     return tuple(snapshot) if isinstance(snapshot, list) else None
 
 
-def put_away(path: Path, files: Files = MACHINE) -> None:
-    """Remove whatever has this name; a directory with all that is in it. Links are not followed.
-
-    Raises:
-        ConfigError: it cannot be removed.
-    """
-    try:
-        if stat.S_ISDIR(path.lstat().st_mode):
-            files.rmtree(path)
-        else:
-            path.unlink()
-    except FileNotFoundError:
-        pass  # it is gone already
-    except OSError as error:
-        raise ConfigError(
-            f"{path} is in the way of this node's SMP, which cannot remove it: {error}: remove it"
-        ) from error
-
-
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
-
-
-def _check_parent(path: Path, uid: int) -> None:
-    """Raise `ConfigError` if the directory with the arena belongs to another user, who could replace the arena."""
-    status = path.lstat()
-    if status.st_uid not in (uid, 0, OVERFLOW_UID):
-        raise ConfigError(
-            f"{path} belongs to user {status.st_uid}, who could replace the arena in it: choose another with "
-            f"{ARENA_ENV}, or start the job as that user"
-        )
-    if not status.st_mode & 0o022 or status.st_mode & stat.S_ISVTX or stat.S_ISLNK(status.st_mode):
-        return
-    if status.st_mode & 0o002:
-        raise ConfigError(f"every user may write to {path}, and so replace the arena in it: chmod +t or go-w it")
-    log.warning("its group may write to %s, and so replace the arena in it: run chmod g-w on it", path)

@@ -543,13 +543,13 @@ class Store:
         failpoint("adopt.before")
         try:
             known = read_node_file(self.arena.path, self.job, self.node, self.arena.files)
-            damaged = known is None and NODE_FILE in self.arena.lost
+            damaged = known is None and NODE_FILE in self.arena.directory.lost
         except ProtocolError as error:
             path = self.arena.path / NODE_FILE
             log.warning("%s is lost, and is written anew: %s", path, error, extra=about(file=NODE_FILE))
             known, damaged = None, True
         if known is not None or damaged:
-            self.arena.layouts.adopt(self.arena.note_lost)
+            self.arena.layouts.adopt(self.arena.directory.note_lost)
         if known is None and not self._is_ours():
             self.arena.clear()
             return

@@ -53,7 +53,7 @@ def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> S
 
 def crash(arena: Arena) -> Arena:
     """The owner of `arena` dies, which releases its lock, and a successor takes over."""
-    arena._lock.close()
+    arena.directory.close()
     return Arena(arena.path)
 
 
@@ -109,7 +109,7 @@ def test_an_arena_that_others_may_enter_is_refused(shm: Path, mode: int) -> None
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes two users")
 def test_a_trainer_of_another_user_is_told_whose_the_snapshots_are(shm: Path) -> None:
-    Arena(shm / "arena")._lock.close()
+    Arena(shm / "arena").directory.close()
     child = os.fork()
     if child == 0:
         status = 1
@@ -126,7 +126,7 @@ def test_a_trainer_of_another_user_is_told_whose_the_snapshots_are(shm: Path) ->
 
 
 def test_an_arena_of_another_user_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Arena(shm / "arena")._lock.close()
+    Arena(shm / "arena").directory.close()
     monkeypatch.setattr(Machine, "getuid", staticmethod(lambda: 12345))
     with pytest.raises(ConfigError, match="belongs to user 0"):
         Arena(shm / "arena")
@@ -424,7 +424,7 @@ def test_a_successor_knows_the_layouts(shm: Path) -> None:
     (arena.path / "layout-13-0.json").write_text("{}")
     (arena.path / "layout-14.json").write_text("[")
     successor = crash(arena)
-    successor.layouts.adopt(successor.note_lost)
+    successor.layouts.adopt(successor.directory.note_lost)
     assert files(successor) == ["layout-1-0.json", "layout-12-0.json", "layout-12-3.json"]
     assert dict(successor.layouts) == {(1, 0): layout(1), (12, 0): layout(12), (12, 3): layout(12, revision=3)}
 

@@ -72,7 +72,7 @@ def test_a_successor_counts_what_is_there(shm: Path) -> None:
     hold(first.shard_pool("dp0"), 1)
     second = crash(first)
     assert not (second.path / RESERVE).exists()  # it was started without a limit
-    second._lock.close()
+    second.directory.close()
     third = Arena(shm / "arena", memory=8 * PAGE)
     list(third.adopt())
     third.settle()
@@ -92,7 +92,7 @@ def test_a_successor_with_less_memory_than_is_held_says_so_and_touches_nothing(s
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 6)})
     hold(pool, 1)
-    arena._lock.close()
+    arena.directory.close()
     successor = Arena(arena.path, memory=5 * PAGE)
     list(successor.adopt())
     with pytest.raises(ArenaTooSmall, match=r"holds .* and --memory .* allows"):
@@ -213,7 +213,7 @@ def test_so_is_what_a_killed_one_had_not_sealed_and_what_is_removed(shm: Path) -
     slot = pool.begin(at(7), PAGE)
     pool.view(slot)[:] = bytes([7]) * PAGE
     views = [pool.view(slot), pool.view(pool.slots[0])]
-    arena._lock.close()
+    arena.directory.close()
     second = Arena(arena.path, zero=True)
     list(second.adopt())
     wiped(second)

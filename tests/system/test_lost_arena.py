@@ -65,8 +65,8 @@ def test_it_says_why_in_its_log(ground: Ground) -> None:
 def test_an_arena_is_gone_only_once_it_is_another(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     arena = Arena(path)
-    assert not arena.is_gone
+    assert not arena.directory.is_gone
     path.rename(tmp_path / "old")
-    assert arena.is_gone
+    assert arena.directory.is_gone
     path.mkdir(mode=0o700)
-    assert arena.is_gone
+    assert arena.directory.is_gone

@@ -427,7 +427,7 @@ def test_what_a_killed_one_had_not_given_back_the_next_gives_back(tmp_path: Path
     arena.reserve({pool: (PAGE, 1)})
     make(arena, pool, pool.slots[0])
     pool.remove(pool.slots[0])
-    arena._lock.close()
+    arena.directory.close()
     successor = Arena(arena.path)
     assert successor.deleted.bytes == PAGE and list(arena.path.glob("gone-*"))
     successor.deleted.free(threading.Condition())

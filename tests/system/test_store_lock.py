@@ -53,7 +53,7 @@ SETTINGS = {"storage.pool.gives_huge_pages", "storage.pool.room", "shared.budget
 
 NAMES = {
     *("storage.arena.Arena.adopt", "storage.arena.Arena.clear", "storage.arena.Arena.destroy"),
-    *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.arena.put_away"),
+    *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.directory.put_away"),
     *("storage.arena.Arena._delete_later", "storage.deleted.Deleted.add"),
     *("storage.pool.SlotFilePool.discard", "storage.pool.SlotFilePool.plan", "storage.pool.SlotFilePool.made"),
     *("storage.pool.SlotFilePool.remove", "storage.pool.SlotFilePool._forget", "storage.reserver.Reserver.make"),

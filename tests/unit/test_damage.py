@@ -76,7 +76,7 @@ class Life:
 
     def die(self) -> None:
         self.store.reserver.close()
-        self.arena._lock.close()
+        self.arena.directory.close()
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_an_smp_starts_on_any_damage_and_holds_only_what_was_sealed(arena: Path,
     life.arena.settle()
     life.die()
     after = Life(arena)
-    assert after.arena.lost == set()
+    assert after.arena.directory.lost == set()
     assert (after.store.epoch, after.store.holdings.holds(ShardKey(SnapshotId(2, 3), "dp0"))) == (2, True)
     assert after.arena.budget.held == after.arena.budget.left
     after.die()

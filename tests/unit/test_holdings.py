@@ -73,7 +73,7 @@ class Place:
 
     def crash(self) -> None:
         """The owner dies, which releases its lock, and a successor takes over."""
-        self.arena._lock.close()
+        self.arena.directory.close()
         self.start()
         self.holdings.adopt()
 

@@ -108,7 +108,7 @@ class Place:
 
     def successor(self) -> list[SnapshotId]:
         """The SMP dies, and another takes over; return which snapshots it believes in."""
-        self.arena._lock.close()
+        self.arena.directory.close()
         self.arena = Arena(self.arena.path)
         believed = []
         for _, slot, record in self.arena.adopt():
@@ -239,7 +239,7 @@ def test_what_a_trainer_of_an_epoch_that_is_over_had_taken_gets_a_new_file(shm: 
     place = Place(shm / "a")
     file = place.take()
     late = place.pool.view(next(slot for slot in place.pool.slots if place.pool.path(slot).name == file))
-    place.arena._lock.close()
+    place.arena.directory.close()
     arena = Arena(place.arena.path)
     assert list(arena.adopt()) == []
     arena.own(2)
