@@ -31,8 +31,11 @@ from holdfast.smp_daemon.shared.versions import RELEASE
 from holdfast.smp_daemon.storage.directory import put_away
 
 START_DEADLINE_S = 10.0
+"""How long this SMP may take to answer itself over gRPC before it says that it serves, in seconds."""
 OWNER_LOOK_S = 3600.0
+"""How long one wait for the end of the owner lasts, in seconds; another follows, as `await_end` has no endless one."""
 LOOK_EVERY_S = 1.0
+"""Pause between two looks at the arena, and at who connects, in seconds; see `Smp.look`."""
 LOOK_AGAIN_S = 0.1
 """Time to the next look after one that ended a connection: whoever floods a port comes back at once."""
 

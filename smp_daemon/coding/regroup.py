@@ -78,8 +78,8 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
     }
     lacking = {group for group, _ in missing_parities(sources)}
     whole = [g for g in range(len(layout.groups)) if g not in lacking and _is_whole(layout, g, held, leaving)]
-    settled = {node.name for g in whole for node in layout.members(g)}
-    pool = sorted(nodes.keys() - settled - leaving)
+    grouped = {node.name for g in whole for node in layout.members(g)}
+    pool = sorted(nodes.keys() - grouped - leaving)
     if not pool and not departing:
         if layout.revision < max(revision for _, revision in known):
             return None
@@ -99,8 +99,8 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
     homeless = [Shard(c, layout.shard_bytes(c)) for c in layout.coords if c not in kept_coords]
     original = {s.coord: node.name for node in known[min(known)].nodes for s in node.shards}
     present = {s.coord: node.name for node in layout.nodes for s in node.shards}
-    settling = _settle(pool, homeless, [original, present], held)
-    members = [replace(nodes[name], shards=settling[name]) for name in pool]
+    rehomed = _rehome(pool, homeless, [original, present], held)
+    members = [replace(nodes[name], shards=rehomed[name]) for name in pool]
     regrouped = replace(
         layout,
         revision=max(revision for _, revision in known) + 1,
@@ -165,25 +165,25 @@ def _is_whole(layout: Layout, group: int, held: dict[str, set[str]], leaving: Co
     )
 
 
-def _settle(
+def _rehome(
     pool: Sequence[str], homeless: Sequence[Shard], homes: Sequence[dict[str, str]], held: dict[str, set[str]]
 ) -> dict[str, tuple[Shard, ...]]:
     """Give each homeless shard to a node of `pool`; returns the shards of each node.
 
     A shard goes to one of its `homes` that still holds it, else to any holder, else to the node with the fewest bytes.
     """
-    settled: dict[str, list[Shard]] = {name: [] for name in pool}
+    rehomed: dict[str, list[Shard]] = {name: [] for name in pool}
     lost = []
     for shard in homeless:
         at_home = [home[shard.coord] for home in homes if shard.coord in home]
-        holder = next((n for n in (*at_home, *pool) if n in settled and shard.coord in held[n]), None)
+        holder = next((n for n in (*at_home, *pool) if n in rehomed and shard.coord in held[n]), None)
         if holder is None:
             lost.append(shard)
         else:
-            settled[holder].append(shard)
+            rehomed[holder].append(shard)
     for shard in sorted(lost, key=lambda shard: (-shard.bytes, shard.coord)):
-        settled[min(pool, key=lambda name: (sum(s.bytes for s in settled[name]), name))].append(shard)
-    return {name: tuple(sorted(shards, key=lambda s: s.coord)) for name, shards in settled.items()}
+        rehomed[min(pool, key=lambda name: (sum(s.bytes for s in rehomed[name]), name))].append(shard)
+    return {name: tuple(sorted(shards, key=lambda s: s.coord)) for name, shards in rehomed.items()}
 
 
 def _keep_groups(layout: Layout, groups: Sequence[int], kept: Sequence[Node]) -> list[tuple[int, ...]]:

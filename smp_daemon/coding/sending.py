@@ -34,7 +34,10 @@ ATTEMPTS = 3
 """How many times a unit that arrives damaged is sent. After that, the damage is at the sender."""
 
 RECONNECT_DEADLINE_S = 5.0
+"""How long a broken connection to a peer is tried again, in seconds, before the snapshot fails: an SMP that was
+restarted serves again within it, and other snapshots wait meanwhile."""
 RECONNECT_EVERY_S = 0.05
+"""Pause between two tries, in seconds."""
 
 AVOIDED_S = 60.0
 """How long a lane avoids a peer after its connection broke while those of other lanes worked."""
@@ -149,7 +152,7 @@ class _Supply:
         slots_by_s: float,
         store: Store,
     ) -> None:
-        """`slots_by_s`: when each node must have a slot for its parity (`System.monotonic`)."""
+        """`slots_by_s`: when each node must have a slot for its parity (`Clocks.monotonic`)."""
         self._monotonic = store.network.monotonic
         self._slots_by_s = slots_by_s
         self._units = units
@@ -265,7 +268,7 @@ class _Lane:
 
     Attributes:
         links: the connections. Other threads only call its `interrupt`.
-        avoided: by the name of a peer, until when the other lanes send its units (`System.monotonic`).
+        avoided: by the name of a peer, until when the other lanes send its units (`Clocks.monotonic`).
     """
 
     def __init__(self, number: int, store: Store, source: str, *, alone: bool) -> None:

@@ -32,11 +32,13 @@ PLACES_OF_SOURCE = 16
 """How many of these may come from one address."""
 
 ASK_AGAIN_S = 0.2
+"""Pause before the kernel is asked again who connects, if this process is out of descriptors, in seconds."""
 PENALTY_S = 1.0
 """How long a refused connection keeps its place before it is closed."""
 
 MAX_DISCARDED_BYTES = 1 << 16
 COMPLAIN_EVERY_S = 60.0
+"""The log names a refused address once in so many seconds: whoever is refused tries again and again."""
 
 log = get_log(__name__)
 

@@ -16,6 +16,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, Outbound, SocketStream
 
 ACCEPT_AGAIN_S = 0.5
+"""Pause before another `accept` if one has failed, in seconds: a loop without one would take a whole core."""
 
 log = get_log(__name__)
 

@@ -45,6 +45,7 @@ from holdfast.smp_daemon.shared.transport import Message, Outbound, checked_repl
 SERVICE, NAME = "holdfast.Smp", "Ask"
 METHOD = f"/{SERVICE}/{NAME}"
 NOTIFY_DEADLINE_S = 20.0
+"""How long a notice may take, in seconds: an SMP that is being started again still gets it."""
 MAX_CALLS = 64
 """Largest number of calls in progress; more are refused."""
 

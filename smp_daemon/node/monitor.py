@@ -30,7 +30,9 @@ from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.store import Store
 
 PING_DEADLINE_S = 2.0
+"""Timeout for a short answer of another SMP, in seconds: whoever asks has others to ask."""
 LOOK_EVERY_S = 5.0
+"""Pause between two looks at the group, in seconds, unless `regroup_after` or a suspicion asks for shorter ones."""
 SUSPECT_AFTER_S = 2.0
 """How long a suspected member may be missing before the survivors regroup, if that is less than for other members."""
 

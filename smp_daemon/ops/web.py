@@ -29,6 +29,7 @@ from holdfast.smp_daemon.shared.sources import Address
 
 METRICS = "/metrics"
 REQUEST_DEADLINE_S = 5.0
+"""How long a client may take to send its request, in seconds: it holds one of `MAX_REQUESTS` threads."""
 MAX_REQUESTS = 32
 FRESH_S = 1.0
 """Shortest time between two looks at the whole job, however many requests come."""

@@ -87,7 +87,7 @@ class Budget:
         self.used += pages(length)
         self.owed += pages(length)
 
-    def take(self, length: int) -> None:
+    def draw(self, length: int) -> None:
         """Release `length` claimed bytes from the file, because a slot is about to take them."""
         self.owed -= pages(length)
         if self._held > self.left + self.owed:

@@ -72,6 +72,8 @@ AWAIT_S = 600.0
 """Longest wait that one message asks for; a longer one takes several, as a large snapshot takes hours to protect."""
 
 END_DEADLINE_S = 5.0
+"""How long a trainer that ends waits to report it, in seconds: twice, for its turn and for the answer. The SMP sees
+that it has ended in any case, but then not how."""
 PLACE_DEADLINE_S = 60.0
 """Timeout for queries of the storage of persisted snapshots."""
 

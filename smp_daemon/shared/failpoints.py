@@ -16,6 +16,7 @@ from holdfast.smp_daemon.shared.settings import POINTS
 
 ENV = POINTS.variable
 HOLD_DEADLINE_S = 120.0
+"""How long a process is held at a point by a test that never lets it go on, in seconds."""
 
 RECORDS = ("node", "layout", "shard", "parity", "smp")
 """Kinds of JSON files in an arena."""

@@ -25,6 +25,8 @@ from holdfast.smp_daemon.shared.signatures import MAC_BYTES, NAME_BYTES, SIGN_BY
 MAGIC = b"HFA2"
 METHOD = "raw bytes"
 HANDSHAKE_DEADLINE_S = 5.0
+"""Timeout for a handshake, in seconds: two short messages. Whoever takes longer holds a thread of the other side that
+an honest caller could use."""
 
 
 def show_credentials(sock: socket.socket, credentials: Credentials, job: str) -> socket.socket:

@@ -25,6 +25,7 @@ MAX_TERMS = 255
 
 Microseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_US)]
 LONGEST_S = 3600.0
+"""Longest time that a message may name: nothing is waited for, or put off, for longer on a peer's word."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Speaks = tuple[Count, Count]
 """A `versions.Range`: the oldest and the newest protocol."""

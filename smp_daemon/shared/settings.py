@@ -215,7 +215,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 MOST_GRACE_S = 3600.0
+"""Longest grace that may be asked for, in seconds; more is a slip in the unit."""
 LEAST_PERSIST_S = 0.1
+"""Shortest interval between two persisted snapshots, in seconds; less is a slip in the unit."""
 
 TEXT: ValueKind[str] = ValueKind("TEXT", str)
 NAME: ValueKind[str] = ValueKind("NAME", str)

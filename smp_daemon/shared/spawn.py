@@ -40,6 +40,7 @@ start takes half a second, but longer if all ranks of a node read their modules 
 SMP that cannot start reports that at once."""
 
 STOP_DEADLINE_S = 10.0
+"""How long a killed process may take to end, in seconds: it gives all its memory back first."""
 RUBBISH_AGE_S = 60.0
 """How old an arena without usable data must be before another SMP removes it: its own SMP may be about to start."""
 

@@ -23,6 +23,7 @@ BUSY_S = 0.2
 milliseconds."""
 
 BUSY_POLL_S = 1e-3
+"""Pause before the marks are looked at again, in seconds."""
 
 log = get_log(__name__)
 

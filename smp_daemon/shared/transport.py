@@ -46,6 +46,7 @@ _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
 FIRST_PIECE_BYTES = 1 << 16
 ASKED_EVERY_S = 1.0
+"""How often `patience` is asked during a wait, in seconds."""
 CUT_OFF = "the connection ended in the middle of a message"
 
 

@@ -25,6 +25,7 @@ DIAG_UID_OFFSET = 16 + 4 + 48 + 12
 inode follows the uid."""
 
 ASK_DEADLINE_S = 1.0
+"""Timeout for the kernel's answer about one socket, which comes at once: a connection waits for it."""
 SCARCE = (errno.EMFILE, errno.ENFILE)
 """Errors that say that no descriptor was left for the query, and nothing about the peer."""
 

@@ -59,7 +59,7 @@ class Arena:
         """Create or take over the directory `path`.
 
         Args:
-            memory: most bytes that slots may take; 0: no limit. `settle` reserves them.
+            memory: most bytes that slots may take; 0: no limit. `reserve_rest` reserves them.
             zero: overwrite slots with zeros when they are given up.
 
         Raises:
@@ -154,7 +154,7 @@ class Arena:
             earlier = [(pool, slot) for pool, slot in self._planned if slot.state is SlotState.MAKING]
             self._planned = [*earlier, *((pool, pool.plan(length)) for pool, length in missing)]
         self._wanted = wanted
-        self.settle()
+        self.reserve_rest()
 
     def _remove_unwanted(self, wanted: dict[SlotFilePool, tuple[int, int]]) -> None:
         for pool in list(self.pools()):
@@ -234,7 +234,7 @@ class Arena:
         if self.budget.ran_out and self.budget.rest <= self.room():
             self.budget.ran_out = False
 
-    def settle(self) -> None:
+    def reserve_rest(self) -> None:
         """Reserve the memory that slots may still take, if that is little; else the `Reserver` does it.
 
         Raises:

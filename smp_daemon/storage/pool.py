@@ -102,7 +102,7 @@ class SlotPool:
         self.slots.append(slot)
         return slot
 
-    def begin(self, snapshot: SnapshotId, length: int, state: SlotState = SlotState.WRITING) -> Slot:
+    def assign(self, snapshot: SnapshotId, length: int, state: SlotState = SlotState.WRITING) -> Slot:
         """Take a free slot of `length` bytes for `snapshot`; an earlier attempt at the same snapshot is given up.
 
         Args:
@@ -218,7 +218,7 @@ class SlotFilePool(SlotPool):
             ArenaTooSmall: the file system is full, or the slot would exceed the limit of the arena.
         """
         self._budget.claim(length)
-        self._budget.take(length)
+        self._budget.draw(length)
         slot = self.add(length)
         self.record_path(slot).unlink(missing_ok=True)  # left over if somebody deleted a slot file
         try:
@@ -263,7 +263,7 @@ class SlotFilePool(SlotPool):
 
     def reserve(self, slot: Slot, count: int) -> None:
         """Account for `count` more bytes of a slot that is being made, before they are reserved."""
-        self._budget.take(count)
+        self._budget.draw(count)
         slot.reserved += count
 
     def made(self, slot: Slot, memory: SlotMemory) -> None:

@@ -156,7 +156,7 @@ class Receiving:
             if earlier is not None:
                 self._arena.take_away(pool, earlier)
                 self._reserver.make_good()
-            slot = pool.begin(snapshot, length, SlotState.RECEIVING)
+            slot = pool.assign(snapshot, length, SlotState.RECEIVING)
             return pool, slot, pool.view(slot)
 
     def make(self, pool: SlotFilePool, length: int) -> Slot | None:

@@ -120,7 +120,7 @@ class Store:
         self._checked_headers: dict[str, tuple[int, bytes]] = {}
         with self.changed:  # the reserver's thread may begin before all is adopted
             self._adopt()
-            self.arena.settle()
+            self.arena.reserve_rest()
             self.reserver.go_on()
 
     # ------------------------------------------------------------------ epochs and layouts

@@ -22,8 +22,12 @@ from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
 STEPS_KEPT = 32
 MOST_INTERVAL_S = 1.0
+"""Longest pause between two looks at the heartbeats, in seconds."""
 LEAST_INTERVAL_S = 0.02
+"""Shortest one. In between, eight looks fit into the shortest deadline, so that a hang is told an eighth late at
+most."""
 LOOK_AGAIN_S = 0.1
+"""Pause before another look at whether an earlier trainer still runs, in seconds."""
 FIRST_STEP_S = 0.05
 """How often heartbeats are read until each trainer of a start has finished a step, so that recoveries are timed."""
 

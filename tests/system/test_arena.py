@@ -45,7 +45,7 @@ def at(step: int, epoch: int = 1) -> SnapshotId:
 
 def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
     """Commit a slot of `pool` with the snapshot of `step`, each byte of it set to `step`."""
-    slot = pool.begin(at(step, epoch), length)
+    slot = pool.assign(at(step, epoch), length)
     pool.view(slot)[:] = bytes([step]) * length
     pool.commit(slot, JsonFile.of({"snapshot": [epoch, step]}))
     return slot
@@ -180,7 +180,7 @@ def test_only_a_sealed_snapshot_has_a_path(shm: Path) -> None:
     arena = Arena(shm / "arena")
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 1)})
-    pool.begin(at(7), PAGE)
+    pool.assign(at(7), PAGE)
     for step in (7, 8):
         with pytest.raises(ProtocolError, match=f"step {step} .* dp0 is not"):
             pool.path_of(at(step))
@@ -202,7 +202,7 @@ def test_reserving_another_length_drops_free_slots_and_keeps_held_ones(shm: Path
     arena = Arena(shm / "arena")
     pool, unwanted = arena.shard_pool("dp0"), arena.shard_pool("dp1")
     arena.reserve({pool: (PAGE, 3), unwanted: (PAGE, 2)})
-    held, writing = hold(pool, 1), pool.begin(at(2), PAGE)
+    held, writing = hold(pool, 1), pool.assign(at(2), PAGE)
     kept = hold(unwanted, 1)
     arena.reserve({pool: (2 * PAGE, 2)})
     assert sorted((slot.bytes, slot.state) for slot in pool.slots) == [
@@ -335,7 +335,7 @@ def test_a_successor_finds_exactly_the_committed_slots(shm: Path) -> None:
     shard, parity = arena.shard_pool("pp0-dp1.x"), arena.parity_pool(TAG, 11)
     arena.reserve({shard: (2 * PAGE, 3), parity: (PAGE, 2)})
     hold(shard, 5, 2 * PAGE)
-    shard.begin(at(6), 2 * PAGE)
+    shard.assign(at(6), 2 * PAGE)
     hold(parity, 5)
     successor = crash(arena)
     adopted = {(pool.name, slot.index, slot.bytes, record["snapshot"][1]) for pool, slot, record in successor.adopt()}
@@ -436,7 +436,7 @@ def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(shm: Path) -> N
     arena = Arena(shm / "arena")
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 1)})
-    slot = pool.begin(at(1), PAGE)
+    slot = pool.assign(at(1), PAGE)
     fd = os.open(pool.path(slot), os.O_RDWR)
     late_writer, own_view = mmap.mmap(fd, PAGE), pool.view(slot)
     os.close(fd)
@@ -453,7 +453,7 @@ def test_a_fence_leaves_sealed_and_free_slots_as_they_are(shm: Path) -> None:
     pool, parity = arena.shard_pool("dp0"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (PAGE, 3), parity: (PAGE, 1)})
     sealed = hold(pool, 1)
-    writing, gathering = pool.begin(at(2), PAGE), parity.begin(at(2), PAGE)
+    writing, gathering = pool.assign(at(2), PAGE), parity.assign(at(2), PAGE)
     before = {slot.index: pool.path(slot).stat().st_ino for slot in pool.slots if slot is not writing}
     arena.fence(2)
     assert states(pool) == [(0, SlotState.SEALED), (1, SlotState.FREE), (2, SlotState.FREE)]
@@ -468,7 +468,7 @@ def test_a_slot_that_a_predecessor_left_open_is_free(shm: Path) -> None:
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 2)})
     hold(pool, 1)
-    pool.begin(at(2), PAGE)
+    pool.assign(at(2), PAGE)
     successor = crash(arena)
     for _, slot, _ in successor.adopt():
         slot.state, slot.snapshot = SlotState.SEALED, at(1)
@@ -497,7 +497,7 @@ def test_a_fence_without_room_for_a_new_file_gives_the_slot_up(small_tmpfs: Path
     arena = Arena(small_tmpfs / "arena")
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (SMALL_TMPFS - PAGE, 1)})
-    late_writer = pool.view(pool.begin(at(1), SMALL_TMPFS - PAGE))
+    late_writer = pool.view(pool.assign(at(1), SMALL_TMPFS - PAGE))
     with pytest.raises(ArenaTooSmall):
         arena.fence(2)
     assert (pool.slots, files(arena)) == ([], [])
@@ -517,7 +517,7 @@ def test_release_frees_what_is_old_and_keeps_what_must_be_kept(shm: Path) -> Non
     arena.reserve({pool: (PAGE, 5), parity: (PAGE, 2)})
     for step in (1, 2, 3, 4):
         hold(pool, step)
-    pool.begin(at(1, epoch=0), PAGE)
+    pool.assign(at(1, epoch=0), PAGE)
     hold(parity, 1)
     hold(parity, 2)
     arena.release(keep=[at(2)], before=at(4))
@@ -577,7 +577,7 @@ def test_room_is_made_of_free_slots_of_other_pools_the_largest_first(shm: Path) 
     pool, other, parity = arena.shard_pool("dp0"), arena.shard_pool("dp1"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (8 * PAGE, 2), other: (3 * PAGE, 3), parity: (PAGE, 3)})
     hold(other, 1, 3 * PAGE)
-    other.begin(at(2), 3 * PAGE)
+    other.assign(at(2), 3 * PAGE)
     hold(parity, 1)
     assert arena.make_room(4 * PAGE, pool) == 4 * PAGE
     assert [slot.state for slot in pool.slots] == [SlotState.FREE] * 2
@@ -596,7 +596,7 @@ def test_of_slots_that_are_in_use_no_room_is_made(shm: Path) -> None:
     pool, other = arena.shard_pool("dp0"), arena.shard_pool("dp1")
     arena.reserve({other: (PAGE, 3)})
     hold(other, 1)
-    other.begin(at(2), PAGE)
+    other.assign(at(2), PAGE)
     assert arena.make_room(10 * PAGE, pool) == PAGE
     assert states(other) == [(0, SlotState.SEALED), (1, SlotState.WRITING)]
     assert arena.make_room(10 * PAGE, pool) == 0
@@ -655,7 +655,7 @@ def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committ
     arena = Arena(shm / "job")
     pool = arena.shard_pool("dp0")
     pool.create(PAGE)
-    slot = pool.begin(at(1), PAGE)
+    slot = pool.assign(at(1), PAGE)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:

@@ -43,7 +43,7 @@ def taken(arena: Path) -> int:
 
 def test_all_of_it_is_reserved_from_the_start_whatever_is_made_of_it(shm: Path) -> None:
     arena = Arena(shm / "arena", memory=ROOM)
-    arena.settle()
+    arena.reserve_rest()
     assert taken(arena.path) == ROOM
     pool, other = arena.shard_pool("dp0"), arena.parity_pool(TAG, 1)
     arena.reserve({pool: (3 * PAGE - 7, 2), other: (PAGE, 3)})
@@ -55,7 +55,7 @@ def test_all_of_it_is_reserved_from_the_start_whatever_is_made_of_it(shm: Path) 
 
 def test_more_than_that_is_refused_and_nothing_is_made(shm: Path) -> None:
     arena = Arena(shm / "arena", memory=4 * PAGE)
-    arena.settle()
+    arena.reserve_rest()
     pool = arena.shard_pool("dp0")
     with pytest.raises(ArenaTooSmall, match=rf"HOLDFAST_MEMORY.* {4 * PAGE:,}: .* {6 * PAGE:,} or more"):
         arena.reserve({pool: (2 * PAGE, 3)})
@@ -75,7 +75,7 @@ def test_a_successor_counts_what_is_there(shm: Path) -> None:
     second.directory.close()
     third = Arena(shm / "arena", memory=8 * PAGE)
     list(third.adopt())
-    third.settle()
+    third.reserve_rest()
     assert (third.budget.used, taken(third.path)) == (3 * PAGE, 8 * PAGE)
 
 
@@ -83,7 +83,7 @@ def test_where_it_cannot_be_reserved_the_error_says_so(shm: Path) -> None:
     status = os.statvfs(shm)
     arena = Arena(shm / "arena", memory=status.f_blocks * status.f_frsize + PAGE)
     with pytest.raises(ArenaTooSmall, match=r"allow less"):
-        arena.settle()
+        arena.reserve_rest()
     assert taken(arena.path) == 0
 
 
@@ -96,7 +96,7 @@ def test_a_successor_with_less_memory_than_is_held_says_so_and_touches_nothing(s
     successor = Arena(arena.path, memory=5 * PAGE)
     list(successor.adopt())
     with pytest.raises(ArenaTooSmall, match=r"holds .* and --memory .* allows"):
-        successor.settle()
+        successor.reserve_rest()
     assert [record for _, _, record in crash(successor).adopt()] == [{"snapshot": [1, 1]}]
 
 
@@ -119,7 +119,7 @@ def test_more_than_this_process_may_use_is_refused_however_large_the_file_system
     monkeypatch.setattr(budget_module, "memory_bytes", lambda: ROOM - 1)
     arena = Arena(shm / "arena", memory=ROOM)
     with pytest.raises(ArenaTooSmall, match=rf"HOLDFAST_MEMORY.*control group.*{ROOM - 1:,}.*allow less"):
-        arena.settle()
+        arena.reserve_rest()
     assert taken(arena.path) == 0
 
 
@@ -178,7 +178,7 @@ def test_slots_are_wiped_by_a_thread_part_by_part_and_may_be_taken_meanwhile(
         assert {slot.unwiped for slot in pool.slots} == {0, PAGE}, "the thread waits for the lock"
         pool.wipe_next(pool.slots[0])
         assert bytes(pool.view(pool.slots[0])) == b"\7" * (3 * PAGE // 4) + bytes(PAGE // 4)
-        first, second = (pool.begin(at(step), PAGE) for step in (8, 9))
+        first, second = (pool.assign(at(step), PAGE) for step in (8, 9))
         assert not first.unwiped and arena.next_unwiped() is None, "it will be overwritten anyway"
         pool.discard(second)
     thread = reserver._thread
@@ -198,7 +198,7 @@ def test_what_is_given_up_is_overwritten_with_zeros_if_asked_to(shm: Path) -> No
         arena.release([], at(8))
         wiped(arena)
         assert bytes_of(pool) == {bytes([0 if zero else 7]) * PAGE}
-        slot = pool.begin(at(9), PAGE)
+        slot = pool.assign(at(9), PAGE)
         pool.view(slot)[:] = bytes([9]) * PAGE
         pool.discard(slot)
         wiped(arena)
@@ -210,7 +210,7 @@ def test_so_is_what_a_killed_one_had_not_sealed_and_what_is_removed(shm: Path) -
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 2)})
     hold(pool, 6)
-    slot = pool.begin(at(7), PAGE)
+    slot = pool.assign(at(7), PAGE)
     pool.view(slot)[:] = bytes([7]) * PAGE
     views = [pool.view(slot), pool.view(pool.slots[0])]
     arena.directory.close()

@@ -468,7 +468,7 @@ def test_a_budget_is_reserved_part_by_part_without_the_lock_and_slots_take_from_
         reserve_part(budget, start, count)
 
     monkeypatch.setattr(Budget, "reserve_part", slowly)
-    arena.settle()
+    arena.reserve_rest()
     with lock:
         reserver.go_on()
     assert begun.wait(DEADLINE_S)
@@ -489,7 +489,7 @@ def test_memory_that_runs_out_while_a_budget_is_reserved_is_said_and_tried_again
     system.available = 8 * PAGE
     arena, lock = Arena(tmp_path / "arena", memory=8 * PAGE, files=system), threading.Condition(threading.RLock())
     reserver = Reserver(arena, lock, "normal", system)
-    arena.settle()
+    arena.reserve_rest()
     system.available = 4 * PAGE
 
     def run() -> None:

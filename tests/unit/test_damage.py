@@ -88,7 +88,7 @@ def arena(shm: Path) -> Path:
     life.seal(SNAPSHOTS[0])
     life.seal(SNAPSHOTS[1], keep=SNAPSHOTS[:1])
     pool = life.arena.parity_pool(TAG, 0)
-    slot = pool.begin(SNAPSHOTS[1], pool.slots[0].bytes)
+    slot = pool.assign(SNAPSHOTS[1], pool.slots[0].bytes)
     view = pool.view(slot)
     count = len(view) // UNIT
     digests = tuple(digest(view[i * UNIT : (i + 1) * UNIT]) for i in range(count))
@@ -204,7 +204,7 @@ def test_an_smp_starts_on_any_damage_and_holds_only_what_was_sealed(arena: Path,
     store.join(2)
     store.configure(Layout(JOB, 2, 0, LAYOUT.nodes, LAYOUT.groups, 1, 1, UNIT, 2))
     life.seal(SnapshotId(2, 3), keep=tuple(key.snapshot for key in held if isinstance(key, ShardKey))[:1])
-    life.arena.settle()
+    life.arena.reserve_rest()
     life.die()
     after = Life(arena)
     assert after.arena.directory.lost == set()
@@ -271,7 +271,7 @@ def test_a_reserve_that_lost_its_memory_gets_it_back(arena: Path) -> None:
     for each in (0, length):
         os.truncate(arena / "reserve", each)
     life = Life(arena)
-    life.arena.settle()
+    life.arena.reserve_rest()
     assert (arena / "reserve").stat().st_blocks * 512 == life.arena.budget.left > 0
     life.die()
 

@@ -82,7 +82,7 @@ class Place:
         content = content_of(key)
         pool = self.arena.shard_pool(key.coord)
         pool.create(len(content))
-        slot = pool.begin(key.snapshot, len(content))
+        slot = pool.assign(key.snapshot, len(content))
         pool.view(slot)[:] = content
         self.holdings.commit(pool, slot, Commit.of(shard_record(key)))
         return content
@@ -92,7 +92,7 @@ class Place:
         content = random.Random(str(key)).randbytes(2 * UNIT)
         pool = self.arena.parity_pool(key.tag, key.position)
         pool.create(len(content))
-        slot = pool.begin(key.snapshot, len(content))
+        slot = pool.assign(key.snapshot, len(content))
         pool.view(slot)[:] = content
         self.holdings.commit(pool, slot, Commit.of(parity_record(key, content)))
         return content
@@ -156,7 +156,7 @@ def test_what_was_sealed_is_held_and_nothing_else(place: Place) -> None:
 def test_what_is_being_written_is_not_held(place: Place) -> None:
     pool = place.arena.shard_pool("dp0")
     pool.create(20)
-    pool.begin(FIRST, 20)
+    pool.assign(FIRST, 20)
     assert not place.holdings.holds(SHARD)
     with pytest.raises(ProtocolError, match=r"dp0 of .* not held"):
         place.holdings.open(SHARD)
@@ -340,7 +340,7 @@ def test_dropping_what_is_not_held_is_harmless(place: Place) -> None:
     place.put_shard(SHARD)
     pool = place.arena.shard_pool("dp1")
     pool.create(13)
-    pool.begin(FIRST, 13)
+    pool.assign(FIRST, 13)
     for key in (ShardKey(SECOND, "dp0"), ShardKey(FIRST, "dp1"), PARITY):
         place.holdings.drop(key)
     assert place.holdings.held() == [SHARD]
@@ -440,14 +440,14 @@ def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> 
     with pytest.raises(StaleEpoch):
         with place.receiving.shard(SHARD, LAYOUT, accept):
             place.arena.fence(2)
-            taken = place.pool(SHARD).begin(SECOND, 20)
+            taken = place.pool(SHARD).assign(SECOND, 20)
     assert (taken.state, taken.snapshot) == (SlotState.WRITING, SECOND)
     assert place.holdings.held() == []
 
 
 def test_what_its_trainer_is_writing_is_not_received(place: Place) -> None:
     place.pool(SHARD).create(20)
-    writing = place.pool(SHARD).begin(FIRST, 20)
+    writing = place.pool(SHARD).assign(FIRST, 20)
     with pytest.raises(NoFreeSlot, match=r"dp0 .*trainer is writing"):
         with place.receiving.shard(SHARD, LAYOUT, accept):
             pass
@@ -530,7 +530,7 @@ def test_a_free_slot_of_its_own_is_taken_first(place: Place) -> None:
 def test_memory_of_free_slots_of_others_is_used_before_more_is_taken(place: Place) -> None:
     pool, other, parity = place.arena.shard_pool("dp0"), place.arena.shard_pool("dp1"), place.pool(PARITY)
     place.arena.reserve({pool: (20, 1), other: (13, 3), parity: (16, 1)})
-    held = other.begin(FIRST, 13)
+    held = other.assign(FIRST, 13)
     place.receiving.slot_for(pool, FIRST, 20)
     with pytest.raises(NoFreeSlot):
         place.receiving.slot_for(pool, SECOND, 20)
@@ -625,7 +625,7 @@ def test_who_takes_a_large_slot_away_reserves_nothing(place: Place, monkeypatch:
 def test_a_successor_holds_what_was_sealed(place: Place) -> None:
     content, parity = place.put_shard(SHARD), place.put_parity()
     place.arena.shard_pool("dp0").create(20)
-    place.arena.shard_pool("dp0").begin(SECOND, 20)
+    place.arena.shard_pool("dp0").assign(SECOND, 20)
     place.crash()
     assert set(place.holdings.held()) == {SHARD, PARITY}
     assert place.holdings.open(SHARD) == (memoryview(content), shard_record(SHARD))

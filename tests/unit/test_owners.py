@@ -85,7 +85,7 @@ class Place:
         self.trainer = Owners(path, 1)
         self.arena.reserve({self.pool: (PAGE, 3)})
         for snapshot in snapshots:
-            slot = self.pool.begin(snapshot, PAGE)
+            slot = self.pool.assign(snapshot, PAGE)
             self.pool.view(slot)[:] = bytes([snapshot.step]) * PAGE
             self.pool.commit(slot, JsonFile.of({"snapshot": list(snapshot)}))
 
@@ -172,7 +172,7 @@ def test_the_trainer_takes_nothing_that_the_smp_holds_or_writes(shm: Path) -> No
     assert place.pool.hold(slot)
     assert not place.trainer.change(name, sealed(FIRST), taken(1))
     place.pool.let_go(slot)
-    receiving = place.pool.begin(SECOND, PAGE, SlotState.RECEIVING)
+    receiving = place.pool.assign(SECOND, PAGE, SlotState.RECEIVING)
     assert not place.trainer.change(place.pool.path(receiving).name, FREE, taken(1))
     assert place.trainer.change(name, sealed(FIRST), taken(1))
 

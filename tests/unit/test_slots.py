@@ -43,7 +43,7 @@ class Pools(RuleBasedStateMachine):
         free = [s.index for s in self.pool.slots if s.bytes == length and s.state is SlotState.FREE]
         own = [s.index for s in self.pool.slots if s.bytes == length and s.snapshot == snapshot]
         try:
-            slot = self.pool.begin(snapshot, length, state)
+            slot = self.pool.assign(snapshot, length, state)
         except NoFreeSlot:
             assert not free and not own
         else:
@@ -111,7 +111,7 @@ def pool_with(*held: SnapshotId) -> SlotPool:
     pool = SlotPool("dp0")
     for snapshot in held:
         pool.add(8)
-        pool.seal(pool.begin(snapshot, 8))
+        pool.seal(pool.assign(snapshot, 8))
     return pool
 
 
@@ -122,12 +122,12 @@ def indices(slots: Collection[Slot]) -> list[int]:
 def test_a_full_pool_says_what_it_holds() -> None:
     pool = pool_with(SnapshotId(1, 10), SnapshotId(1, 20))
     with pytest.raises(NoFreeSlot, match=r"step 30 .* dp0: .* step 10 .*, step 20"):
-        pool.begin(SnapshotId(1, 30), 8)
+        pool.assign(SnapshotId(1, 30), 8)
 
 
 def test_an_empty_pool_says_that_it_holds_nothing() -> None:
     with pytest.raises(NoFreeSlot, match="hold nothing"):
-        SlotPool("dp0").begin(SnapshotId(1, 1), 8)
+        SlotPool("dp0").assign(SnapshotId(1, 1), 8)
 
 
 def test_what_is_kept_or_younger_is_never_outdated() -> None:
