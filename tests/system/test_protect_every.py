@@ -271,9 +271,8 @@ class Ordered:
             epoch=1,
             protected=None,
             changed=threading.Condition(threading.RLock()),
-            board=Board(board, create=True),
             holdings=SimpleNamespace(holds=lambda key: key in self.held),
-            is_given_up=lambda snapshot: self.given_up,
+            outcomes=SimpleNamespace(board=Board(board, create=True), is_given_up=lambda snapshot: self.given_up),
         )
         self.store = store
         store.outcomes.board.reset(1)
