@@ -33,6 +33,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.plan import candidates, newest_protected, plan_restore
 from holdfast.smp_daemon.shared.runs import new_run, own_run
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES
 from holdfast.smp_daemon.shared.transport import SocketStream
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Codings
@@ -44,6 +45,7 @@ from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot import own_smp
 from holdfast.snapshot.connect import start_here
+from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.loop import Loop
 from holdfast.snapshot.resume import restore
@@ -243,6 +245,7 @@ _after = Ledger.after
 _commit = SlotFilePool.commit
 _settle = Store._post_if_protected
 _seal = Store.seal
+_complete = UnitDigests.complete
 _fill = Copier._fill
 _one_node_behind = one_node_behind(vars(restore)["exchange"])
 _forget_what_was_protected = forgetting_what_was_promised(plan_restore)
@@ -335,6 +338,17 @@ def _fill_badly(self: Copier, copy: SnapshotCopy, slot: memoryview) -> None:
     _fill(self, copy, slot)
     for offset in offsets:
         slot[offset : offset + 1] = bytes([slot[offset] ^ 1])
+
+
+def _complete_with_others(self: UnitDigests, slot: memoryview) -> tuple[int, ...]:
+    return tuple(each ^ 1 for each in _complete(self, slot))
+
+
+def _complete_and_change(self: UnitDigests, slot: memoryview) -> tuple[int, ...]:
+    found = _complete(self, slot)
+    for at in range(PAGE_BYTES, slot.nbytes, PAGE_BYTES):
+        slot[at] ^= 1
+    return found
 
 
 def _commit_twice(self: SlotFilePool, slot: Any, record: Any) -> None:
@@ -664,6 +678,12 @@ MUTANTS: dict[str, SimMutant] = {
         "what is protected is written to once more", "whole", ((Store, "_post_if_protected", _settle_and_spoil),)
     ),
     "spoilt-copy": SimMutant("a copy is off by a bit", "sealed", ((Copier, "_fill", _fill_badly),)),
+    "digests-of-other-bytes": SimMutant(
+        "a trainer digests other bytes than it copied", "calm", ((UnitDigests, "complete", _complete_with_others),)
+    ),
+    "changed-before-commit": SimMutant(
+        "a slot changes between the copy and its commit", "sealed", ((UnitDigests, "complete", _complete_and_change),)
+    ),
     "held-twice": SimMutant(
         "what is sealed is sealed in two slots", "once", ((SlotFilePool, "commit", _commit_twice),)
     ),
