@@ -33,7 +33,6 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.plan import candidates, newest_protected, plan_restore
 from holdfast.smp_daemon.shared.runs import new_run, own_run
-from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES
 from holdfast.smp_daemon.shared.transport import SocketStream
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Codings
@@ -344,10 +343,18 @@ def _complete_with_others(self: UnitDigests, slot: memoryview) -> tuple[int, ...
     return tuple(each ^ 1 for each in _complete(self, slot))
 
 
-def _complete_and_change(self: UnitDigests, slot: memoryview) -> tuple[int, ...]:
+def _fill_and_note(self: Copier, copy: SnapshotCopy, slot: memoryview) -> Any:
+    offsets = [piece.offset for piece in copy.live.pieces] if copy.live is not None else []
+    digests: Any = _fill(self, copy, slot)
+    if digests is not None:
+        digests.offsets = offsets
+    return digests
+
+
+def _complete_and_change(self: Any, slot: memoryview) -> tuple[int, ...]:
     found = _complete(self, slot)
-    for at in range(PAGE_BYTES, slot.nbytes, PAGE_BYTES):
-        slot[at] ^= 1
+    for offset in self.offsets:
+        slot[offset] ^= 1
     return found
 
 
@@ -679,10 +686,12 @@ MUTANTS: dict[str, SimMutant] = {
     ),
     "spoilt-copy": SimMutant("a copy is off by a bit", "sealed", ((Copier, "_fill", _fill_badly),)),
     "digests-of-other-bytes": SimMutant(
-        "a trainer digests other bytes than it copied", "calm", ((UnitDigests, "complete", _complete_with_others),)
+        "a trainer digests other bytes than it copied", "progress", ((UnitDigests, "complete", _complete_with_others),)
     ),
     "changed-before-commit": SimMutant(
-        "a slot changes between the copy and its commit", "sealed", ((UnitDigests, "complete", _complete_and_change),)
+        "a slot changes between the copy and its commit",
+        "sealed",
+        ((Copier, "_fill", _fill_and_note), (UnitDigests, "complete", _complete_and_change)),
     ),
     "held-twice": SimMutant(
         "what is sealed is sealed in two slots", "once", ((SlotFilePool, "commit", _commit_twice),)
