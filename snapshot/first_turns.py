@@ -16,7 +16,6 @@ from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.script import Script
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
-from holdfast.snapshot.step.variables import ChangingVariables
 
 log = get_log(__name__)
 
@@ -62,7 +61,7 @@ class FirstTurns:
         the hook for its step: call it once the hook knows its session."""
         restored = self._restored
         self._generators = adapter.generators
-        self._script.entered(self._known_generators(), ChangingVariables(adapter))
+        self._script.entered(self._known_generators(), adapter)
         if adapter.modules():  # without any there is no forward
             self._rehearsal = Rehearsal(adapter, self._script.drawn_from)
             if restored.snapshot is None:

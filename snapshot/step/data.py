@@ -25,8 +25,8 @@ from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
 from holdfast.snapshot.step import meaning
-from holdfast.snapshot.step.counters import Counters
 from holdfast.snapshot.step.iterators import unwatched
+from holdfast.snapshot.step.numbers import OwnNumbers
 from holdfast.snapshot.step.source import (
     Indices,
     check,
@@ -149,7 +149,7 @@ class Data:
         self._batch_digest = ""
         self._indices: Indices | None = None
         self.source = source
-        self._counters = Counters(source)
+        self._numbers = OwnNumbers(source)
 
     @property
     def source(self) -> Any:
@@ -283,7 +283,7 @@ class Data:
         place.under_way, self._resumed = True, False
         place.start = rng.capture()
         place.own_start = rng.states(self._own)
-        place.counted_start = self._counters.changed(self._source)
+        place.counted_start = self._numbers.changed(self._source)
         iterator, self._indices = open_pass(self._source, self._place.epoch)
         return iterator
 
@@ -319,7 +319,7 @@ class Data:
             self._finish()
         place = self._place
         place.own = rng.states(self._own)
-        place.counted = self._counters.changed(self._source)
+        place.counted = self._numbers.changed(self._source)
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
         if self._meaning.told and (place.under_way or not is_loader(self._source)):
             place.loader = packed(copy.deepcopy(self._source.state_dict()))
@@ -374,7 +374,7 @@ class Data:
         if told:
             source.load_state_dict(unpacked(self._place.loader))
         else:
-            self._counters.put_back(source, self._place.counted)
+            self._numbers.put_back(source, self._place.counted)
         rng.put_back(rng.find(source), self._place.own, f"data {self.name!r}")
 
     def _rebuild(self, source: Any, *, told: bool, checked: bool) -> Iterator[Any]:
@@ -387,11 +387,11 @@ class Data:
             if told:
                 source.load_state_dict(unpacked(place.loader))
             else:
-                self._counters.put_back(source, place.counted_start)
+                self._numbers.put_back(source, place.counted_start)
             iterator, self._indices = open_pass(source, self._place.epoch)
             if not told:
                 self._read_again(iterator, checked)
-                self._counters.put_back(source, place.counted)
+                self._numbers.put_back(source, place.counted)
             elif self._indices is not None:
                 self._indices.history = place.history
             rng.put_back(own, place.own, owner)

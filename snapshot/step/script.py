@@ -12,6 +12,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log, some
+from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.iterators import Iterators
 from holdfast.snapshot.step.variables import ChangingVariables, Variables
@@ -71,16 +72,16 @@ class Script:
         """The states of the generators in its variables."""
         return self._variables.states()
 
-    def entered(self, but: Collection[int], changing: ChangingVariables) -> None:
+    def entered(self, but: Collection[int], adapter: Adapter) -> None:
         """The hook is entered. A plain loop draws for its next step before that step begins, so its generators are put
         back now.
 
         Args:
             but: ids of generators that are captured already.
-            changing: finds what steps change in its variables.
+            adapter: what is captured of its variables.
         """
         if self._is_watched:
-            self._changing = changing
+            self._changing = ChangingVariables(adapter)
             self._variables.look(but)
             if self._is_plain:
                 self._put_back()

@@ -14,7 +14,7 @@ LONGEST = 256
 """Containers with more entries are taken for data and are not searched."""
 
 
-class Counters:
+class OwnNumbers:
     """The numbers of one source, of which only those count that are not what the script first made them."""
 
     def __init__(self, source: Any) -> None:
