@@ -7,6 +7,7 @@ function of Python's own instead, which takes anything and returns None; a saved
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -45,6 +46,18 @@ class Method:
         return getattr, (self._owner, self._name)
 
 
+class Hooks(OrderedDict[int, Any]):
+    """Stands for a module's dict of hooks, and leaves ours out of copies. So a saved module holds nothing that
+    ``torch.load`` does not take with ``weights_only=True``, its default."""
+
+    def __reduce__(self) -> Any:
+        others = [(key, hook) for key, hook in self.items() if not isinstance(hook, Hook)]
+        return OrderedDict, (), None, None, iter(others)
+
+
+DICTS = ("_forward_pre_hooks", "_forward_hooks")
+
+
 class ForwardHooks:
     """Calls `before` and `after` around the forward of `modules`, until `remove`.
 
@@ -69,6 +82,9 @@ class ForwardHooks:
     def _put_on(self) -> None:
         module = torch.nn.Module  # its methods take compiled modules, too, whose own ones refuse
         for each in self._modules:
+            for name in DICTS:  # one with hooks in it stays: their handles know it
+                if type(held := vars(each).get(name)) is OrderedDict and not held:
+                    vars(each)[name] = Hooks()
             self._handles += [
                 module.register_forward_pre_hook(each, self._before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(each, self._after, always_call=True),

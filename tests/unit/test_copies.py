@@ -177,6 +177,18 @@ def test_a_saved_model_is_loaded_where_there_is_no_holdfast(tmp_path: Path) -> N
     assert float(done.stdout) == model(torch.ones(1, 2)).sum().item()
 
 
+def test_a_saved_model_is_loaded_as_weights_only(tmp_path: Path) -> None:
+    """As PyTorch's word_language_model does at its end, with a list of the model's classes."""
+    model, _, _, _, boundary = watched()
+    torch.save(model, tmp_path / "model.pt")
+    boundary.remove()
+    classes = {type(each) for each in model.modules()}
+    with torch.serialization.safe_globals(list(classes)):
+        loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(loaded(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert not loaded._forward_hooks and not loaded._forward_pre_hooks
+
+
 def run_it(model: Any, results: Any) -> None:
     results.put(model(torch.ones(1, 2)).sum().item())
 

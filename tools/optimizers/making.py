@@ -165,7 +165,7 @@ def stepper(optimizer: Any, model: nn.Module, before: Callable[[torch.Tensor], N
         if callable(getattr(each, "train", None)):
             each.train()
 
-    def loss(words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(words: torch.Tensor, targets: torch.Tensor) -> Any:
         return loss_of(model(words).flatten(0, 1), targets.flatten())
 
     def plain() -> None:
@@ -179,7 +179,7 @@ def stepper(optimizer: Any, model: nn.Module, before: Callable[[torch.Tensor], N
         batch = draw()
         told = False
 
-        def closure() -> torch.Tensor:
+        def closure() -> Any:
             nonlocal told
             optimizer.zero_grad()
             value = loss(*batch)
@@ -197,7 +197,7 @@ def stepper(optimizer: Any, model: nn.Module, before: Callable[[torch.Tensor], N
         value.backward()
         before(value)
 
-        def closure() -> torch.Tensor:
+        def closure() -> Any:
             again = loss(*batch)
             again.backward()
             return again
