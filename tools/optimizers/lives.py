@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # lives would import it, which takes a second
+from torch._C._distributed_c10d import HashStore
 
 import holdfast.integrations.adapters.torch_native  # noqa: F401  # so that lives need not, each for itself
 from holdfast import InMemorySnapshot
@@ -185,7 +186,7 @@ class _Job:
     def run(self, dies: int | None, hooked: bool) -> None:
         torch.manual_seed(0)
         if self._kind.__name__ in DISTRIBUTED or self._kind.__module__ == "muon":
-            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         model = Net(self._kind.__name__ == "SparseAdam", convolution=self._kind.__name__ not in MATRICES)
         if self._kind.__name__ == "SparseAdam":
             model.requires_grad_(False).words.requires_grad_(True)
@@ -203,7 +204,7 @@ class _Job:
         def middle(loss: torch.Tensor) -> None:
             if snap is not None:
                 snap.drain(DEADLINE_S)
-            self.note(state=f"{loss.item().hex()} {_digest(model)}")
+            self.note(state=f"{float(loss).hex()} {_digest(model)}")
             if self.step == dies:
                 os.kill(os.getpid(), signal.SIGKILL)
 
