@@ -243,7 +243,8 @@ class CpuEngine:
         return Sample(places.index, start, length, place, lambda: found)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[np.uint8]]]:
-        found = [octets(tensor).numpy() for tensor in tensors]
+        # Copies: torch never again resizes memory that it has lent to NumPy, and the user may resize inputs.
+        found = [octets(tensor).clone().numpy() for tensor in tensors]
         return lambda: found
 
     def copy(

@@ -6,6 +6,7 @@ have equal digests whichever process made them.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import io
 import random
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.snapshot.copy.tensors import local, octets
+from holdfast.snapshot.copy.tensors import local
 from holdfast.snapshot.state.rng import state_of
 from holdfast.snapshot.state.walk import GENERATORS, walk
 
@@ -63,8 +64,9 @@ def elements_of(tensor: torch.Tensor, sampled: int | None = None) -> bytes:
         part = part.view(-1)[:: part.numel() // sampled | 1]
     elif sampled is not None:
         part = part[_thin(part.shape, sampled)]
-    found: bytes = octets(part.resolve_conj().resolve_neg().cpu().contiguous()).numpy().tobytes()
-    return found
+    part = part.resolve_conj().resolve_neg().cpu().contiguous()
+    # Not by way of NumPy: torch never again resizes memory that it has lent to an array, and this may be the user's.
+    return ctypes.string_at(part.data_ptr(), part.nbytes)
 
 
 def form_of(value: torch.Tensor | np.ndarray[Any, Any]) -> str:

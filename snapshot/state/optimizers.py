@@ -316,7 +316,9 @@ class OptimizerState:
                 f"{self._prefix} updates other parameters than in the snapshot: {some(problems)}. Give the same "
                 "optimizers and modules as when the snapshot was taken, in the same order"
             )
-        met = {(g, before[name]): name for name, g in now.items()}  # each two groups once: a group may be very large
+        met: dict[tuple[int, int], str] = {}  # each two groups once: a group may be very large
+        for name, g in now.items():
+            met.setdefault((g, before[name]), name)
         if parted := [name for (g, then), name in met.items() if set(have[g]) != set(held[then])]:
             raise StateMismatch(
                 f"{self._prefix}: {parted[0]} is in another parameter group than in the snapshot: make the same groups "

@@ -139,7 +139,10 @@ def _sample(value: Any, known: Collection[int]) -> bytes | None:
 
 
 def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    return chain(value.parameters(), value.buffers()) if isinstance(value, torch.nn.Module) else ()
+    if not isinstance(value, torch.nn.Module):
+        return ()
+    # Megatron's DistributedDataParallel keeps a list in `buffers`.
+    return chain(torch.nn.Module.parameters(value), torch.nn.Module.buffers(value))
 
 
 def _is_opened(value: Any) -> bool:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from holdfast.snapshot.copy.engines import CpuEngine
+from holdfast.snapshot.state.digests import elements_of
+from holdfast.snapshot.state.hidden import sample_of
 from holdfast.snapshot.state.inputs import SAMPLED, sample_inputs
 
 
@@ -76,3 +78,13 @@ def test_the_sample_stays_what_it_was() -> None:
     before = digest(batch)
     batch.zero_()
     assert inputs.digest() == before != digest(batch)
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_what_was_looked_at_may_still_be_resized(size: int) -> None:
+    digested, sampled, fetched = torch.ones(size), torch.ones(size), torch.ones(size)
+    elements_of(digested)
+    sample_of(sampled)
+    CpuEngine().fetch([fetched])()
+    for tensor in (digested, sampled, fetched):
+        assert tensor.resize_(2 * size).shape == (2 * size,)
