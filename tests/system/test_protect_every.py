@@ -352,6 +352,16 @@ def test_a_repair_in_vain_is_a_warning_where_the_snapshot_was_promised(
     assert any("does not hold" in record.getMessage() for record in caplog.records)
 
 
+def test_a_repair_that_fails_once_is_no_warning(ordered: Ordered, caplog: pytest.LogCaptureFixture) -> None:
+    ordered.store.protected = SnapshotId(1, 5)
+    ordered.outcomes = [Unrecoverable("the others have given it up"), None]
+    with caplog.at_level("INFO"):
+        ordered.order()
+        assert ordered.finish() is RepairState.WHOLE
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert any("given it up" in record.getMessage() for record in caplog.records)
+
+
 def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(ordered: Ordered) -> None:
     ordered.outcomes = [SmpUnavailable("its slot was taken away"), None]
     ordered.order()

@@ -226,7 +226,7 @@ class World:
         """A new node, with empty memory."""
         number = self._named
         self._named += 1
-        node = SimNode(f"n{number}", f"10.0.0.{number}", MemoryPath(self.disk, "", f"n{number}"))
+        node = SimNode(f"n{number}", f"10.0.{number // 250}.{number % 250}", MemoryPath(self.disk, "", f"n{number}"))
         node.base.mkdir(mode=0o700)
         self.nodes.append(node)
         return node
