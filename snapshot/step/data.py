@@ -148,8 +148,8 @@ class Data:
         self._asked = False
         self._batch_digest = ""
         self._indices: Indices | None = None
-        self.source = source
         self._numbers = OwnNumbers(source)
+        self.source = source
 
     @property
     def source(self) -> Any:
@@ -163,6 +163,7 @@ class Data:
         self._meaning = meaning_of(source, self.name, self._heartbeat, exact=self.exact)
         self._source = source
         self._draws = may_draw(source)
+        self._numbers.look(source)
         self._own = rng.find(source)
 
     @property
@@ -283,8 +284,10 @@ class Data:
         place.under_way, self._resumed = True, False
         place.start = rng.capture()
         place.own_start = rng.states(self._own)
-        place.counted_start = self._numbers.changed(self._source)
+        self._numbers.look(self._source)
+        place.counted_start = self._numbers.changed()
         iterator, self._indices = open_pass(self._source, self._place.epoch)
+        self._numbers.look(self._source)  # what its iterator has made
         return iterator
 
     def _finish(self) -> None:
@@ -319,7 +322,7 @@ class Data:
             self._finish()
         place = self._place
         place.own = rng.states(self._own)
-        place.counted = self._numbers.changed(self._source)
+        place.counted = self._numbers.changed()
         # Asked between passes, torchdata's loader makes an iterator, which draws random numbers.
         if self._meaning.told and (place.under_way or not is_loader(self._source)):
             place.loader = packed(copy.deepcopy(self._source.state_dict()))
@@ -335,7 +338,9 @@ class Data:
         told = self._is_told(expected)
         self._resumed = self._place.under_way and self._place.taken > 0
         if self._place.under_way:
-            return self._rebuild(self._source, told=told, checked=bool(expected))
+            iterator = self._rebuild(self._source, told=told, checked=bool(expected))
+            self._numbers.look(self._source)
+            return iterator
         self._between(self._source, told=told)
         return None
 

@@ -19,11 +19,16 @@ class OwnNumbers:
 
     def __init__(self, source: Any) -> None:
         """`source`: as it is before the first pass; later ones may take its place."""
-        self._made = dict(_numbers(source))
+        self.look(source)
+        self._made = dict(self._numbers())
 
-    def changed(self, source: Any) -> Tree:
+    def look(self, source: Any) -> None:
+        """Find the objects of `source` again. That takes long for `changed`, which is called in every step."""
+        self._owners = dict(_owners(source))
+
+    def changed(self) -> Tree:
         """Those that have changed, by path."""
-        return {path: number for path, number in _numbers(source) if self._made.get(path) != number}
+        return {path: number for path, number in self._numbers() if self._made.get(path) != number}
 
     def put_back(self, source: Any, held: Mapping[str, Any]) -> None:
         """Make them what `changed` returned in an earlier process. Some may only be attributes of classes yet."""
@@ -33,12 +38,11 @@ class OwnNumbers:
             if owner in owners:
                 setattr(owners[owner], name, number)
 
-
-def _numbers(source: Any) -> Iterator[tuple[str, Any]]:
-    for path, owner in _owners(source):
-        for name, value in vars(owner).items():
-            if type(value) in (bool, int, float):
-                yield f"{path}.{name}", value
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        for path, owner in self._owners.items():
+            for name, value in vars(owner).items():
+                if type(value) in (bool, int, float):
+                    yield f"{path}.{name}", value
 
 
 def _owners(source: Any) -> Iterator[tuple[str, Any]]:

@@ -142,7 +142,6 @@ NEVER = {"os.system", "os.popen", "os.posix_spawn", "os.posix_spawnp", "subproce
 OTHER_PROGRAMS = {
     "smp_daemon.watchdog.on_hang": "the user's shell command",
     "sessions": "the user's command",
-    "chaos.actions": "tools of the system",
     "chaos.network.clocks": "the C compiler",
     "bench.parts": "openssl",
 }
