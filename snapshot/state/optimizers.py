@@ -21,9 +21,9 @@ from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, Updated
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated
 from holdfast.snapshot.state.objects import ATTRIBUTES, way_of
-from holdfast.snapshot.state.values import is_kept
+from holdfast.snapshot.state.values import is_kept, packed, unpacked
 from holdfast.snapshot.state.walk import walk
 from holdfast.snapshot.state.wrappers import INNER, described, is_description, is_wrapper, wrapped_in, wrapper_of
 
@@ -240,7 +240,8 @@ class OptimizerState:
         """Group options such as lr, and per-parameter state that is not tensors.
 
         Options that are classes, such as the class of inner optimizers, are the job's code, not state. Numbers in
-        attributes are state if they change, such as the count of steps since weights were last merged.
+        attributes are state if they change, such as the count of steps since weights were last merged; so are objects
+        there with a ``state_dict``, such as SPAM's schedule of its own.
 
         Args:
             plain: name and key of each parameter that has such state, and its entries.
@@ -257,6 +258,11 @@ class OptimizerState:
         self._counts |= {name for name, value in numbers.items() if self._made_with.get(name) != value}
         return {
             "numbers": {name: numbers[name] for name in sorted(self._counts & numbers.keys())},
+            "objects": {
+                name: packed(said)
+                for name, said in ((name, part.state_dict()) for name, part in _stateful(self.optimizer))
+                if self._is_kept(name, said)
+            },
             "groups": [
                 {k: v for k, v in group.items() if k not in PLACES and self._is_kept(f"group {g}: {k}", v)}
                 for g, group in enumerate(self.optimizer.param_groups)
@@ -362,6 +368,10 @@ class OptimizerState:
             else:
                 setattr(self.optimizer, name, number)
             self._counts.add(name)
+        parts = dict(_stateful(self.optimizer))
+        for name, state in plain["objects"].items():
+            if name in parts:
+                parts[name].load_state_dict(unpacked(state))
         order = fixed["order"]
         for group, saved in zip(self.optimizer.param_groups, self._matching(plain, fixed), strict=True):
             for key, value in saved.items():
@@ -433,6 +443,18 @@ class OptimizerState:
         del self.optimizer.param_groups[self._had :]
         self.optimizer.state.clear()
         self.optimizer.state.update(self._before)
+
+
+def _stateful(optimizer: Any) -> list[tuple[str, Any]]:
+    """Objects with a ``state_dict`` in the attributes of an optimizer that may keep more than its state and its groups.
+    Modules are the job's, and other optimizers are captured as such."""
+    if not says_more(optimizer):
+        return []
+    return [
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, Stateful) and not isinstance(value, torch.nn.Module) and not _steps(value)
+    ]
 
 
 def _attributes(optimizer: Any) -> dict[str, Any]:

@@ -114,6 +114,39 @@ class Optioned(Own):
         group["apply"](parameter, parameter.grad, group["lr"] * options.scale / group["rule"].value)
 
 
+class Warmup:
+    """A schedule of an optimizer's own."""
+
+    def __init__(self) -> None:
+        self.turns = [0]
+
+    def rate(self) -> float:
+        self.turns.append(self.turns[-1] + 1)
+        return 1 / (1 + self.turns[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns}
+
+    def load_state_dict(self, held: dict[str, Any]) -> None:
+        self.turns = list(held["turns"])
+
+
+class Warmed(Own):
+    """Keeps a schedule in an attribute and in its ``state_dict``, and begins it again now and then, as SPAM does."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.warmup = Warmup()
+
+    def update(self, group: Any, state: Any, parameter: torch.Tensor) -> None:
+        if len(self.warmup.turns) == 7:
+            self.warmup = Warmup()
+        parameter.sub_(parameter.grad, alpha=group["lr"] * self.warmup.rate())  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"warmup": self.warmup.state_dict()}
+
+
 class Locking(Own):
     """Keeps what nobody can capture, and needs nothing of it after a restart."""
 
@@ -157,7 +190,7 @@ def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 4, 5])
-@pytest.mark.parametrize("kind", [Projected, Quantized, Optioned])
+@pytest.mark.parametrize("kind", [Projected, Quantized, Optioned, Warmed])
 def test_state_of_any_kind_comes_back(kind: type[Own], stop: int, caplog: pytest.LogCaptureFixture) -> None:
     assert trial(loop, job_with(kind), stop).statistics.failed == 0
     assert not [text for text in warnings_of(caplog) if "not captured" in text]
