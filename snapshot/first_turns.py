@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.progress import RankProgress
@@ -12,10 +14,19 @@ from holdfast.snapshot.resume.comparison import BY_CHANGE, BY_DATA, Resumed, che
 from holdfast.snapshot.resume.rehearsal import Rehearsal
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.digests import elements_of
+from holdfast.snapshot.state.hidden import SAMPLED
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.script import Script
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
+
+UNSTEPPED_TURNS = 2
+"""So many turns at the beginning may change parameters without an optimizer's step. Gradients that are accumulated
+change none; an evaluation with other weights may, now and then."""
+
+COMPARED = 16
+"""So many parameters are compared for that, since reading one may wait for a GPU."""
 
 log = get_log(__name__)
 
@@ -54,6 +65,7 @@ class FirstTurns:
         self._inputs: str | None = None  # digest of what the step's first forward must be given; None: anything
         self._inputs_are_unknown = False
         self._rehearsal: Rehearsal | None = None
+        self._unstepped: Unstepped | None = None
         self._was_marked = False
 
     def look(self, adapter: Adapter, engine: CopyEngine) -> None:
@@ -67,6 +79,7 @@ class FirstTurns:
             if restored.snapshot is None:
                 self._rehearsal.note_values()
         if restored.snapshot is None:
+            self._unstepped = Unstepped(adapter) if adapter.modules() and adapter.optimizers() else None
             return
         self._inputs = restored.inputs or None
         if self._checks.resumption:
@@ -171,7 +184,12 @@ class FirstTurns:
 
     def stepped(self) -> None:
         """An optimizer has stepped: later forwards are not compared."""
-        self._inputs = None
+        self._inputs = self._unstepped = None
+
+    def came_round(self) -> None:
+        """A turn of a loop that declares has ended, and no optimizer has stepped in it. Raises as `Unstepped.look`."""
+        if self._unstepped is not None and not self._unstepped.look():
+            self._unstepped = None
 
     def _warn_of_what_was_read(self) -> None:
         """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
@@ -184,3 +202,37 @@ class FirstTurns:
                 "data by `snap.data`, or `track` what was read",
                 ", ".join(drawn),
             )
+
+
+class Unstepped:
+    """Notices a job whose parameters change although the optimizer that was given never steps, as with LOMO, which
+    updates them in backward: no step would ever end, and no snapshot come. Used by the training thread."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        trained = (each for module in adapter.modules() for each in module.parameters() if each.requires_grad)
+        self._parameters = list(islice(trained, COMPARED))
+        self._given = type(adapter.optimizers()[0]).__qualname__
+        self._before = self._samples()
+        self._turns = 0
+
+    def look(self) -> bool:
+        """A turn has ended, and no optimizer has stepped so far. Returns whether to look again.
+
+        Raises:
+            ConfigError: parameters have changed in each of the first `UNSTEPPED_TURNS` turns.
+        """
+        before, self._before = self._before, self._samples()
+        self._turns += 1
+        if before == self._before:
+            return False
+        if self._turns == UNSTEPPED_TURNS:
+            raise ConfigError(
+                f"parameters changed in each of the first {self._turns} turns, and no step() of {self._given} was "
+                "seen, so no snapshot would ever be taken. If it updates them in backward, or the loop does so itself, "
+                "leave it out and keep its state beside: InMemorySnapshot(model, extra={'optim': optim}); then each "
+                "turn is a step"
+            )
+        return True
+
+    def _samples(self) -> list[bytes]:
+        return [elements_of(each, SAMPLED) for each in self._parameters]

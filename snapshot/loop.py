@@ -136,6 +136,8 @@ class Loop:
         """Data is about to be read for the next step. If a step has ended, note the state at its boundary."""
         self._declare()
         self._end_without_optimizer()
+        if self._where is TurnState.BEGUN:
+            self._first.came_round()
         self._first.before_reading()
         self._hear(Event.MARK)
 

@@ -250,3 +250,39 @@ def test_a_class_says_how_its_objects_are_kept() -> None:
 def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Slotted"):
         holdfast.register(Slotted, **arguments)
+
+
+class InBackward(Own):
+    """Updates each parameter as soon as its gradient is there, as LOMO does, and has no step to call."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(self.at_once)
+
+    @torch.no_grad()
+    def at_once(self, parameter: torch.Tensor) -> None:
+        parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+        parameter.grad = None
+
+
+def accumulate(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for turn in snap.steps(2 * STEPS):
+        job.backward()
+        yield
+        if turn % 4 == 3:
+            job.step()
+
+
+def unstepped(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_optimizer_that_never_steps_is_refused_in_the_first_turns_if_parameters_change() -> None:
+    with pytest.raises(ConfigError, match=r"InBackward was seen.* extra="):
+        life(unstepped, job_with(InBackward)(), None)
+    life(accumulate, job_with(Projected)(), None)

@@ -46,7 +46,8 @@ def judge(lives: Sequence[Lived]) -> tuple[str, str]:
     for number, life in enumerate(others):
         if life.error:
             ours = life.error.startswith(("ConfigError", "StateMismatch"))
-            early = number == 0 and life.step_of_error < FIRST_TURNS
+            young = number == 0 or 0 in life.steps  # a life that begins anew is the job's first turns, too
+            early = young and life.step_of_error < FIRST_TURNS
             return ("named" if ours and early else "refused late" if ours else "raw error"), life.error
     wrong = sorted(
         {step for life in others for step, value in life.steps.items() if alone.steps.get(step) != value}
