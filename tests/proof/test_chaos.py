@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.chaos.actions import ACTIONS
 from holdfast.chaos.cluster import History, Restart
 from holdfast.chaos.faults import Fault, Where, due_at, injected_by
 from holdfast.chaos.findings import CHECKS
@@ -23,6 +22,7 @@ from holdfast.chaos.user import command as user_command
 from holdfast.cli.main import main
 from holdfast.planner.profiles import PROFILES
 from tests.proof.chaos.__main__ import line, make_parser, shard
+from tests.proof.chaos.actions import ACTIONS
 from tests.proof.chaos.campaign import Campaign, summary
 from tests.proof.chaos.report import markdown, page
 from tests.proof.chaos.scenario import (
