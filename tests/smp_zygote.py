@@ -26,6 +26,20 @@ DEADLINE_S = 60.0
 MAX_ORDER_BYTES = 1 << 17
 
 
+def quiet(job: str, node: str) -> dict[str, str]:
+    """Variables for a small job of one node: a snapshot at every step, and nothing that goes on beside it."""
+    return {
+        "HOLDFAST_HTTP": "off",
+        "HOLDFAST_SCRUB": "0",
+        "HOLDFAST_REGROUP_AFTER": "0",
+        "HOLDFAST_EVERY": "1",
+        "HOLDFAST_MAX_REPEATS": "0",
+        "HOLDFAST_JOB": job,
+        "HOLDFAST_NODE": node,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 class Zygote:
     """A handle on the process that forks. Thread-safe, except `close`, which ends that process, but not its forks."""
 

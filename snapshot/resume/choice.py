@@ -124,12 +124,12 @@ def choose(inventories: Sequence[Inventory], options: StartOptions) -> Choice | 
 
 
 def check_required(
-    plan: RestorePlan | None, options: StartOptions, inventories: Sequence[Inventory], passed_over: Sequence[str]
+    plan: RestorePlan | None, options: StartOptions, nodes: Collection[str], passed_over: Sequence[str]
 ) -> None:
     """Raise unless what a start is going to restore, or nothing, is as much as its options require.
 
     Args:
-        inventories: what the SMPs that answer hold of the run.
+        nodes: those whose SMPs have answered.
         passed_over: why better snapshots were not used.
 
     Raises:
@@ -138,7 +138,6 @@ def check_required(
     step = plan.snapshot.step if plan is not None else 0
     if step >= options.require:
         return
-    nodes = ", ".join(sorted({inventory.node for inventory in inventories})) or "none"
     why = f" ({'; '.join(passed_over)})" if passed_over else ""
     if plan is None:
         found = f"there is nothing to go back to{why}"
@@ -149,8 +148,9 @@ def check_required(
         way = f"To go on from there, start once with {REQUIRE_ENV}={step}"
     wanted = f"not to go back behind step {options.require:,}" if options.require > 1 else "not to begin from nothing"
     raise Unrecoverable(
-        f"this start was told {wanted} (require=, {REQUIRE_ENV}): {found}; nodes that answered: {nodes}. Bring lost "
-        f"nodes or files back, and look whether job, arena and storage are those of the start before. {way}"
+        f"this start was told {wanted} (require=, {REQUIRE_ENV}): {found}; nodes that answered: "
+        f"{', '.join(sorted(nodes)) or 'none'}. Bring lost nodes or files back, and look whether job, arena and storage "
+        f"are those of the start before. {way}"
     )
 
 

@@ -165,7 +165,7 @@ class _Starting:
             return self.decide(failure)
         if plan is None:
             plan = self._in_storage(lost, failure)
-        check_required(plan, self._agreed, everyone, self._course.passed_over)
+        check_required(plan, self._agreed, {each.node for each in everyone}, self._course.passed_over)
         if plan is not None and self._is_resharded(plan):
             check_change(plan.sources.layout.coords, self._coords)
         drawn, now_s = entered.drawn, entered.now_s

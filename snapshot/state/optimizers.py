@@ -372,6 +372,8 @@ class OptimizerState:
         for name, state in plain["objects"].items():
             if name in parts:
                 parts[name].load_state_dict(unpacked(state))
+            else:
+                log.warning("%s has no %s here, whose state the snapshot holds: it is not restored", self._prefix, name)
         order = fixed["order"]
         for group, saved in zip(self.optimizer.param_groups, self._matching(plain, fixed), strict=True):
             for key, value in saved.items():

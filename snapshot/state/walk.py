@@ -40,6 +40,9 @@ DEEPEST = 10
 MOST = 10_000
 """Maximum number of containers and objects that are opened."""
 
+LONGEST = 256
+"""Containers with more entries that a script keeps are taken for data and are not searched."""
+
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 
 PARTS = frozenset({"snapshot", "smp_daemon", "ec", "integrations", "chaos"})

@@ -8,10 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.state.walk import is_users_own, walk
-
-LONGEST = 256
-"""Containers with more entries are taken for data and are not searched."""
+from holdfast.snapshot.state.walk import LONGEST, is_users_own, walk
 
 
 class OwnNumbers:
@@ -23,7 +20,7 @@ class OwnNumbers:
         self._made = dict(self._numbers())
 
     def look(self, source: Any) -> None:
-        """Find the objects of `source` again. That takes long for `changed`, which is called in every step."""
+        """Find the objects of `source` again. Too slow for `changed`, which is called in every step."""
         self._owners = dict(_owners(source))
 
     def changed(self) -> Tree:

@@ -25,10 +25,7 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, sample_of
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.reach import OURS
-from holdfast.snapshot.state.walk import is_installed, is_users_own, package_of, walk
-
-LONGEST = 256
-"""Containers with more entries are taken for data and are not searched."""
+from holdfast.snapshot.state.walk import LONGEST, is_installed, is_users_own, package_of, walk
 
 MOST = 5000
 """Maximum number of objects that are looked into."""

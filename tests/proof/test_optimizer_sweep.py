@@ -26,6 +26,11 @@ def lives(*, wrong: int = -1, said: str = "", error: str = "", at: int = -1, ane
     return [ALONE, *made]
 
 
+def refused(first: int) -> Lived:
+    """A second life that is refused as it begins its second step. `first`: the step that it began with."""
+    return ALONE._replace(steps={first: STATES[first]}, error="ConfigError: no step", step_of_error=first + 1)
+
+
 @pytest.mark.parametrize(
     ("lived", "outcome"),
     [
@@ -37,6 +42,8 @@ def lives(*, wrong: int = -1, said: str = "", error: str = "", at: int = -1, ane
         (lives(wrong=7, said="its lock is not captured"), "named"),
         (lives(error="ConfigError: closure", at=1), "named"),
         (lives(error="ConfigError: closure", at=8), "refused late"),
+        ([ALONE, ALONE._replace(steps={0: STATES[0]}), refused(0)], "named"),
+        ([ALONE, ALONE._replace(steps={0: STATES[0]}), refused(1)], "refused late"),
         (lives(error="KeyError: 'lr'", at=1), "raw error"),
         ([ALONE._replace(error="RuntimeError: no GPU")], "not here"),
     ],

@@ -27,7 +27,7 @@ from holdfast import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_options
-from tests.smp_zygote import Zygote
+from tests.smp_zygote import Zygote, quiet
 from tools.optimizers.making import DISTRIBUTED, MATRICES, Net, make, stepper
 
 JOB = "optimizers"
@@ -40,17 +40,7 @@ FIRST_TURNS = 4
 """What holdfast has to say about an optimizer is said before this many steps are over."""
 
 DEADLINE_S = 120.0
-QUIET = {
-    "HOLDFAST_HTTP": "off",
-    "HOLDFAST_SCRUB": "0",
-    "HOLDFAST_REGROUP_AFTER": "0",
-    "HOLDFAST_EVERY": "1",
-    "HOLDFAST_MAX_REPEATS": "0",
-    "HOLDFAST_JOB": JOB,
-    "HOLDFAST_NODE": NODE,
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+QUIET = {**quiet(JOB, NODE), "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Lived(NamedTuple):

@@ -34,23 +34,14 @@ from tests.proof.loops.draw import draw
 from tests.proof.loops.judge import Event, Result, TrialOutcome, Verdict, judge
 from tests.proof.loops.life import FRONT_DOOR, Life, Order
 from tests.proof.loops.script import End, Loop
-from tests.smp_zygote import Forked, Zygote
+from tests.smp_zygote import Forked, Zygote, quiet
 
 PR_SET_PDEATHSIG = 1
 JOB = "loop"
 NODE = "node0"
 LIFE_DEADLINE_S = 60.0
 LOG_CHARACTERS = 4000
-QUIET = {
-    "HOLDFAST_HTTP": "off",
-    "HOLDFAST_SCRUB": "0",
-    "HOLDFAST_REGROUP_AFTER": "0",
-    "HOLDFAST_EVERY": "1",
-    "HOLDFAST_MAX_REPEATS": "0",
-    "HOLDFAST_JOB": JOB,
-    "HOLDFAST_NODE": NODE,
-    "OMP_NUM_THREADS": "1",
-}
+QUIET = quiet(JOB, NODE)
 
 
 class Trials:
