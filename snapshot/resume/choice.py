@@ -149,8 +149,8 @@ def check_required(
     wanted = f"not to go back behind step {options.require:,}" if options.require > 1 else "not to begin from nothing"
     raise Unrecoverable(
         f"this start was told {wanted} (require=, {REQUIRE_ENV}): {found}; nodes that answered: "
-        f"{', '.join(sorted(nodes)) or 'none'}. Bring lost nodes or files back, and look whether job, arena and storage "
-        f"are those of the start before. {way}"
+        f"{', '.join(sorted(nodes)) or 'none'}. Bring lost nodes or files back, and look whether job, arena and "
+        f"storage are those of the start before. {way}"
     )
 
 
