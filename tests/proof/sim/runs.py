@@ -5,7 +5,7 @@ This is derived from the records that SMPs write and from what happened to machi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,7 @@ class JobRuns:
         self.wanted = ""
         self._spoilt: set[Snapshot] = set()
         self._whole: dict[str, set[Snapshot]] = {}  # by run, all that storage ever had whole
-        self._records: dict[MemoryPath, tuple[str, Any]] = {}
+        self._records: dict[MemoryPath, dict[MemoryPath, tuple[str, Any]]] = {}  # by arena
         self._declared: dict[tuple[str, int], int] = {}
         # By run, those that were given up as it began or went on, and how many declarations there were by then.
         self._over_of: dict[str, dict[str, int]] = {}
@@ -74,7 +74,7 @@ class JobRuns:
 
     def committed(self, path: MemoryPath, kind: str, data: Any) -> None:
         """An SMP has written a record."""
-        self._records[path] = (kind, data)
+        self._records.setdefault(path.parent, {})[path] = (kind, data)
         if (run := _run_of(kind, data)) is not None:
             self._declared.setdefault((run["id"], run["begun_s"]), len(self._declared))
             for each in run.get("over", ()):
@@ -94,7 +94,7 @@ class JobRuns:
 
     def damaged(self, path: MemoryPath) -> None:
         """A record can no longer be read."""
-        self._records.pop(path, None)
+        self._records.get(path.parent, {}).pop(path, None)
 
     def begins(self, epoch: int, run: str, life: int) -> int:
         """A start begins an epoch of a run. Returns the number of the life that took this epoch first."""
@@ -129,9 +129,8 @@ class JobRuns:
             wanted, gone: the runs that the user chose and gave up.
         """
         self.reach, self.wanted, self.gone = {}, wanted, set(gone)
-        for path, (kind, data) in self._records.items():
-            if path.parent in arenas and path.exists():
-                self._note(kind, data)
+        for kind, data in self._records_in(arenas):
+            self._note(kind, data)
         for run in sorted({*noted, *found, *self.stored}):
             declared = [(number, begun_s) for (known, begun_s), number in self._declared.items() if known == run]
             seen = self.reach.setdefault(run, InReach())
@@ -153,11 +152,18 @@ class JobRuns:
     def floors(self, arenas: Collection[MemoryPath]) -> dict[str, Snapshot]:
         """By run, the newest snapshot that an SMP of these nodes knows to be protected."""
         found: dict[str, Snapshot] = {}
-        for path, (kind, data) in self._records.items():
-            if kind == "node" and data["protected"] and path.parent in arenas and path.exists():
+        for kind, data in self._records_in(arenas):
+            if kind == "node" and data["protected"]:
                 snapshot = (data["protected"][0], data["protected"][1])
                 found[self.of(snapshot[0])] = max(snapshot, found.get(self.of(snapshot[0]), snapshot))
         return found
+
+    def _records_in(self, arenas: Collection[MemoryPath]) -> Iterator[tuple[str, Any]]:
+        """Kind and content of the records that are there."""
+        for arena in arenas:
+            for path, record in self._records.get(arena, {}).items():
+                if path.exists():
+                    yield record
 
     def _note(self, kind: str, data: Any) -> None:
         if kind == "node":

@@ -198,15 +198,22 @@ class World:
     def _note_work(self, what: str, count: int, at_once: bool) -> None:
         """Bytes of a slot are reserved, digested or overwritten. A real node has so many that it takes minutes."""
         self.oracle.checks["lock"] += 1
-        locks: list[tuple[str, Any]] = [(each.name, each.smp.store.changed) for each in self.nodes if each.smp]
-        held = [name for name, lock in locks if lock.is_mine]
-        if held and not at_once:
-            self.scheduler.violate("lock", f"{held[0]}: with the store's lock held, bytes are worked on: {what}")
+        if not at_once and (held := self._held_lock()) is not None:
+            self.scheduler.violate("lock", f"{held}: with the store's lock held, bytes are worked on: {what}")
         costs = self.plan.costs
         if costs is not None and self.scheduler.current.number in self.network.serving:
             self.scheduler.sleep(costs.first_s(what, count))
         else:
             self.scheduler.work(what, count)
+
+    def _held_lock(self) -> str | None:
+        """The node whose store's lock the current task holds; only tasks of its SMP can."""
+        process = self.scheduler.current.process
+        for node in self.nodes:
+            if node.smp_process is process and node.smp is not None:
+                lock: Any = node.smp.store.changed
+                return node.name if lock.is_mine else None
+        return None
 
     def _note_fetched(self, count: int, moved: Callable[[], None]) -> None:
         """A unit has come, of all those that it stands for. `moved` is called now and then while the others come."""
