@@ -27,7 +27,7 @@ from holdfast.smp_daemon.net.peers import AtEnd, PeerClient, PeerServer
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.messages import PeerControl, Pong
 from holdfast.smp_daemon.shared.system import MACHINE
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from tests.access_kit import Authority, credentials, token_file
 
 JOB = "bench"
@@ -40,7 +40,7 @@ class Units:
 
     unit = memoryview(bytearray(os.urandom(UNIT_BYTES)))
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {"cpu_s": used.ru_utime + used.ru_stime}, self.unit if message["op"] == "unit" else None
 

@@ -36,7 +36,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
 JOB = "bench-load"
@@ -121,7 +121,7 @@ class FileServer:
         self._digests = [digest(self._content[at : at + UNIT_BYTES]) for at in range(0, length, UNIT_BYTES)]
         self.listener = SocketListener(bind_tcp(host, 0), lambda sock: self)
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         index = int(message["unit"])
         unit = self._content[index * UNIT_BYTES : (index + 1) * UNIT_BYTES]
         return {"digest": self._digests[index]}, unit

@@ -56,7 +56,7 @@ from holdfast.smp_daemon.shared.messages import (
 )
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, TrainerEnd
-from holdfast.smp_daemon.shared.transport import Message, MessageStream
+from holdfast.smp_daemon.shared.transport import Message, SocketStream
 from holdfast.smp_daemon.shared.uids import peer_of
 from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool
@@ -112,7 +112,7 @@ class TrainerConversation:
             Stop: self._stop,
         }
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         if payload:
             stream.close()
             raise ProtocolError("a trainer sends no raw bytes")

@@ -46,7 +46,7 @@ from holdfast.smp_daemon.shared.messages import (
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, Outbound
+from holdfast.smp_daemon.shared.transport import Message, Outbound, SocketStream
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 
@@ -94,7 +94,7 @@ class PeerConversation:
         self._sum = memoryview(bytearray())
         self._accumulates = False
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Outbound, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Outbound, memoryview | None]:
         try:
             request: PeerBulk = read_peer_bulk(message)
             if payload and not isinstance(request, Accumulate):
@@ -119,7 +119,7 @@ class PeerConversation:
             case AskPartialSum():
                 return self._partial(request)
 
-    def _pass_over(self, message: Message, payload: int, stream: MessageStream) -> None:
+    def _pass_over(self, message: Message, payload: int, stream: SocketStream) -> None:
         """Discard the unit of a refused message. Close the connection if the unit cannot be one of this job's."""
         if message.get("op") != "accumulate" or payload > self._store.longest_unit():
             stream.close()
@@ -134,7 +134,7 @@ class PeerConversation:
         """Close the links of a chain. Accumulated units stay; a unit that arrived in part was not accumulated."""
         self._links.close()
 
-    def _accumulate(self, request: Accumulate, payload: int, stream: MessageStream) -> Message:
+    def _accumulate(self, request: Accumulate, payload: int, stream: SocketStream) -> Message:
         """Receive a unit and add it to the parity.
 
         Waits for the parity slot before it takes a buffer, so that a buffer is held only while a unit arrives and is
@@ -223,7 +223,7 @@ class PeerConversation:
         return SumReply(digest=digest(total), expected=expected, waits=waits), total
 
 
-def _discard(count: int, stream: MessageStream) -> None:
+def _discard(count: int, stream: SocketStream) -> None:
     """Read and drop `count` raw bytes, so that the next message can be read."""
     nowhere = memoryview(bytearray(min(count, 1 << 16)))
     while count:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from holdfast.smp_daemon.shared.counters import Counters
@@ -17,7 +16,7 @@ from holdfast.smp_daemon.shared.transport import Message, SocketStream, connect,
 
 
 class Links:
-    """One connection to each address in use. Calls raise as `MessageStream` does. Not thread-safe, except `interrupt`.
+    """One connection to each address in use. Calls raise as `SocketStream` does. Not thread-safe, except `interrupt`.
 
     A broken connection is dropped, and the next `send` opens a new one.
 
@@ -52,9 +51,7 @@ class Links:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def connect(self, address: Address, job: str, deadline_s: float = CALL_DEADLINE_S) -> None:
@@ -89,7 +86,7 @@ class Links:
         """The reply to the oldest unanswered message. Its raw bytes must fill `out` exactly.
 
         Raises:
-            HoldfastError: the error that the other side replied with, or one from `MessageStream.receive`.
+            HoldfastError: the error that the other side replied with, or one from `SocketStream.receive`.
             ProtocolError: the reply has another number of raw bytes; the connection is closed.
             SmpUnavailable: the connection is closed, and the reply is lost.
         """

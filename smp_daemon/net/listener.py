@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_B
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.settings import HOST
 from holdfast.smp_daemon.shared.system import MACHINE, Network
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, Outbound, SocketStream
+from holdfast.smp_daemon.shared.transport import Message, Outbound, SocketStream
 
 ACCEPT_AGAIN_S = 0.5
 """Pause before another `accept` if one has failed, in seconds: a loop without one would take a whole core."""
@@ -24,7 +24,7 @@ log = get_log(__name__)
 class Conversation(Protocol):
     """What a listener does with one connection, in the connection's own thread."""
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Outbound, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Outbound, memoryview | None]:
         """The reply to one message; must consume its `payload` bytes. A `HoldfastError` becomes an error reply."""
         ...
 

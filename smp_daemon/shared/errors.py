@@ -82,27 +82,7 @@ class DeadlineExceeded(HoldfastError):
 
 
 BY_NAME: dict[str, type[HoldfastError]] = {
-    cls.__name__: cls
-    for cls in (
-        HoldfastError,
-        ConfigError,
-        NotFound,
-        SmpUnavailable,
-        VersionMismatch,
-        ArenaTooSmall,
-        StaleEpoch,
-        NoFreeSlot,
-        ProtocolError,
-        DamagedSnapshot,
-        NotHeld,
-        NotOurs,
-        IncompleteSnapshot,
-        Unrecoverable,
-        StateMismatch,
-        Repeated,
-        PlaceError,
-        DeadlineExceeded,
-    )
+    name: kind for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, HoldfastError)
 }
 """Exception classes by name, to turn an error reply back into an exception."""
 

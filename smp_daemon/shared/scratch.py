@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -50,7 +49,7 @@ class Scratch:
             raise ConfigError(f"{self.path}: {error.strerror}: choose another folder with {ARENA_ENV}") from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def remove(self) -> None:

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import xxhash
@@ -50,43 +50,13 @@ ASKED_EVERY_S = 1.0
 CUT_OFF = "the connection ended in the middle of a message"
 
 
-class MessageStream(Protocol):
-    """One ordered two-way connection. Not thread-safe."""
-
-    def send(self, message: Outbound, payload: memoryview | None = None) -> None:
-        """Send a message and, if given, raw bytes. Blocks until the network has taken them; raises as `receive`."""
-        ...
-
-    def receive(self) -> tuple[Message, int] | None:
-        """The next message and how many raw bytes follow it (0 if none); None if the other side is gone.
-
-        Raises:
-            DeadlineExceeded: nothing came in time.
-            ProtocolError: the data is not a message, or exceeds the limits.
-            SmpUnavailable: the connection broke in the middle.
-        """
-        ...
-
-    def receive_into(self, payload: memoryview) -> int:
-        """Fill `payload` with the raw bytes after the last message. Returns their xxh3-64; raises as `receive`."""
-        ...
-
-    def set_deadline(self, seconds: float | None) -> None:
-        """Set how long each further call may wait for the network. None: a call may wait for a message for ever."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection; harmless if it is closed already."""
-        ...
-
-
 WaitCallback = Callable[[float], None]
 """Called once a second with the seconds that a call has waited for the network. An exception that it raises ends the
 wait."""
 
 
 class SocketStream:
-    """`MessageStream` over a connected TCP or unix socket. `close` may be called from any thread.
+    """One ordered two-way connection, over TCP or a unix socket. Not thread-safe, except `close`.
 
     Attributes:
         patience: called while a call sends or waits for a message; None: the deadline alone decides. Not called over
@@ -108,6 +78,7 @@ class SocketStream:
         sock.settimeout(deadline_s)
 
     def send(self, message: Outbound, payload: memoryview | None = None) -> None:
+        """Send a message and, if given, raw bytes. Blocks until the network has taken them; raises as `receive`."""
         data = frame(message, payload.nbytes if payload else 0)
         with self._use:
             if not payload:
@@ -141,6 +112,13 @@ class SocketStream:
             self.patience(waited_s)
 
     def receive(self) -> tuple[Message, int] | None:
+        """The next message and how many raw bytes follow it (0 if none); None if the other side is gone.
+
+        Raises:
+            DeadlineExceeded: nothing came in time.
+            ProtocolError: the data is not a message, or exceeds the limits.
+            SmpUnavailable: the connection broke in the middle.
+        """
         head = bytearray(_FRAME.size)
         with self._use:
             self._await(select.POLLIN)
@@ -170,6 +148,7 @@ class SocketStream:
                     raise
 
     def receive_into(self, payload: memoryview) -> int:
+        """Fill `payload` with the raw bytes after the last message. Returns their xxh3-64; raises as `receive`."""
         timeout_s = self._deadline_s or CALL_DEADLINE_S
         with self._use:
             if self._is_plain and is_compiled():
@@ -195,11 +174,13 @@ class SocketStream:
                 raise TimeoutError
 
     def set_deadline(self, seconds: float | None) -> None:
+        """Set how long each further call may wait for the network. None: a call may wait for a message for ever."""
         self._deadline_s = seconds
         with self._use:
             self._sock.settimeout(seconds)
 
     def close(self) -> None:
+        """Close the connection, from any thread; harmless if it is closed already."""
         self._use.end()
 
     @property
@@ -328,14 +309,14 @@ def _check_server(sock: socket.socket, path: object) -> None:
         )
 
 
-def call(stream: MessageStream, message: Outbound, payload: memoryview | None = None) -> tuple[Message, int]:
+def call(stream: SocketStream, message: Outbound, payload: memoryview | None = None) -> tuple[Message, int]:
     """Send a message and wait for its reply. Returns the reply and how many raw bytes follow it.
 
     An exception before the reply has arrived, from a signal handler for example, closes the connection: the next call
     would take this reply for its own. Only a message that is too long leaves the connection open.
 
     Raises:
-        HoldfastError: the error that the other side replied with, or what `MessageStream.receive` raises.
+        HoldfastError: the error that the other side replied with, or what `SocketStream.receive` raises.
     """
     outstanding = True
     try:
@@ -352,20 +333,20 @@ def call(stream: MessageStream, message: Outbound, payload: memoryview | None = 
     return reply
 
 
-def receive_reply(stream: MessageStream) -> tuple[Message, int]:
+def receive_reply(stream: SocketStream) -> tuple[Message, int]:
     """Wait for the reply to the oldest unanswered message. Returns the reply and how many raw bytes follow it.
 
     An exception before it has arrived closes the connection; see `call`.
 
     Raises:
-        HoldfastError: the error that the other side replied with, or what `MessageStream.receive` raises.
+        HoldfastError: the error that the other side replied with, or what `SocketStream.receive` raises.
     """
     reply = _next_reply(stream)
     checked_reply(reply[0])
     return reply
 
 
-def _next_reply(stream: MessageStream) -> tuple[Message, int]:
+def _next_reply(stream: SocketStream) -> tuple[Message, int]:
     try:
         reply = stream.receive()
         if reply is None:

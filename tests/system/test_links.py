@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream
+from holdfast.smp_daemon.shared.transport import Message, SocketStream
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground
 
@@ -55,7 +55,7 @@ class Peer:
         self.connections += 1
         return self
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         unit = memoryview(bytearray(payload))
         stream.receive_into(unit)
         self.heard.append((message, bytes(unit)))

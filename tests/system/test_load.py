@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.shared.transport import Message, MessageStream
+from holdfast.smp_daemon.shared.transport import Message, SocketStream
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
     Ground,
@@ -162,7 +162,7 @@ class Giver:
         self._listener = SocketListener(bind_tcp(host, 0), lambda sock: self)
         self.address: Address = (host, self._listener.port)
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         self.asked.release()
         assert message["unit"] in self.at_once or self.may.wait(DEADLINE_S)
         unit = memoryview(self._units[message["op"], message["unit"]])

@@ -44,7 +44,7 @@ from holdfast.smp_daemon.shared.plain import decode_digested
 from holdfast.smp_daemon.shared.records import digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import smp_command
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from holdfast.smp_daemon.storage.holdings import Holdings, Key
 from tests.deadlines import DEADLINE_S
@@ -997,7 +997,7 @@ class Hasty:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, None]:
         if message["op"] == "finish":
             stream.close()
             self._process.kill()

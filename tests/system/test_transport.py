@@ -45,7 +45,7 @@ from holdfast.smp_daemon.shared.limits import (
 from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import digest
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream, call, connect, receive_reply
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect, receive_reply
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.system.attacks.victim import ask_control, tell
@@ -378,7 +378,7 @@ class Echo:
     def __init__(self) -> None:
         self.over = threading.Event()
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         unit = memoryview(bytearray(payload))
         stream.receive_into(unit)
         if "refuse" in message:
