@@ -63,7 +63,6 @@ from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot, TrainerSlots
-from holdfast.smp_daemon.shared.transport import Message
 
 ANSWER_S = 5.0
 """How much longer than the requested wait the SMP may take to answer."""
@@ -158,7 +157,7 @@ class SmpClient(SmpConnection):
         """Have the SMP reserve memory for `layout`. Returns how many slots of every shard, and of parity, may be used.
 
         Args:
-            wait: block until all may be used, which takes as long as zeroing the memory. An older SMP always does.
+            wait: block until all may be used, which takes as long as zeroing the memory.
 
         Raises:
             ArenaTooSmall: there is not enough room.
@@ -166,7 +165,7 @@ class SmpClient(SmpConnection):
         """
         message = Configure(layout=layout, wait=wait)
         reply = self._call_to_move(message, 0) if wait else self._call(message, MOVE_DEADLINE_S)
-        count = _reserved(reply, layout.slots)
+        count = from_plain(Reserved, reply, "how much is reserved").count
         if wait and count < layout.slots:
             raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots in time")
         return count
@@ -406,8 +405,3 @@ class SmpClient(SmpConnection):
 
     def _is_accepted(self, message: Request) -> bool:
         return from_plain(Accepted, self._call(message), "whether that is done").accepted
-
-
-def _reserved(reply: Message, slots: int) -> int:
-    count = from_plain(Reserved, reply, "how much is reserved").count
-    return slots if count is None else count

@@ -81,10 +81,7 @@ class SmpConnection:
 
     def _greet(self, deadline_s: float) -> None:
         # With an epoch the SMP takes this for a trainer that comes back, without one for a new run of the job.
-        oldest, newest = spoken()
-        hello = Hello(
-            job=self._job, version=oldest, newest=newest, release=RELEASE, coord=self._coord, epoch=self.epoch
-        )
+        hello = Hello(job=self._job, speaks=spoken(), release=RELEASE, coord=self._coord, epoch=self.epoch)
         greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
         check_range(f"the SMP of {self.arena}", greeted.speaks, greeted.release)
         self.node, self.pid, row = greeted.node, greeted.pid, greeted.row

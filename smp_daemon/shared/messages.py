@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.limits import MAX_NODES, MAX_SAYING
 from holdfast.smp_daemon.shared.plain import Count, Identifier, Unsigned, reader
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Failure, Start
-from holdfast.smp_daemon.shared.versions import RELEASE, UNSAID, Range, check_range, spoken
+from holdfast.smp_daemon.shared.versions import RELEASE, UNSAID, check_range, spoken
 
 MAX_KNOWN = 4096
 MAX_WAIT_US = 1 << 40
@@ -53,24 +53,16 @@ class Hello(Request, tag="hello", kw_only=True):
     """The first message on a connection.
 
     Attributes:
-        version: the oldest protocol that the sender speaks.
-        newest: the newest one, if it speaks several.
-        release: its version of holdfast.
+        speaks, release: protocols and version of the sender.
         coord: its coordinate, if it is a trainer that wants to be watched.
         epoch: the epoch that it has joined, if it reconnects.
     """
 
     job: str
-    version: Count
-    newest: Count | None = None
+    speaks: Speaks = UNSAID
     release: Version = ""
     coord: Identifier | None = None
     epoch: Count | None = None
-
-    @property
-    def speaks(self) -> Range:
-        """The range of protocols that the sender speaks."""
-        return self.version, self.version if self.newest is None else self.newest
 
 
 class Greeted(Reply, kw_only=True):
@@ -83,8 +75,8 @@ class Greeted(Reply, kw_only=True):
     node: str
     pid: Count
     row: int | None
-    speaks: Speaks = UNSAID
-    release: Version = ""
+    speaks: Speaks
+    release: Version
 
 
 class AskInventory(Request, tag="inventory", kw_only=True):
@@ -124,9 +116,9 @@ class Configure(Request, tag="configure", kw_only=True):
 
 
 class Reserved(Reply, kw_only=True):
-    """How many slots of every shard, and of parity, trainers may use; None: all."""
+    """How many slots of every shard, and of parity, trainers may use."""
 
-    count: Count | None = None
+    count: Count
 
 
 class SlotFile(Reply, kw_only=True):

@@ -22,8 +22,8 @@ SOCKET = "smp.sock"
 GONE = "gone-"
 """Begins the names of files in an arena that were deleted, and whose memory is still to be given back."""
 
-OURS = re.compile(r"(lock|turn|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity|own))(\.part)?")
-"""Names in an arena. Format 1 had a file `lock`."""
+OURS = re.compile(r"(board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity|own))(\.part)?")
+"""Names in an arena."""
 
 log = get_log(__name__)
 _damaged = Episodes(log)

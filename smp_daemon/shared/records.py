@@ -146,15 +146,6 @@ def read_json(path: Path, files: Files = MACHINE) -> Any | None:
     Raises:
         ProtocolError: the file is damaged: too large, a link, not a regular file, unreadable, or not what was written.
     """
-    content = read_small(path, files)
-    try:
-        return None if content is None else decode_digested(content)
-    except ProtocolError as error:
-        raise ProtocolError(f"{path} is damaged: {error}") from error
-
-
-def read_small(path: Path, files: Files = MACHINE) -> bytes | None:
-    """The bytes of a small file, or None if there is no such file. Raises as `read_json`."""
     try:
         fd = files.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -165,9 +156,13 @@ def read_small(path: Path, files: Files = MACHINE) -> bytes | None:
         status = files.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
             raise ProtocolError(f"{path} is not a regular file, or is larger than {MAX_RECORD_BYTES} bytes")
-        return files.read(fd, status.st_size)
+        content = files.read(fd, status.st_size)
     finally:
         files.close(fd)
+    try:
+        return decode_digested(content)
+    except ProtocolError as error:
+        raise ProtocolError(f"{path} is damaged: {error}") from error
 
 
 def _failpoint(path: Path, data: Any, when: str) -> None:

@@ -16,21 +16,18 @@ from holdfast.smp_daemon.shared.errors import VersionMismatch
 
 RELEASE = version("holdfast-train")
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """The newest protocol that this version speaks."""
 
-OLDEST_PROTOCOL = 4
-"""The oldest protocol that this version speaks: that of the release before, so that a job can be upgraded node by node.
-The first release does not know ranges, so a version without protocol 4 must begin its frames with another magic."""
+OLDEST_PROTOCOL = 5
+"""The oldest protocol that this version speaks: that of the release before, so that a job can be upgraded node by
+node."""
 
 ARENA_FORMAT = 3
 """Format of the files in an arena: records, layouts, slots and the board."""
 
-FIRST_FORMAT = 1
-"""Format of an arena whose `node.json` names none. Its JSON files have no digests."""
-
-UNSAID = (4, 4)
-"""Protocols of a sender that names none, such as the first release."""
+UNSAID = (5, 5)
+"""Protocols of a sender that names none: that of the first release."""
 
 Range = tuple[int, int]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, VersionMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, VersionMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.plain import Count, Identifier, decode_json, from_plain, to_plain
-from holdfast.smp_daemon.shared.records import read_json, read_small, write_json
+from holdfast.smp_daemon.shared.plain import Count, Identifier, from_plain, to_plain
+from holdfast.smp_daemon.shared.records import read_json, write_json
 from holdfast.smp_daemon.shared.settings import ARENA, NODE
 from holdfast.smp_daemon.shared.starts import Record
 from holdfast.smp_daemon.shared.system import Files
-from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, FIRST_FORMAT, RELEASE
+from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, RELEASE
 
 NODE_FILE = "node.json"
 
@@ -43,15 +43,16 @@ def read_node_file(arena: Path, job: str, node: str, files: Files) -> NodeFile |
         ConfigError: the arena is another job's or node's.
         ProtocolError: the file is damaged.
     """
-    path = arena / NODE_FILE
-    try:
-        data = read_json(path, files)
-    except ProtocolError:
-        _check_format(arena, _without_digest(path, files), FIRST_FORMAT)
-        raise
+    data = read_json(arena / NODE_FILE, files)
     if data is None:
         return None
-    _check_format(arena, data, ARENA_FORMAT)
+    if isinstance(data, dict) and (written := data.get("format")) != ARENA_FORMAT:
+        raise VersionMismatch(
+            f"the arena {arena} was written by holdfast {data.get('release')} in format {written}, and "
+            f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version. Only if other nodes "
+            "protect this one may the arena be deleted, with `holdfast gc`, and rebuilt from their parity "
+            "(docs/operating.md)"
+        )
     known = from_plain(NodeFile, data, "what an SMP has written of its node")
     if known.job != job:
         raise ConfigError(
@@ -65,22 +66,3 @@ def read_node_file(arena: Path, job: str, node: str, files: Files) -> NodeFile |
             f"{ARENA.variable}"
         )
     return known
-
-
-def _check_format(arena: Path, node: object, unsaid: int) -> None:
-    if isinstance(node, dict) and (written := node.get("format", unsaid)) != ARENA_FORMAT:
-        raise VersionMismatch(
-            f"the arena {arena} was written by holdfast {node.get('release')} in format {written}, and "
-            f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version. Only if other nodes "
-            "protect this one may the arena be deleted, with `holdfast gc`, and rebuilt from their parity "
-            "(docs/operating.md)"
-        )
-
-
-def _without_digest(path: Path, files: Files) -> object:
-    """The JSON in a file of the first format; None if it is no such file."""
-    content = read_small(path, files) or b""
-    try:
-        return None if b"\n" in content else decode_json(dict, content, "")
-    except ProtocolError:
-        return None

@@ -34,7 +34,7 @@ from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import call, connect
-from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.versions import spoken
 from holdfast.snapshot.connect import connect as connect_to_smp
 from holdfast.snapshot.connect import start_here
 from tests.deadlines import DEADLINE_S
@@ -556,7 +556,7 @@ class TestGc:
         """What these have mapped cannot be seen from here; this one has mapped nothing."""
         owner = start_smp(JOB, "node0", base / "live", host=ground.host())
         stream = connect(socket_path(base / "live"), DEADLINE_S)
-        call(stream, to_plain(Hello(job=JOB, version=PROTOCOL_VERSION)))
+        call(stream, to_plain(Hello(job=JOB, speaks=spoken())))
         assert str(base / "live") not in Path("/proc/self/maps").read_text()
         assert main(["gc", "--arena", str(base), "--job", JOB]) == FAILED
         assert "kept" in capsys.readouterr().err and is_running(owner.pid)

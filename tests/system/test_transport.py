@@ -665,7 +665,7 @@ OPERATIONS = [
 """All but ``finish`` and ``drain``, which would be obeyed, and ``await``, which may take an hour."""
 
 FIELDS = [
-    *("version", "epoch", "layout", "snapshot", "coord", "keep", "protected", "sources", "group", "position"),
+    *("speaks", "epoch", "layout", "snapshot", "coord", "keep", "protected", "sources", "group", "position"),
     *("stripe", "digest", "unit", "tag", "terms", "length", "check"),
 ]
 

@@ -6,7 +6,6 @@ processes of that copy.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -25,13 +24,13 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import VersionMismatch, failure_of
 from holdfast.smp_daemon.shared.messages import AskShard, Hello, Ping
 from holdfast.smp_daemon.shared.paths import read_owner
-from holdfast.smp_daemon.shared.plain import decode_digested, decode_json, encode_json
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.versions import (
     ARENA_FORMAT,
-    FIRST_FORMAT,
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     RELEASE,
+    UNSAID,
     check_range,
     spoken,
 )
@@ -113,12 +112,10 @@ def test_others_are_told_what_both_are_and_what_to_do(said: tuple[int, int], tex
         check_range("node7", said, "9.9.0")
 
 
-def test_the_first_release_is_understood_and_understands() -> None:
-    """The first release sends one number, which must be 4, and reads no others."""
-    assert decode_json(Hello, b'{"op":"hello","job":"j","version":4}', "a greeting").speaks == (4, 4)
-    said = json.loads(encode_json(Hello(job="j", version=OLDEST_PROTOCOL, newest=PROTOCOL_VERSION, release=RELEASE)))
-    assert (said["op"], said["version"]) == ("hello", 4)
-    assert decode_json(Ping, b'{"op":"ping","job":"j"}', "a ping").speaks == (4, 4)
+def test_who_names_no_protocol_speaks_that_of_the_first_release() -> None:
+    assert from_plain(Hello, {"op": "hello", "job": "j"}).speaks == UNSAID
+    assert from_plain(Ping, {"op": "ping", "job": "j"}).speaks == UNSAID
+    assert failure_of(lambda: check_range("node7", UNSAID), VersionMismatch) is None
 
 
 # ---------------------------------------------------------------------- under a running job
@@ -206,7 +203,6 @@ def test_smps_refuse_each_other_on_every_path(ground: Ground, monkeypatch: pytes
 
 
 def test_a_trainer_refuses_an_smp_that_does_not_ask(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like the first release, which understands 4 alone and does not ask for a range."""
     smp = ground.smp()
     monkeypatch.setattr("holdfast.smp_daemon.shared.versions.spoken", lambda: (NEXT, AFTER))
     with pytest.raises(VersionMismatch, match=rf"{smp.arena} runs holdfast {RELEASE}"):
@@ -239,25 +235,6 @@ def test_an_arena_of_another_format_is_left_alone(
     assert {path.name: path.read_bytes() for path in smp.arena.glob("*.safetensors*")} == before
     later.replace(smp, monkeypatch).wait_ready()
     assert (snapshot, "dp0") in SmpClient(smp.arena, JOB).inventory().shards
-
-
-@pytest.mark.parametrize("said", [{"format": FIRST_FORMAT, "release": "0.0.9"}, {}], ids=["named", "unnamed"])
-def test_an_arena_without_digests_is_of_the_first_format_and_is_left_alone(
-    ground: Ground, said: dict[str, object]
-) -> None:
-    smp = ground.smp()
-    snapshot = run_on([smp], [[3000]]).protect(1)
-    smp.kill()
-    path = smp.arena / "node.json"
-    written = path.read_bytes()
-    node = decode_digested(written)
-    assert node.pop("format") == ARENA_FORMAT and node.pop("release") == RELEASE
-    path.write_bytes(encode_json(node | said))
-    with pytest.raises(VersionMismatch, match=f"in format {FIRST_FORMAT}"):
-        smp.launch().wait_ready()
-    path.write_bytes(written)
-    smp.launch().wait_ready()
-    assert (snapshot, "dp0") in smp.client().inventory().shards
 
 
 # ---------------------------------------------------------------------- what operators see

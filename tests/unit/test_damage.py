@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from holdfast.smp_daemon.coding.scrub import verify_adopted
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, VersionMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.owners import Owners, choices, taken
-from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, encode_json, to_plain
+from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.system import Machine
@@ -97,7 +97,6 @@ def arena(shm: Path) -> Path:
     life.die()
     (life.arena.path / "smp.json").write_bytes(encode_digested({"pid": 1}))
     (life.arena.path / "smp.sock").write_bytes(b"x" * 64)
-    (life.arena.path / "turn").touch()
     return life.arena.path
 
 
@@ -162,7 +161,6 @@ FILES = {
     "smp.sock": "smp.sock",
     "board": "board",
     "reserve": "reserve",
-    "turn": "turn",
     "layout": "layout-1-0.json",
     "record of a shard": SHARD_FILES.format(1) + ".json",
     "record of parity": f"{TAG}-0.0.parity.json",
@@ -290,19 +288,8 @@ def test_without_node_json_what_is_not_known_to_be_of_this_job_and_node_is_not_u
     life.die()
 
 
-def test_an_arena_without_digests_is_of_another_version_and_not_damaged(arena: Path) -> None:
-    node = decode_digested((arena / "node.json").read_bytes())
-    (arena / "node.json").write_bytes(encode_json(node | {"format": 1}))
-    before = {path.name: path.read_bytes() for path in arena.iterdir()}
-    with pytest.raises(VersionMismatch):
-        Life(arena)
-    after = {path.name: path.read_bytes() for path in arena.iterdir()}
-    assert {**before, "reserve": b"", "smp.sock": b""} == {**after, "reserve": b"", "smp.sock": b""}
-
-
 def test_one_smp_owns_an_arena_whatever_becomes_of_its_files(arena: Path) -> None:
     life = Life(arena)
-    (arena / "lock").mkdir()
     for name in FILES.values():
         (arena / name).unlink(missing_ok=True)
     with pytest.raises(ConfigError, match="owns the arena"):

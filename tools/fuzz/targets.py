@@ -228,7 +228,7 @@ def _text(value: Any) -> bytes:
 
 
 def _trainer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
-    yield Hello(job=JOB, version=3, coord="pp0-dp0")
+    yield Hello(job=JOB, speaks=(3, 3), coord="pp0-dp0")
     yield AskInventories(addresses=(("127.0.0.1", 5000),))
     yield Join(epoch=3, start=Start(3, 40, CrashLoop(2, 30, 41, "killed"), Choice(SNAPSHOT, 3), (("10.0.0.1", 9),)))
     yield Configure(layout=layout)

@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Hello, PeerBulk, PeerControl, TrainerRequest
 from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.versions import spoken
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, SmpProcess, playground, read_line
 from tests.system.attacks.victim import Victim, ask, ask_control
@@ -62,7 +62,7 @@ class Zombie:
         written = {"snapshot": self.old, "coord": "dp0"}
         sources = to_plain(self.plan.sources)
         return {
-            "hello": ({"job": JOB, "version": PROTOCOL_VERSION}, None),
+            "hello": ({"job": JOB, "speaks": spoken()}, None),
             "inventory": ({}, None),
             "inventories": ({"addresses": []}, None),
             "join": ({"epoch": 1}, STALE),
@@ -231,7 +231,7 @@ def test_an_older_board_is_nobodys(untouched: Zombie) -> None:
 def test_the_connection_of_a_dead_older_trainer_takes_nothing_with_it(untouched: Zombie) -> None:
     """When a connection ends, the SMP frees nothing: a newer epoch has replaced what it had taken."""
     client = SmpClient(untouched.victim.smp.arena, JOB)
-    client._call(Hello(job=JOB, version=PROTOCOL_VERSION))
+    client._call(Hello(job=JOB, speaks=spoken()))
     client.close()
 
 
