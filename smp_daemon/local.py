@@ -59,7 +59,7 @@ from holdfast.smp_daemon.shared.starts import KILLED, WELL, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, SocketStream
 from holdfast.smp_daemon.shared.uids import peer_of
 from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """Number of unit digests that fit into a message beside its other fields."""
@@ -338,6 +338,6 @@ def checked_peer(sock: socket.socket) -> int:
     return pid
 
 
-def _slot_file(pool: SlotFilePool, slot: Slot) -> SlotFile:
+def _slot_file(pool: SlotPool, slot: Slot) -> SlotFile:
     path = pool.path(slot)
     return SlotFile(file=path.name, inode=path.stat().st_ino, bytes=slot.bytes)

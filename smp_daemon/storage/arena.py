@@ -37,7 +37,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.deleted import Deleted
 from holdfast.smp_daemon.storage.directory import own, put_away
 from holdfast.smp_daemon.storage.layout_files import LayoutFiles
-from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState, room, too_small
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, room, too_small
 
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
@@ -75,32 +75,30 @@ class Arena:
         self.directory.clear_the_way(self._delete_unfinished)
         self.budget = Budget(path, memory)
         self.owners = Owners(path)
-        self.shards: dict[str, ShardPool] = {}
-        self.parities: dict[tuple[str, int], SlotFilePool] = {}
+        self.shards: dict[str, SlotPool] = {}
+        self.parities: dict[tuple[str, int], SlotPool] = {}
         self.layouts = LayoutFiles(path, files)
-        self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
-        self._planned: list[tuple[SlotFilePool, Slot]] = []
+        self._wanted: dict[SlotPool, tuple[int, int]] = {}
+        self._planned: list[tuple[SlotPool, Slot]] = []
 
     def _delete_unfinished(self, path: Path, length: int) -> bool:
         return self._delete_later(path, None, length if self._zero and path.name.startswith(GONE) else 0)
 
-    def shard_pool(self, coord: str) -> ShardPool:
+    def shard_pool(self, coord: str) -> SlotPool:
         """The pool of a shard, empty if it is new."""
-        pool = self.shards.get(coord)
-        if pool is None:
-            pool = self.shards[coord] = ShardPool(*self._of_pool(coord, SHARD_SUFFIX), owners=self.owners)
-        return pool
+        if coord not in self.shards:
+            self.shards[coord] = self._pool(coord, SHARD_SUFFIX, self.owners)
+        return self.shards[coord]
 
-    def parity_pool(self, tag: str, position: int) -> SlotFilePool:
+    def parity_pool(self, tag: str, position: int) -> SlotPool:
         """The pool of the parity of one position of the group with that tag, empty if it is new."""
-        pool = self.parities.get((tag, position))
-        if pool is None:
-            pool = self.parities[tag, position] = SlotFilePool(*self._of_pool(f"{tag}-{position}", PARITY_SUFFIX))
-        return pool
+        if (tag, position) not in self.parities:
+            self.parities[tag, position] = self._pool(f"{tag}-{position}", PARITY_SUFFIX, Owners(self.path))
+        return self.parities[tag, position]
 
-    def _of_pool(self, name: str, suffix: str) -> tuple[Any, ...]:
+    def _pool(self, name: str, suffix: str, owners: Owners) -> SlotPool:
         on_given_up = (lambda: self.on_given_up()) if self._zero else None
-        return self.path, name, suffix, self.budget, on_given_up, self.files, self._delete_later
+        return SlotPool(self.path, name, suffix, self.budget, owners, on_given_up, self.files, self._delete_later)
 
     def _delete_later(self, path: Path, mapped: mmap.mmap | None, unwiped: int) -> bool:
         """Delete a file whose memory takes long to give back; see `Deleted.add`. Returns False if it is small."""
@@ -121,17 +119,17 @@ class Arena:
         """Free bytes on the file system now."""
         return room(self.path, self.files)
 
-    def next_unwiped(self) -> tuple[SlotFilePool, Slot] | None:
+    def next_unwiped(self) -> tuple[SlotPool, Slot] | None:
         """A free slot that was given up and is not overwritten with zeros yet."""
         slots = ((pool, slot) for pool in self.pools() for slot in pool.slots)
         return next(((pool, slot) for pool, slot in slots if slot.state is SlotState.FREE and slot.unwiped), None)
 
-    def pools(self) -> Iterator[SlotFilePool]:
+    def pools(self) -> Iterator[SlotPool]:
         """Every pool."""
         yield from self.shards.values()
         yield from self.parities.values()
 
-    def reserve(self, wanted: dict[SlotFilePool, tuple[int, int]]) -> None:
+    def reserve(self, wanted: dict[SlotPool, tuple[int, int]]) -> None:
         """Give each pool `count` slots of `length` bytes; ``wanted[pool] = (length, count)``.
 
         Free and unfinished slots of pools or lengths that are not wanted are deleted first. Slots that hold a snapshot
@@ -156,7 +154,7 @@ class Arena:
         self._wanted = wanted
         self.reserve_rest()
 
-    def _remove_unwanted(self, wanted: dict[SlotFilePool, tuple[int, int]]) -> None:
+    def _remove_unwanted(self, wanted: dict[SlotPool, tuple[int, int]]) -> None:
         for pool in list(self.pools()):
             length, _ = wanted.get(pool, (None, 0))
             for slot in [s for s in pool.slots if s.state in (SlotState.FREE, SlotState.MAKING) and s.bytes != length]:
@@ -177,8 +175,8 @@ class Arena:
             if allowed and need <= left:
                 pool.plan(length)
 
-    def _create(self, missing: Sequence[tuple[SlotFilePool, int]]) -> None:
-        created: list[tuple[SlotFilePool, Slot]] = []
+    def _create(self, missing: Sequence[tuple[SlotPool, int]]) -> None:
+        created: list[tuple[SlotPool, Slot]] = []
         try:
             for pool, length in missing:
                 created.append((pool, pool.create(length)))
@@ -187,7 +185,7 @@ class Arena:
                 pool.remove(slot)
             raise
 
-    def next_planned(self) -> tuple[SlotFilePool, Slot] | None:
+    def next_planned(self) -> tuple[SlotPool, Slot] | None:
         """The planned slot to make next: every pool gets its first slot before any pool gets a second. Among these the
         largest comes first."""
         planned = [
@@ -224,7 +222,7 @@ class Arena:
         """Whether `reserve` has planned a slot."""
         return any(slot is planned for _, planned in self._planned)
 
-    def reserved(self, pool: SlotFilePool) -> list[Slot]:
+    def reserved(self, pool: SlotPool) -> list[Slot]:
         """The slots of a pool that `reserve` was asked for and that are made, whatever they hold."""
         length, _ = self._wanted.get(pool, (None, 0))
         return [slot for slot in pool.slots if slot.bytes == length and slot.state is not SlotState.MAKING]
@@ -272,7 +270,7 @@ class Arena:
                     pool.remove(slot)
         self.layouts.drop_older({snapshot.epoch for snapshot in (*keep, *held)})
 
-    def make_room(self, length: int, wanted: SlotFilePool) -> int:
+    def make_room(self, length: int, wanted: SlotPool) -> int:
         """Delete free slots of other pools, the largest first, until `length` bytes are freed. Returns the bytes freed.
 
         Bytes received for another node take the memory of slots that wait for snapshots; `reserve` and `plan_missing`
@@ -309,7 +307,7 @@ class Arena:
         for file in found:
             self.owners.clear(file)  # its slot was lost
 
-    def take_away(self, pool: SlotFilePool, slot: Slot) -> None:
+    def take_away(self, pool: SlotPool, slot: Slot) -> None:
         """Take a slot away from whoever fills it, who writes into a file from then on that no slot uses. If it is too
         large to make again at once, it is deleted, and `plan_missing` plans another."""
         if is_at_once(slot.bytes):
@@ -317,7 +315,7 @@ class Arena:
         else:
             pool.remove(slot)
 
-    def adopt(self) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
+    def adopt(self) -> Iterator[tuple[SlotPool, Slot, Any]]:
         """Find the slots that a predecessor left, and yield each that has a commit record with that record. The caller
         accepts or discards the slot.
 
@@ -332,7 +330,7 @@ class Arena:
                 if not path.with_suffix("").exists():
                     path.unlink()  # its slot was lost
 
-    def _adopt_file(self, path: Path, suffix: str, marks: list[str]) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
+    def _adopt_file(self, path: Path, suffix: str, marks: list[str]) -> Iterator[tuple[SlotPool, Slot, Any]]:
         name, index, _ = path.name.rsplit(".", 2)
         tag, _, position = name.rpartition("-")
         length = path.lstat().st_size
@@ -387,7 +385,7 @@ class Arena:
         failpoint("arena.removed")
 
 
-def _missing(wanted: dict[SlotFilePool, tuple[int, int]]) -> list[tuple[SlotFilePool, int]]:
+def _missing(wanted: dict[SlotPool, tuple[int, int]]) -> list[tuple[SlotPool, int]]:
     """The pool and the length of each slot that is wanted and is neither there nor planned."""
     return [
         (pool, length)

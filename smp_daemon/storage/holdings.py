@@ -36,7 +36,7 @@ from holdfast.smp_daemon.shared.records import (
 )
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 
 log = get_log(__name__)
 
@@ -111,7 +111,7 @@ class Holdings:
             for coord, pool in self.arena.shards.items():
                 self._look(coord, pool)
 
-    def _look(self, coord: str, pool: ShardPool) -> None:
+    def _look(self, coord: str, pool: SlotPool) -> None:
         pool.look()
         there = {slot.snapshot for slot in pool.slots if slot.state is SlotState.SEALED}
         for key in [key for key in self._records if isinstance(key, ShardKey) and key.coord == coord]:
@@ -303,7 +303,7 @@ class Holdings:
             pools = self.arena.shards.values()
             self._let_go([(pool, pool.find(snapshot, SlotState.SEALED)) for pool in pools])
 
-    def _let_go(self, slots: Iterable[tuple[SlotFilePool, Slot | None]]) -> None:
+    def _let_go(self, slots: Iterable[tuple[SlotPool, Slot | None]]) -> None:
         for pool, slot in slots:
             if slot is not None and slot.held:
                 pool.let_go(slot)
@@ -326,7 +326,7 @@ class Holdings:
 
     # ------------------------------------------------------------------ committing
 
-    def commit(self, pool: SlotFilePool, slot: Slot, commit: Commit) -> None:
+    def commit(self, pool: SlotPool, slot: Slot, commit: Commit) -> None:
         """Commit a shard or a complete parity: from now on it is held, sealed. Nothing is held that is not believed, so
         nothing else is read, sent or counted. Raises `NotOurs`."""
         with self._lock:
@@ -345,7 +345,7 @@ class Holdings:
 
     # ------------------------------------------------------------------ inside
 
-    def _adopt_slot(self, pool: SlotFilePool, slot: Slot, data: Any) -> None:
+    def _adopt_slot(self, pool: SlotPool, slot: Slot, data: Any) -> None:
         record: Record
         if pool in self.arena.parities.values():
             record = from_plain(ParityRecord, data, "a parity's commit record")
@@ -362,7 +362,7 @@ class Holdings:
         self._unverified_bytes += _bytes_of(record)
         failpoint("adopt.slot", key.snapshot.step)
 
-    def pool(self, key: Key) -> SlotFilePool:
+    def pool(self, key: Key) -> SlotPool:
         """The pool of the slots for `key`."""
         if isinstance(key, ShardKey):
             return self.arena.shard_pool(key.coord)

@@ -1,5 +1,4 @@
-"""The slots of one shard, or of one parity: their life cycle (`SlotPool`) and their files on tmpfs (`SlotFilePool`,
-and `ShardPool` for those that a trainer takes without asking).
+"""The slots of one shard, or of one parity: their life cycle, their files on tmpfs, and who owns them.
 
 ``making -> free -> writing | receiving -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a
 sealed snapshot is also protected depends on the whole group, so the `Store` records that, not the slot.
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from holdfast.smp_daemon.shared import owners
 from holdfast.smp_daemon.shared.budget import Budget, wipe
@@ -89,11 +88,48 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of one shard, or of a node's parity. Not thread-safe: the owner holds a lock."""
+    """The slots of one shard, or of a node's parity, and their files on tmpfs. Slots of other lengths may remain while
+    their snapshots are kept. Not thread-safe: the owner holds a lock.
 
-    def __init__(self, name: str) -> None:
+    The trainer of a shard takes slots without asking, see `smp_daemon.shared.owners`: then they are ``WRITING`` here,
+    without a snapshot, once `look` or an attempt to use them has found out.
+
+    Attributes:
+        near: the NUMA node on which new files are allocated; None: any.
+    """
+
+    def __init__(
+        self,
+        arena: Path,
+        name: str,
+        suffix: str,
+        budget: Budget,
+        owners: Owners,
+        on_given_up: Callable[[], None] | None = None,
+        files: Files = MACHINE,
+        delete_later: Callable[[Path, mmap.mmap | None, int], bool] = lambda path, mapped, unwiped: False,
+    ) -> None:
+        """
+        Args:
+            owners: the marks of the slots. Without an epoch there are none, as of parity, which no trainer takes.
+            on_given_up: called when a slot is given up that `wipe_next` is to overwrite with zeros; None: it stays as
+                it is.
+            delete_later: takes over the file of a slot, its mapping, and the bytes that are still to be overwritten,
+                if the file is too large to be deleted at once; see `Deleted`. Returns whether it does.
+        """
         self.name = name
         self.slots: list[Slot] = []
+        self.near: int | None = None
+        self._budget = budget
+        self._owners = owners
+        self._on_given_up = on_given_up
+        self._delete_later = delete_later
+        self._files = files
+        self.arena = arena
+        self.suffix = suffix
+        self._maps: dict[int, mmap.mmap] = {}
+
+    # ------------------------------------------------------------------ what they hold
 
     def add(self, length: int) -> Slot:
         """A new free slot of `length` bytes."""
@@ -102,11 +138,8 @@ class SlotPool:
         self.slots.append(slot)
         return slot
 
-    def assign(self, snapshot: SnapshotId, length: int, state: SlotState = SlotState.WRITING) -> Slot:
-        """Take a free slot of `length` bytes for `snapshot`; an earlier attempt at the same snapshot is given up.
-
-        Args:
-            state: ``WRITING`` or ``RECEIVING``.
+    def assign(self, snapshot: SnapshotId, length: int) -> Slot:
+        """Take a free slot of `length` bytes to receive `snapshot` into; an earlier attempt at it is given up.
 
         Raises:
             NoFreeSlot: every slot of that length holds another snapshot.
@@ -116,8 +149,8 @@ class SlotPool:
             earlier.free()
         for slot in self.slots:
             fits = slot.state is SlotState.FREE and slot.bytes == length and not slot.claimed
-            if fits and self._take(slot):
-                slot.state = state
+            if fits and self._change(slot, owners.FREE, owners.BUSY):
+                slot.state = SlotState.RECEIVING
                 slot.snapshot = snapshot
                 slot.unwiped = 0  # whoever fills it overwrites all of it, or gives it up again
                 return slot
@@ -125,10 +158,6 @@ class SlotPool:
         raise NoFreeSlot(
             f"no free slot of {length} bytes for {snapshot} of {self.name}: the slots hold {held or 'nothing'}"
         )
-
-    def _take(self, slot: Slot) -> bool:
-        """Make sure that nobody else takes a free slot. Returns False if somebody has."""
-        return True
 
     def seal(self, slot: Slot) -> None:
         """Mark the slot as sealed: all bytes of its snapshot are there, with digests."""
@@ -154,40 +183,7 @@ class SlotPool:
             and slot.snapshot not in keep
         ]
 
-
-class SlotFilePool(SlotPool):
-    """A slot pool and its files. Slots of other lengths may remain while their snapshots are kept.
-
-    Attributes:
-        near: the NUMA node on which new files are allocated; None: any.
-    """
-
-    def __init__(
-        self,
-        arena: Path,
-        name: str,
-        suffix: str,
-        budget: Budget,
-        on_given_up: Callable[[], None] | None,
-        files: Files = MACHINE,
-        delete_later: Callable[[Path, mmap.mmap | None, int], bool] = lambda path, mapped, unwiped: False,
-    ) -> None:
-        """
-        Args:
-            on_given_up: called when a slot is given up that `wipe_next` is to overwrite with zeros; None: it stays as
-                it is.
-            delete_later: takes over the file of a slot, its mapping, and the bytes that are still to be overwritten,
-                if the file is too large to be deleted at once; see `Deleted`. Returns whether it does.
-        """
-        super().__init__(name)
-        self.near: int | None = None
-        self._budget = budget
-        self._on_given_up = on_given_up
-        self._delete_later = delete_later
-        self._files = files
-        self.arena = arena
-        self.suffix = suffix
-        self._maps: dict[int, mmap.mmap] = {}
+    # ------------------------------------------------------------------ their files
 
     def path(self, slot: Slot) -> Path:
         """The slot's file."""
@@ -273,24 +269,34 @@ class SlotFilePool(SlotPool):
         memory.is_kept = True
         slot.free()
         failpoint("slot.made")
+        if self._owners.epoch is not None:
+            self._owners.create(self.path(slot).name, owners.FREE)
 
     def commit(self, slot: Slot, record: JsonFile) -> None:
-        """Write the commit record: from here on the slot counts.
+        """Write the commit record: from here on the slot counts. The mark goes before it, as a record counts only with
+        its mark.
 
         Raises:
             ArenaTooSmall: the record cannot be written; the slot keeps its state.
+            StaleEpoch: somebody has removed the mark.
         """
-        before = slot.state
+        assert slot.snapshot is not None
+        before, is_sealed = slot.state, owners.sealed(slot.snapshot)
+        if not self._change(slot, owners.BUSY, is_sealed):
+            raise StaleEpoch(f"{self.path(slot).name} is not owned by this SMP any more")
         self.seal(slot)
         try:
             write(self.record_path(slot), record)
         except ArenaTooSmall:
             slot.state = before
+            self._change(slot, is_sealed, owners.BUSY)
             raise
 
     def discard(self, slot: Slot) -> bool:
         """Free the slot. Its commit record is deleted first, so a crash in between leaves a free slot. Returns False if
         its trainer has just taken it."""
+        if not self._change(slot, self._owner(slot), owners.FREE):
+            return False
         self._empty(slot)
         return True
 
@@ -304,12 +310,16 @@ class SlotFilePool(SlotPool):
 
     def hold(self, slot: Slot) -> bool:
         """Keep the trainer from taking a sealed slot, until `let_go`. Returns False if it has just taken it."""
-        slot.held = True
-        return True
+        return self._change_held(slot, True)
 
     def let_go(self, slot: Slot) -> None:
         """Stop holding a slot."""
-        slot.held = False
+        self._change_held(slot, False)
+
+    def _change_held(self, slot: Slot, held: bool) -> bool:
+        before = self._owner(slot)
+        slot.held = held
+        return self._change(slot, before, self._owner(slot))
 
     def is_at(self, slot: Slot, view: memoryview) -> bool:
         """Whether `view` is still the slot's memory; False once somebody has taken the slot away."""
@@ -333,15 +343,11 @@ class SlotFilePool(SlotPool):
             self._drop(slot)
             slot.free()
             return True
-        if not self._claim(slot):
+        if not slot.is_being_filled and not self._change(slot, self._owner(slot), owners.BUSY):
             return False
         self._empty(slot)
         self._forget(slot)
         self._drop(slot)
-        return True
-
-    def _claim(self, slot: Slot) -> bool:
-        """Make sure that nobody takes a slot that is to be deleted. Returns False if somebody has."""
         return True
 
     def _reserve(self, slot: Slot) -> None:
@@ -381,7 +387,9 @@ class SlotFilePool(SlotPool):
 
     def wipe_next(self, slot: Slot) -> None:
         """Overwrite the next `WIPE_BYTES` of a free slot that was given up with zeros."""
-        self._wipe_part(slot)
+        if self._change(slot, owners.FREE, owners.BUSY):
+            self._wipe_part(slot)
+            self._change(slot, owners.BUSY, owners.FREE)
 
     def _wipe_part(self, slot: Slot) -> None:
         begin = max(0, slot.unwiped - WIPE_BYTES)
@@ -397,16 +405,10 @@ class SlotFilePool(SlotPool):
         self._maps.pop(slot.index, None)
         self.path(slot).unlink(missing_ok=True)
         failpoint("slot.removed")
+        if self._owners.epoch is not None:
+            self._owners.clear(self.path(slot).name)
 
-
-class ShardPool(SlotFilePool):
-    """The slots of a shard. Its trainer takes them without asking, see `smp_daemon.shared.owners`: then they are
-    ``WRITING`` here, without a snapshot, once `look` or an attempt to use them has found out."""
-
-    def __init__(self, *arguments: Any, owners: Owners) -> None:
-        """`owners`: the marks of the arena. For the other arguments see `SlotFilePool`."""
-        super().__init__(*arguments)
-        self._owners = owners
+    # ------------------------------------------------------------------ who owns them
 
     def look(self) -> None:
         """Note which slots the trainer has taken."""
@@ -427,49 +429,6 @@ class ShardPool(SlotFilePool):
             raise StaleEpoch(f"{file} is not a slot of {self.name} that is being written for {snapshot}")
         slot.state, slot.snapshot = SlotState.WRITING, snapshot
         return slot
-
-    def made(self, slot: Slot, memory: SlotMemory) -> None:
-        super().made(slot, memory)
-        if self._owners.epoch is not None:
-            self._owners.create(self.path(slot).name, owners.FREE)
-
-    def commit(self, slot: Slot, record: JsonFile) -> None:
-        """Write the commit record: from here on the slot counts. The mark goes before it, as a record counts only with
-        its mark.
-
-        Raises:
-            ArenaTooSmall: the record cannot be written; the slot keeps its state.
-            StaleEpoch: somebody has removed the mark.
-        """
-        assert slot.snapshot is not None
-        is_sealed = owners.sealed(slot.snapshot)
-        if not self._change(slot, owners.BUSY, is_sealed):
-            raise StaleEpoch(f"{self.path(slot).name} is not owned by this SMP any more")
-        try:
-            super().commit(slot, record)
-        except ArenaTooSmall:
-            self._change(slot, is_sealed, owners.BUSY)
-            raise
-
-    def discard(self, slot: Slot) -> bool:
-        if not self._change(slot, self._owner(slot), owners.FREE):
-            return False
-        return super().discard(slot)
-
-    def hold(self, slot: Slot) -> bool:
-        before = self._owner(slot)
-        slot.held = True
-        return self._change(slot, before, self._owner(slot))
-
-    def let_go(self, slot: Slot) -> None:
-        before = self._owner(slot)
-        slot.held = False
-        self._change(slot, before, self._owner(slot))
-
-    def wipe_next(self, slot: Slot) -> None:
-        if self._take(slot):
-            super().wipe_next(slot)
-            self._change(slot, owners.BUSY, owners.FREE)
 
     def fence(self, epoch: int) -> None:
         """Carry the marks of the slots into a new epoch, except those that the trainer has taken."""
@@ -506,12 +465,6 @@ class ShardPool(SlotFilePool):
             return owners.held(slot.snapshot) if slot.held else owners.sealed(slot.snapshot)
         return owners.FREE if slot.state is SlotState.FREE else owners.BUSY
 
-    def _take(self, slot: Slot) -> bool:
-        return self._change(slot, owners.FREE, owners.BUSY)
-
-    def _claim(self, slot: Slot) -> bool:
-        return slot.is_being_filled or self._change(slot, self._owner(slot), owners.BUSY)
-
     def _change(self, slot: Slot, old: str, new: str) -> bool:
         if self._owners.epoch is None or old == new:
             return True
@@ -523,11 +476,6 @@ class ShardPool(SlotFilePool):
     def _lose(self, slot: Slot) -> None:
         slot.free()
         slot.state, slot.unwiped = SlotState.WRITING, 0
-
-    def _forget(self, slot: Slot) -> None:
-        super()._forget(slot)
-        if self._owners.epoch is not None:
-            self._owners.clear(self.path(slot).name)
 
 
 def room(path: Path, files: Files = MACHINE) -> int:

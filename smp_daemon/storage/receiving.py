@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, too_small
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, too_small
 from holdfast.smp_daemon.storage.reserver import Reserver
 
 
@@ -27,7 +27,7 @@ from holdfast.smp_daemon.storage.reserver import Reserver
 class GatheringSlot:
     """Parity that is being gathered here, and the slot it grows in."""
 
-    pool: SlotFilePool
+    pool: SlotPool
     slot: Slot
     view: memoryview
     parity: ParityGathering
@@ -136,8 +136,8 @@ class Receiving:
         return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._threads, run)
 
     def slot_for(
-        self, pool: SlotFilePool, snapshot: SnapshotId, length: int, made: Slot | None = None
-    ) -> tuple[SlotFilePool, Slot, memoryview]:
+        self, pool: SlotPool, snapshot: SnapshotId, length: int, made: Slot | None = None
+    ) -> tuple[SlotPool, Slot, memoryview]:
         """A free slot to receive into. An earlier attempt at the same snapshot loses its slot, and writes into a file
         that no slot uses any more.
 
@@ -156,10 +156,10 @@ class Receiving:
             if earlier is not None:
                 self._arena.take_away(pool, earlier)
                 self._reserver.make_good()
-            slot = pool.assign(snapshot, length, SlotState.RECEIVING)
+            slot = pool.assign(snapshot, length)
             return pool, slot, pool.view(slot)
 
-    def make(self, pool: SlotFilePool, length: int) -> Slot | None:
+    def make(self, pool: SlotPool, length: int) -> Slot | None:
         """Make one more slot, which takes the memory of free slots of other pools, for `slot_for`. If another thread is
         making one, wait for that, and return None. Blocks for about as long as zeroing the slot takes; the caller must
         not hold the store's lock.
@@ -189,7 +189,7 @@ class Receiving:
             raise pool.no_room(length, error) from error
 
     @contextmanager
-    def _slot_for_key(self, key: Key, length: int) -> Iterator[tuple[SlotFilePool, Slot, memoryview]]:
+    def _slot_for_key(self, key: Key, length: int) -> Iterator[tuple[SlotPool, Slot, memoryview]]:
         """A slot to receive `key` into, made if none is free. The lock is held during the block. What is held of `key`
         is dropped. Raises as `slot_for` and `make`."""
         pool, made = self._holdings.pool(key), None
@@ -206,7 +206,7 @@ class Receiving:
                     return
             made = self.make(pool, length)
 
-    def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
+    def give_back(self, pool: SlotPool, slot: Slot, view: memoryview) -> None:
         """Free a slot from `slot_for`, unless it was taken away before."""
         with self._lock:
             if pool.is_at(slot, view):
@@ -215,7 +215,7 @@ class Receiving:
                 self._lock.notify_all()  # a thread may wait for a free slot
 
 
-def _check_mine(pool: SlotFilePool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
+def _check_mine(pool: SlotPool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
     if not pool.is_at(slot, view):
         raise _taken_away(snapshot)
 

@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, ran_out
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, ran_out
 
 TURN_S = 0.001
 """How long the thread that wipes leaves the store's lock to others after each part."""
@@ -110,7 +110,7 @@ class Reserver:
                     return
                 self._lock.wait(READER_S)
 
-    def make(self, pool: SlotFilePool, slot: Slot, is_over: Callable[[], bool] = bool) -> None:
+    def make(self, pool: SlotPool, slot: Slot, is_over: Callable[[], bool] = bool) -> None:
         """Reserve all memory of a planned slot, and free the slot. Blocks for about as long as zeroing it takes; the
         caller must not hold the lock, which is held for moments only. Does nothing more once the slot is given up, or
         `is_over` (called with the lock held); then the unfinished file is deleted. Raises `OSError`.
@@ -152,7 +152,7 @@ class Reserver:
             elif not self._wipes() and not self._tops_up() and self._is_done():
                 return
 
-    def _next(self) -> tuple[SlotFilePool, Slot] | None:
+    def _next(self) -> tuple[SlotPool, Slot] | None:
         with self._lock:
             return None if self._closed else self._arena.next_planned()
 
@@ -205,7 +205,7 @@ class Reserver:
                 self._lock.wait(READER_S)
             return False
 
-    def _give_up(self, pool: SlotFilePool, slot: Slot, error: OSError) -> None:
+    def _give_up(self, pool: SlotPool, slot: Slot, error: OSError) -> None:
         """Delete the planned slots that hold no snapshot, and wake those who wait for them. Does nothing if `slot` was
         given up before."""
         with self._lock:

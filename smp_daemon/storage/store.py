@@ -34,7 +34,7 @@ from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ShardKey
 from holdfast.smp_daemon.storage.node_file import NODE_FILE, NodeFile, read_node_file
 from holdfast.smp_daemon.storage.outcomes import Outcomes
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 
@@ -296,7 +296,7 @@ class Store:
         with self.changed:
             self.arena.shard_pool(coord).near = near
 
-    def slots(self, epoch: int, coord: str) -> list[tuple[SlotFilePool, Slot]]:
+    def slots(self, epoch: int, coord: str) -> list[tuple[SlotPool, Slot]]:
         """The slots made for shards of `coord` so far, whatever they hold.
 
         Raises:
@@ -460,7 +460,7 @@ class Store:
     def _reserve(self, layout: Layout) -> None:
         count = layout.slots + self._spare
         shards = layout.node(self.node).shards
-        wanted: dict[SlotFilePool, tuple[int, int]] = {self.arena.shard_pool(s.coord): (s.bytes, count) for s in shards}
+        wanted: dict[SlotPool, tuple[int, int]] = {self.arena.shard_pool(s.coord): (s.bytes, count) for s in shards}
         group, position = layout.place(self.node)
         if layout.protects(group):
             pool = self.arena.parity_pool(layout.tag(group), position)

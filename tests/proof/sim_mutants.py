@@ -38,7 +38,7 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
+from holdfast.smp_daemon.storage.pool import SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
@@ -241,7 +241,7 @@ def _one_of_many(plan: SeedPlan) -> SeedPlan:
 
 _accumulate = ParityGathering.accumulate
 _after = Ledger.after
-_commit = SlotFilePool.commit
+_commit = SlotPool.commit
 _settle = Store._post_if_protected
 _seal = Store.seal
 _complete = UnitDigests.complete
@@ -252,7 +252,7 @@ _join = Store.join
 _make = Receiving.make
 
 
-def _make_under_the_lock(self: Receiving, pool: SlotFilePool, length: int) -> Any:
+def _make_under_the_lock(self: Receiving, pool: SlotPool, length: int) -> Any:
     with self._lock:
         return _make(self, pool, length)
 
@@ -358,7 +358,7 @@ def _complete_and_change(self: Any, slot: memoryview) -> tuple[int, ...]:
     return found
 
 
-def _commit_twice(self: SlotFilePool, slot: Any, record: Any) -> None:
+def _commit_twice(self: SlotPool, slot: Any, record: Any) -> None:
     _commit(self, slot, record)
     another = self.create(slot.bytes)
     self.view(another)[:] = self.view(slot)
@@ -693,9 +693,7 @@ MUTANTS: dict[str, SimMutant] = {
         "sealed",
         ((Copier, "_fill", _fill_and_note), (UnitDigests, "complete", _complete_and_change)),
     ),
-    "held-twice": SimMutant(
-        "what is sealed is sealed in two slots", "once", ((SlotFilePool, "commit", _commit_twice),)
-    ),
+    "held-twice": SimMutant("what is sealed is sealed in two slots", "once", ((SlotPool, "commit", _commit_twice),)),
     "more-slots": SimMutant("two slots more are made than asked for", "memory", ((Arena, "reserve", _reserve_more),)),
     "not-retired": SimMutant("the arena stays when the job is over", "free", ((Store, "retire", _never),), _ends_well),
     "promise-forgotten": SimMutant(

@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE
@@ -43,7 +43,7 @@ def at(step: int, epoch: int = 1) -> SnapshotId:
     return SnapshotId(epoch, step)
 
 
-def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
+def hold(pool: SlotPool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
     """Commit a slot of `pool` with the snapshot of `step`, each byte of it set to `step`."""
     slot = pool.assign(at(step, epoch), length)
     pool.view(slot)[:] = bytes([step]) * length
@@ -61,7 +61,7 @@ def files(arena: Arena) -> list[str]:
     return sorted(path.name for path in arena.path.iterdir())
 
 
-def states(pool: SlotFilePool) -> list[tuple[int, SlotState]]:
+def states(pool: SlotPool) -> list[tuple[int, SlotState]]:
     return sorted((slot.index, slot.state) for slot in pool.slots)
 
 
@@ -206,8 +206,8 @@ def test_reserving_another_length_drops_free_slots_and_keeps_held_ones(shm: Path
     kept = hold(unwanted, 1)
     arena.reserve({pool: (2 * PAGE, 2)})
     assert sorted((slot.bytes, slot.state) for slot in pool.slots) == [
+        (PAGE, SlotState.RECEIVING),
         (PAGE, SlotState.SEALED),
-        (PAGE, SlotState.WRITING),
         (2 * PAGE, SlotState.FREE),
         (2 * PAGE, SlotState.FREE),
     ]
@@ -581,7 +581,7 @@ def test_room_is_made_of_free_slots_of_other_pools_the_largest_first(shm: Path) 
     hold(parity, 1)
     assert arena.make_room(4 * PAGE, pool) == 4 * PAGE
     assert [slot.state for slot in pool.slots] == [SlotState.FREE] * 2
-    assert states(other) == [(0, SlotState.SEALED), (1, SlotState.WRITING)]
+    assert states(other) == [(0, SlotState.SEALED), (1, SlotState.RECEIVING)]
     assert states(parity) == [(0, SlotState.SEALED), (2, SlotState.FREE)]
     assert files(arena) == sorted(
         [f"dp0.{i}.safetensors" for i in range(2)]
@@ -598,7 +598,7 @@ def test_of_slots_that_are_in_use_no_room_is_made(shm: Path) -> None:
     hold(other, 1)
     other.assign(at(2), PAGE)
     assert arena.make_room(10 * PAGE, pool) == PAGE
-    assert states(other) == [(0, SlotState.SEALED), (1, SlotState.WRITING)]
+    assert states(other) == [(0, SlotState.SEALED), (1, SlotState.RECEIVING)]
     assert arena.make_room(10 * PAGE, pool) == 0
     assert bytes(other.view(other.slots[0])) == b"\1" * PAGE
 
@@ -663,7 +663,7 @@ def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committ
             pool.commit(slot, JsonFile.of({"step": 1}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert slot.state is SlotState.WRITING
+    assert slot.state is SlotState.RECEIVING
     assert not list((shm / "job").glob("*.part"))
     pool.commit(slot, JsonFile.of({"step": 1}))
     assert pool.find(at(1), SlotState.SEALED) is slot and pool.record_path(slot).exists()

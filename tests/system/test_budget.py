@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
 from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import SlotFilePool
+from holdfast.smp_daemon.storage.pool import SlotPool
 from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, memory_of, run_on
@@ -153,7 +153,7 @@ def test_a_successor_that_may_use_less_than_is_held_does_not_start_and_the_next_
 # ---------------------------------------------------------------------- zeros
 
 
-def bytes_of(pool: SlotFilePool) -> set[bytes]:
+def bytes_of(pool: SlotPool) -> set[bytes]:
     return {path.read_bytes() for path in pool.arena.glob("*.safetensors")}
 
 

@@ -36,7 +36,7 @@ from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.deleted import Deleted
-from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
+from holdfast.smp_daemon.storage.pool import SlotMemory, SlotPool, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
@@ -318,7 +318,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "is_at_once", lambda length: False)
 
 
-def make(arena: Arena, pool: SlotFilePool, slot: Any) -> None:
+def make(arena: Arena, pool: SlotPool, slot: Any) -> None:
     with pool.open_part(slot) as memory:
         pool.reserve(slot, slot.bytes)
         memory.reserve(0, slot.bytes)

@@ -41,7 +41,7 @@ SMALL_FILES = {
     "storage.layout_files.LayoutFiles.add",
     "storage.layout_files.LayoutFiles.adopt",
     "storage.arena.Arena._adopt_file",
-    "storage.pool.SlotFilePool.commit",
+    "storage.pool.SlotPool.commit",
     "shared.board.Board.__init__",
     "shared.board.Board.succeeded",
 }
@@ -55,9 +55,9 @@ NAMES = {
     *("storage.arena.Arena.adopt", "storage.arena.Arena.clear", "storage.arena.Arena.destroy"),
     *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.directory.put_away"),
     *("storage.arena.Arena._delete_later", "storage.deleted.Deleted.add"),
-    *("storage.pool.SlotFilePool.discard", "storage.pool.SlotFilePool.plan", "storage.pool.SlotFilePool.made"),
-    *("storage.pool.SlotFilePool.remove", "storage.pool.SlotFilePool._forget", "storage.reserver.Reserver.make"),
-    *("storage.pool.SlotFilePool._empty", "storage.layout_files.LayoutFiles.drop_older"),
+    *("storage.pool.SlotPool.discard", "storage.pool.SlotPool.plan", "storage.pool.SlotPool.made"),
+    *("storage.pool.SlotPool.remove", "storage.pool.SlotPool._forget", "storage.reserver.Reserver.make"),
+    *("storage.pool.SlotPool._empty", "storage.layout_files.LayoutFiles.drop_older"),
     *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.Reserver.make.<locals>.given_up"),
 }
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
@@ -86,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "posix.sysconf": SETTINGS,
     "posix.truncate": {"shared.budget.Budget._trim"},  # by the slice that a slot takes
     "shutil.rmtree": {"storage.arena.Arena.destroy"},  # an empty directory; the job is over
-    "xxhash._xxhash.xxh3_128_hexdigest": SMALL_FILES - {"storage.pool.SlotFilePool.commit"},  # encoded by then
+    "xxhash._xxhash.xxh3_128_hexdigest": SMALL_FILES - {"storage.pool.SlotPool.commit"},  # encoded by then
     "xxhash._xxhash.xxh3_64_hexdigest": {"shared.layout.Layout._tags.<locals>.<genexpr>"},  # once for each layout
     "xxhash._xxhash.xxh3_64_intdigest": {"storage.holdings.Holdings.repair"},  # one unit
     "numpy.frombuffer": {

@@ -28,7 +28,7 @@ from holdfast.smp_daemon.shared.records import (
 )
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
-from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotMemory, SlotState
+from holdfast.smp_daemon.storage.pool import SlotMemory, SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
@@ -104,7 +104,7 @@ class Place:
     def view(self, key: Key) -> memoryview:
         return self.holdings.open(key)[0]
 
-    def pool(self, key: Key) -> SlotFilePool:
+    def pool(self, key: Key) -> SlotPool:
         if isinstance(key, ShardKey):
             return self.arena.shard_pool(key.coord)
         return self.arena.parity_pool(key.tag, key.position)
@@ -344,7 +344,7 @@ def test_dropping_what_is_not_held_is_harmless(place: Place) -> None:
     for key in (ShardKey(SECOND, "dp0"), ShardKey(FIRST, "dp1"), PARITY):
         place.holdings.drop(key)
     assert place.holdings.held() == [SHARD]
-    assert [slot.state for slot in pool.slots] == [SlotState.WRITING]
+    assert [slot.state for slot in pool.slots] == [SlotState.RECEIVING]
 
 
 def test_damage_goes_with_what_it_was_found_in(place: Place) -> None:
@@ -441,13 +441,14 @@ def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> 
         with place.receiving.shard(SHARD, LAYOUT, accept):
             place.arena.fence(2)
             taken = place.pool(SHARD).assign(SECOND, 20)
-    assert (taken.state, taken.snapshot) == (SlotState.WRITING, SECOND)
+    assert (taken.state, taken.snapshot) == (SlotState.RECEIVING, SECOND)
     assert place.holdings.held() == []
 
 
 def test_what_its_trainer_is_writing_is_not_received(place: Place) -> None:
     place.pool(SHARD).create(20)
     writing = place.pool(SHARD).assign(FIRST, 20)
+    writing.state = SlotState.WRITING
     with pytest.raises(NoFreeSlot, match=r"dp0 .*trainer is writing"):
         with place.receiving.shard(SHARD, LAYOUT, accept):
             pass

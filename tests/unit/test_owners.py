@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.owners import BUSY, FREE, Owners, choices, held, is_taken, sealed, snapshot_in, taken
 from holdfast.smp_daemon.shared.records import JsonFile
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import ShardPool, Slot, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 from tests.deadlines import DEADLINE_S
 
 PAGE = 4096
@@ -90,7 +90,7 @@ class Place:
             self.pool.commit(slot, JsonFile.of({"snapshot": list(snapshot)}))
 
     @property
-    def pool(self) -> ShardPool:
+    def pool(self) -> SlotPool:
         return self.arena.shard_pool("dp0")
 
     def slot(self, snapshot: SnapshotId) -> Slot:
@@ -172,7 +172,7 @@ def test_the_trainer_takes_nothing_that_the_smp_holds_or_writes(shm: Path) -> No
     assert place.pool.hold(slot)
     assert not place.trainer.change(name, sealed(FIRST), taken(1))
     place.pool.let_go(slot)
-    receiving = place.pool.assign(SECOND, PAGE, SlotState.RECEIVING)
+    receiving = place.pool.assign(SECOND, PAGE)
     assert not place.trainer.change(place.pool.path(receiving).name, FREE, taken(1))
     assert place.trainer.change(name, sealed(FIRST), taken(1))
 
