@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from holdfast.smp_daemon.ops.overview import Overview
 from holdfast.smp_daemon.ops.status import Status
+from holdfast.smp_daemon.shared.counters import COUNTS
 from holdfast.smp_daemon.shared.identity import starts_until
 from holdfast.smp_daemon.shared.inventory import Inventory
 
@@ -45,22 +46,6 @@ GAUGES = {
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last attempt to persist a snapshot failed, else 0",
 }
-COUNTERS = {
-    "bytes_sent": "bytes sent to other SMPs",
-    "bytes_received": "bytes received from other SMPs",
-    "units_accumulated": "units of others accumulated into parity",
-    "units_damaged": "units that did not match their digest",
-    "units_repaired": "damaged units that were computed again",
-    "bytes_scrubbed": "bytes read by the scrub",
-    "reconnects": "connections to other SMPs that were made again",
-    "units_requested_again": "units requested again from another SMP, since the first was late or failed",
-    "pauses": "times that encoding paused while a trainer communicated",
-    "regroups": "times that this node took part in regrouping",
-    "snapshots_persisted": "snapshots persisted, with this node's part in them",
-    "bytes_persisted": "bytes written for them",
-    "persist_failures": "failed attempts to persist a snapshot",
-}
-
 
 VIEWS = 16
 """Largest number of nodes of a job that export the state of the whole job; each of them asks all other SMPs."""
@@ -108,7 +93,7 @@ class _StatusCollector(Collector):
         for part, seconds in self._mine.recoveries[0].spans if self._mine.recoveries else ():
             gauge.add_metric([*labels.values(), part], seconds)
         yield gauge
-        for name, what in COUNTERS.items():
+        for name, what in COUNTS.items():
             counter = CounterMetricFamily(f"holdfast_{name}", what, labels=list(labels))
             counter.add_metric(list(labels.values()), self._mine.counters[name])
             yield counter

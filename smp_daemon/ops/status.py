@@ -43,7 +43,7 @@ class Status:
         rss_bytes: resident memory of the process, including what it has mapped of the arena.
         ages_s: for each snapshot, seconds since its first shard here was sealed. Shards recovered for a lost node came
             later.
-        counters: see `smp_daemon.shared.counters.Counts`.
+        counters: see `smp_daemon.shared.counters.COUNTS`.
         trainers: of this node, see `smp_daemon.watchdog.liveness.WatchedTrainer`.
         leases: seconds since each other member of the group was last heard of. `lease_s`: after how many seconds the
             survivors regroup without it; 0: never.

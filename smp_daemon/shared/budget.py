@@ -6,11 +6,14 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.memory import available_bytes, memory_bytes
 
 PART_BYTES = 16 << 20
@@ -30,7 +33,7 @@ class Budget:
 
     A file holds the memory that slots have not taken yet, so that nothing else on the file system gets it. A new slot
     takes its memory from that file, piece by piece if necessary. Memory of a deleted slot returns to it, part by part:
-    by `top_up` if it is little, else by the `Reserver`.
+    at once if it is little, else by the `Reserver`.
 
     Attributes:
         limit: most bytes that slots may take; 0: no limit.
@@ -40,7 +43,7 @@ class Budget:
     """
 
     def __init__(self, arena: Path, limit: int) -> None:
-        """`limit`: in bytes; 0: no limit, and nothing is reserved. Memory is not reserved before `top_up`."""
+        """`limit`: in bytes; 0: no limit, and nothing is reserved. Memory is not reserved before `reserve_next`."""
         self.limit = limit
         self.used = 0
         self.owed = 0
@@ -127,44 +130,47 @@ class Budget:
         if not self.owed and self.rest > room:
             raise ArenaTooSmall(self.no_room())
 
-    def top_up(self) -> None:
-        """Reserve all memory that may still be claimed, unless slots are being made. Blocks while the kernel zeroes it:
-        for little memory only. Raises `ArenaTooSmall` if the file system has no room for it."""
-        while self.missing:
-            start, count = self.begin_part()
-            try:
-                self.reserve_part(start, count)
-            except OSError as error:
-                self.give_up_part(start)
+    def reserve_next(self, free: Callable[[], int], lock: AbstractContextManager[object]) -> bool:
+        """Reserve the next part of `missing`. Returns False if there is none. Blocks for tens of milliseconds, while
+        the kernel zeroes it. For one thread at a time.
+
+        Args:
+            free: returns the bytes that the file system has left.
+            lock: the owner's, taken for accounting only. The part counts as reserved from the beginning; what slots
+                take of it meanwhile is given back at the end.
+
+        Raises:
+            ArenaTooSmall, OSError: it could not be reserved. No more is, while `ran_out` is set.
+        """
+        with lock:
+            if not (count := min(PART_BYTES, self.missing)):
+                return False
+            start = self._held
+            self._held += count
+        failpoint("reserve.slice")
+        try:
+            if count > free():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.reserve_part(start, count)
+        except OSError as error:
+            with lock:
+                self._held = min(self._held, start)
+                self.ran_out = True
+                self._trim()
                 if error.errno != errno.ENOSPC:
                     raise
                 raise ArenaTooSmall(self.no_room()) from error
-            self.end_part()
-
-    def begin_part(self) -> tuple[int, int]:
-        """Account for the next part of `missing`, as if it were reserved already. Returns its offset and length, for
-        `reserve_part`; then `end_part` or `give_up_part` is called. Parts are reserved one after another."""
-        start = self._held
-        self._held += min(PART_BYTES, self.missing)
-        return start, self._held - start
+        with lock:
+            self._trim()
+        return True
 
     def reserve_part(self, start: int, count: int) -> None:
-        """Have the kernel zero a part: tens of milliseconds. The owner's lock is not needed. Raises `OSError`."""
+        """Have the kernel zero a part of the file. The owner's lock is not needed. Raises `OSError`."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(fd, start, count)
         finally:
             os.close(fd)
-
-    def end_part(self) -> None:
-        """The part is reserved. What slots have taken of it meanwhile is given back."""
-        self._trim()
-
-    def give_up_part(self, start: int) -> None:
-        """The part that begins at `start` could not be reserved. No more are, while `ran_out` is set."""
-        self._held = min(self._held, start)
-        self.ran_out = True
-        self._trim()
 
     def _trim(self) -> None:
         if self._path.exists() and self._path.stat().st_size > self._held:

@@ -364,7 +364,7 @@ class SmpClient(SmpConnection):
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
 
     def counters(self) -> dict[str, int]:
-        """What the SMP has counted since it started; see `smp_daemon.shared.counters.Counts`."""
+        """What the SMP has counted since it started; see `smp_daemon.shared.counters.COUNTS`."""
         return from_plain(dict[str, int], self._call(AskCounters()), "what an SMP has counted")
 
     def scrub(self) -> dict[str, int]:

@@ -3,63 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 
-
-@dataclass(slots=True)
-class Counts:
-    """The values of all counters.
-
-    Attributes:
-        bytes_sent, bytes_received: raw bytes exchanged with other SMPs.
-        units_accumulated: data units of other nodes accumulated into parity on this one.
-        units_damaged: units that did not match their digest, on this node or on their way to it.
-        units_repaired: damaged units that were repaired in place.
-        bytes_scrubbed: bytes that the scrub has read.
-        reconnects: connections to other SMPs that broke and were made again.
-        units_requested_again: requests for units that another SMP had been asked for, and was late or failed.
-        pauses: how often encoding paused for a trainer that communicates.
-        regroups: how often this node took part in regrouping.
-        snapshots_persisted: snapshots persisted whole, to which this node contributed.
-        bytes_persisted: bytes that this node wrote to persist snapshots.
-        persist_failures: snapshots that could not be persisted, as far as this node knows.
-    """
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    units_accumulated: int = 0
-    units_damaged: int = 0
-    units_repaired: int = 0
-    bytes_scrubbed: int = 0
-    reconnects: int = 0
-    units_requested_again: int = 0
-    pauses: int = 0
-    regroups: int = 0
-    snapshots_persisted: int = 0
-    bytes_persisted: int = 0
-    persist_failures: int = 0
-
+COUNTS = {
+    "bytes_sent": "bytes sent to other SMPs",
+    "bytes_received": "bytes received from other SMPs",
+    "units_accumulated": "units of others accumulated into parity",
+    "units_damaged": "units that did not match their digest, here or on their way here",
+    "units_repaired": "damaged units that were computed again and put back in place",
+    "bytes_scrubbed": "bytes read by the scrub",
+    "reconnects": "connections to other SMPs that broke and were made again",
+    "units_requested_again": "units requested again from another SMP, since the first was late or failed",
+    "pauses": "times that encoding paused while a trainer communicated",
+    "regroups": "times that this node took part in regrouping",
+    "snapshots_persisted": "snapshots persisted whole, with this node's part in them",
+    "bytes_persisted": "bytes written for them",
+    "persist_failures": "failed attempts to persist a snapshot, as far as this node knows",
+}
+"""What each counter counts, by its name."""
 
 MOVES = frozenset({"bytes_sent", "bytes_received", "units_accumulated"})
 """Counters of work that somebody waits for. Nobody does for the scrub, which never ends."""
 
 
 class Counters:
-    """`Counts` that several threads add to."""
+    """The counters of `COUNTS`, which several threads add to."""
 
     def __init__(self, threads: Threads = MACHINE, on_move: Callable[[], None] = lambda: None) -> None:
         """`on_move`: called by one thread at a time whenever bytes have moved; must not block."""
         self._lock = threads.Lock()  # guards `_counts`; innermost: no other lock is taken under it
-        self._counts = Counts()
+        self._counts = dict.fromkeys(COUNTS, 0)
         self._on_move = on_move
 
     def add(self, **amounts: int) -> None:
-        """Add to the named counts."""
+        """Add to the named counts. Raises `KeyError` for one that does not exist."""
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self._counts, name, getattr(self._counts, name) + amount)
+                self._counts[name] += amount
             if not MOVES.isdisjoint(amounts):
                 self._on_move()
 
@@ -71,4 +52,4 @@ class Counters:
     def read(self) -> dict[str, int]:
         """The current values of all counters."""
         with self._lock:
-            return asdict(self._counts)
+            return dict(self._counts)

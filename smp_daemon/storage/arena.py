@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -236,12 +237,13 @@ class Arena:
         """Reserve the memory that slots may still take, if that is little; else the `Reserver` does it.
 
         Raises:
-            ArenaTooSmall: see `Budget.check_limit`.
+            ArenaTooSmall: see `Budget.check_limit`, and `Budget.reserve_next`.
         """
         self.budget.check_limit(self.room())
         self.retry()
         if is_at_once(self.budget.missing):
-            self.budget.top_up()
+            while self.budget.reserve_next(self.free_bytes, nullcontext()):
+                pass
 
     def release(
         self,

@@ -7,10 +7,10 @@ with zeros, if that is asked for, and at last the rest of the arena's budget is 
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Callable
 
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.populate import slices
@@ -37,7 +37,8 @@ class Reserver:
     Attributes:
         error: why the last plan was given up; empty if it was not.
         on_ready: called, with the lock held, once a slot is made or a plan was given up.
-        short: why the rest of the arena's budget could not be reserved; empty if it could, or is yet to be.
+        short: why the rest of the arena's budget could not be reserved; empty if it could, or is yet to be. Set by the
+            thread alone.
     """
 
     def __init__(
@@ -173,27 +174,14 @@ class Reserver:
 
     def _tops_up(self) -> bool:
         """Reserve a part of the memory that slots may still take. Returns whether there was any to reserve."""
-        budget = self._arena.budget
-        with self._lock:
-            if self._closed or not budget.missing:
-                return False
-            part = budget.begin_part()
-        failpoint("reserve.slice")
         try:
-            if part[1] > self._arena.free_bytes():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            budget.reserve_part(*part)
-        except OSError as error:
-            with self._lock:
-                budget.give_up_part(part[0])
-                why = budget.no_room() if error.errno == errno.ENOSPC else error
-                self.short = f"the memory that slots may take is not all reserved: {why}"
+            done = not self._closed and self._arena.budget.reserve_next(self._arena.free_bytes, self._lock)
+            self.short = "" if done else self.short
+            return done
+        except (ArenaTooSmall, OSError) as error:
+            self.short = f"the memory that slots may take is not all reserved: {error}"
             log.error(self.short)
             return True
-        with self._lock:
-            budget.end_part()
-            self.short = ""
-        return True
 
     def _is_done(self) -> bool:
         """Whether the thread ends. Waits for a moment if it has only files left that others read."""

@@ -23,8 +23,9 @@ import pytest
 
 from holdfast.cli.deploy import KINDS, templates
 from holdfast.cli.main import main, make_parser
-from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
+from holdfast.smp_daemon.ops.metrics import GAUGES
 from holdfast.smp_daemon.shared.addresses import parse_http
+from holdfast.smp_daemon.shared.counters import COUNTS
 from holdfast.smp_daemon.shared.quantities import parse_size, parse_time
 from tests.deadlines import DEADLINE_S
 from tools import pythons, wheels
@@ -44,7 +45,7 @@ def test_there_is_something_for_every_supervisor() -> None:
 
 
 def test_alerts_dashboard_and_docs_name_metrics_that_there_are() -> None:
-    there = {*GAUGES, *(f"holdfast_{name}_total" for name in COUNTERS)}
+    there = {*GAUGES, *(f"holdfast_{name}_total" for name in COUNTS)}
     for path in (DEPLOY / "alerts.yml", DEPLOY / "grafana.json", ROOT / "docs/watching.md"):
         named = set(re.findall(r"\bholdfast_[a-z_]+[a-z]\b", path.read_text()))
         assert named and named <= there, path

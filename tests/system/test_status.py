@@ -24,13 +24,13 @@ from holdfast.cli import status
 from holdfast.cli.main import main, make_parser
 from holdfast.cli.status import render
 from holdfast.report import say
-from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES, VIEWS, exposition, sees_the_job
+from holdfast.smp_daemon.ops.metrics import GAUGES, VIEWS, exposition, sees_the_job
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.ops.web import is_local, page
 from holdfast.smp_daemon.recovery.redundancy import redundancies, safest
 from holdfast.smp_daemon.shared.addresses import parse_http
-from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.counters import COUNTS, Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -268,7 +268,7 @@ def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], j
     status, _, body = fetch(smps[2], "/metrics")
     assert status == 200
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
-    assert families.keys() == {*GAUGES, *(f"holdfast_{name}" for name in COUNTERS)}
+    assert families.keys() == {*GAUGES, *(f"holdfast_{name}" for name in COUNTS)}
     (stands,) = families["holdfast_tolerated_node_failures"].samples
     assert (stands.value, stands.labels) == (2, {"job": JOB, "node": "node2"})
     exported = {sample.name for family in families.values() for sample in family.samples}

@@ -122,7 +122,7 @@ TAKERS = {
         "storage.reserver.Reserver._wipes",
         "storage.reserver.Reserver.make",
     ),
-    *("storage.reserver.Reserver._tops_up", "node.monitor.Monitor._regroup", "ops.status.take_status"),
+    *("shared.budget.Budget.reserve_next", "node.monitor.Monitor._regroup", "ops.status.take_status"),
     *("persist.persister.Persister._await_order", "storage.store.Store.keep_layout"),
 }
 """Functions that take the lock and must have been reached, or the job was too small."""
