@@ -12,9 +12,9 @@ from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.lending import Lender
-from holdfast.smp_daemon.recovery.rebuild import recover, verify
+from holdfast.smp_daemon.recovery.rebuild import recover
 from holdfast.smp_daemon.shared.deadlines import STUCK_S
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
@@ -51,7 +51,6 @@ from holdfast.smp_daemon.shared.messages import (
     Stop,
     Suspect,
     TrainerRequest,
-    Verify,
     read_trainer_request,
 )
 from holdfast.smp_daemon.shared.plain import to_plain
@@ -104,7 +103,6 @@ class TrainerConversation:
             AskPersistedLayout: lambda request: smp.persister.layout_of(request.run, request.snapshot),
             AskCounters: lambda request: smp.store.counters.read(),
             Scrub: lambda request: scrub(self._store, lambda count: None),
-            Verify: self._verify,
             Say: self._say,
             Suspect: lambda request: smp.monitor.suspect(request.node),
             Ended: self._ended,
@@ -270,26 +268,6 @@ class TrainerConversation:
                 f"position {position} of group {group} has no parity in the layout of {sources.snapshot}"
             )
         self._smp.reconciler.order_parity(sources, group, position)
-
-    def _verify(self, request: Verify) -> Accepted:
-        claim = self._store.holdings.verify_lock
-        if not claim.acquire(blocking=False):
-            return Accepted(accepted=False)
-
-        def work() -> None:
-            try:
-                verify(self._store)
-            except HoldfastError as error:
-                log.warning("the newest shards are not all checked: %s", error)
-            finally:
-                claim.release()
-
-        try:
-            self._smp.system.Thread(target=work, name="verify", daemon=True).start()
-        except BaseException:
-            claim.release()
-            raise
-        return Accepted(accepted=True)
 
     def _say(self, request: Say) -> None:
         self._smp.said = request.text

@@ -75,8 +75,8 @@ def start_here(
 def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:
     """Get this node's SMP ready while the job still imports and builds its model. Optional; returns at once.
 
-    Starts an SMP if none serves, and has it check and repair what it holds. Errors are logged here, and raised when
-    `InMemorySnapshot` is entered.
+    Starts an SMP if none serves, which checks and repairs what an earlier one left. Errors are logged here, and raised
+    when `InMemorySnapshot` is entered.
 
     Args:
         job, arena: as for `InMemorySnapshot`.
@@ -92,11 +92,7 @@ def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.
 
     def work() -> None:
         try:
-            client = connect(path, name, start=True)
-            try:
-                client.verify()
-            finally:
-                client.close()
+            connect(path, name, start=True).close()
         except HoldfastError as error:
             log.warning("the SMP could not be prepared ahead of time: %s", error)
 

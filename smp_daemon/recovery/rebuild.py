@@ -118,22 +118,6 @@ def _unless_over(units: Iterator[WantedUnit], count: int, step: int, go_on: Call
         yield unit
 
 
-def verify(store: Store) -> None:
-    """Check the shards of the newest snapshot sealed here, and repair what can be repaired. Blocks for about one read
-    of them, without the store's lock.
-    """
-    for key in store.newest_shards():
-        try:
-            damaged = store.holdings.damaged_units(key)
-        except ProtocolError as error:
-            extra = about(key.snapshot, coord=key.coord)
-            log.info("checking of %s stopped: %s", key, error, extra=extra)  # it was released meanwhile
-            continue
-        repaired = repair_units(store, key, damaged) if damaged else 0
-        extra = about(key.snapshot, coord=key.coord, damaged=len(damaged), repaired=repaired)
-        log.info("%s was checked: %d units damaged, %d repaired", key, len(damaged), repaired, extra=extra)
-
-
 def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     """Repair what can be repaired from the rest of the stripes, wherever it is now. Returns how many units are whole
     again. Blocks.

@@ -47,7 +47,6 @@ from holdfast.smp_daemon.shared.messages import (
     Recover,
     Recovered,
     RepairParity,
-    Request,
     Reserved,
     Say,
     Scrub,
@@ -55,7 +54,6 @@ from holdfast.smp_daemon.shared.messages import (
     SlotFiles,
     Stop,
     Suspect,
-    Verify,
 )
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest, read_json, record_name
@@ -322,7 +320,7 @@ class SmpClient(SmpConnection):
 
     def persist(self, snapshot: SnapshotId) -> bool:
         """Have the SMP persist its part of a snapshot in the background. Returns whether it does."""
-        return self._is_accepted(Persist(snapshot=snapshot))
+        return from_plain(Accepted, self._call(Persist(snapshot=snapshot)), "whether that is done").accepted
 
     def persisted(self, deadline_s: float = PLACE_DEADLINE_S) -> Persisted:
         """What is persisted, as far as the SMP sees. Raises `PlaceError` if the storage fails."""
@@ -331,13 +329,6 @@ class SmpClient(SmpConnection):
     def persisted_layout(self, run: str, snapshot: SnapshotId) -> Layout:
         """The layout that a persisted snapshot was taken in. Raises `PlaceError`, `DamagedSnapshot`."""
         return Layout.read(self._call(AskPersistedLayout(run=run, snapshot=snapshot), PLACE_DEADLINE_S))
-
-    def verify(self) -> bool:
-        """Have the SMP check the newest sealed shards that it holds, and repair them, in the background.
-
-        Returns at once: False if such a check is running already, and no other was started.
-        """
-        return self._is_accepted(Verify())
 
     def repair_parity(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP recompute the parity of a lost node in the background, for as long as this epoch lasts. Harmless
@@ -402,6 +393,3 @@ class SmpClient(SmpConnection):
             ConfigError: other trainers are connected, and `force` is False.
         """
         self._end(Stop(remove=remove, force=force), removes=remove)
-
-    def _is_accepted(self, message: Request) -> bool:
-        return from_plain(Accepted, self._call(message), "whether that is done").accepted

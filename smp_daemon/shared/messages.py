@@ -266,10 +266,6 @@ class Scrub(Request, tag="scrub", kw_only=True):
     """Check every sealed unit now. Answered by an object of numbers by name."""
 
 
-class Verify(Request, tag="verify", kw_only=True):
-    """Check the newest shards in the background. Answered by `Accepted`: False if such a check is running already."""
-
-
 class Say(InEpoch, tag="say", kw_only=True):
     """Show a text to operators."""
 
@@ -321,7 +317,6 @@ TrainerRequest = (
     | AskPersistedLayout
     | AskCounters
     | Scrub
-    | Verify
     | Say
     | Suspect
     | Ended

@@ -34,7 +34,6 @@ from holdfast.smp_daemon.shared.records import (
     ShardRecord,
     digest,
 )
-from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 
@@ -83,18 +82,9 @@ class Commit:
 class Holdings:
     """The sealed shards and complete parities in an arena."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        lock: threading.Condition,
-        counters: Counters,
-        threads: Threads = MACHINE,
-    ) -> None:
+    def __init__(self, arena: Arena, lock: threading.Condition, counters: Counters) -> None:
         self.arena = arena
         self.counters = counters
-        self.verify_lock = threads.Lock()
-        """Held while one background thread checks the newest shards. Nobody waits for it. A connection thread acquires
-        it; the checking thread takes the store's lock while it is held, and releases it."""
         # The store's lock. It guards the records, damage and repairs noted here, together with their slots. Bytes are
         # read without it, so a slot may be freed while it is read; the reader then sees bytes that match no digest.
         self._lock = lock

@@ -78,8 +78,8 @@ class Store:
         self.backend = backend
         # The store's lock, also called `changed`. It guards everything here, in the arena and its pools, in `holdings`
         # and in `codings`. Connection threads take it, and so do the threads that protect, persist, scrub, rejoin,
-        # regroup and reserve memory. It is reentrant because callbacks call back in. Order: `Monitor._regrouping_lock`,
-        # `Holdings.verify_lock` and `_taking` of `coding.sending` are taken before it. The locks of the persister, of a
+        # regroup and reserve memory. It is reentrant because callbacks call back in. Order: `Monitor._regrouping_lock`
+        # and `_taking` of `coding.sending` are taken before it. The locks of the persister, of a
         # `ParityGathering`, of `Recoveries`, of the channels to peers, of counters and of logs are taken after it: a
         # thread that holds one of them must not take this one. Bytes are copied, digested, sent, reserved and mapped in
         # without it, however many there are, and their memory is given back without it: trainers wait for it in every
@@ -89,7 +89,7 @@ class Store:
         self.counters = Counters(network, lambda: self.outcomes.board.note_move())
         self.reserver = Reserver(arena, self.changed, priority, network, self.counters.moved)
         self.reserver.on_ready = self._post_ready
-        self.holdings = Holdings(arena, self.changed, self.counters, network)
+        self.holdings = Holdings(arena, self.changed, self.counters)
         self.receiving = Receiving(arena, self.changed, self.holdings, self.reserver, backend, network)
         self.outcomes = Outcomes(
             self.changed,
@@ -158,12 +158,6 @@ class Store:
             run = self.run
             own = {at.epoch for at in self.arena.layouts.values() if run is not None and at.run.id == run.id}
             return [key for key in self.holdings.held() if key.snapshot.epoch in own]
-
-    def newest_shards(self) -> list[ShardKey]:
-        """The shards held here of the newest snapshot of this node's run that has any."""
-        shards = [key for key in self.own_keys() if isinstance(key, ShardKey)]
-        newest = max((key.snapshot for key in shards), default=None)
-        return [key for key in shards if key.snapshot == newest]
 
     def check_epoch(self, epoch: int) -> None:
         """Raise `StaleEpoch` unless `epoch` is the current one."""

@@ -7,7 +7,6 @@ import queue
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,10 +17,8 @@ import pytest
 from holdfast.smp_daemon.local import MAX_DIGESTS
 from holdfast.smp_daemon.net.listener import SocketListener, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.ops.status import take_statuses
-from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
@@ -46,7 +43,6 @@ from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
-from holdfast.smp_daemon.storage.holdings import Holdings, Key
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
     JOB,
@@ -686,66 +682,6 @@ class TestAShardThatIsNotCheckedBeforeItIsGiven:
         shard = client.recover(run.plan(client.inventory()).sources, "dp0", check=False)
         assert 0.95 * MAX_DIGESTS < len(shard.digests) <= MAX_DIGESTS
         assert shard.digests == digest_units(memoryview(image), 1)
-
-
-class TestTheNewestShards:
-    def test_are_checked_and_mended_in_the_background_and_no_others(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[9000, 500], [9000], [9000]])
-        older, newest = run.protect(1), run.protect(2)
-        client = run["dp0"].client
-        paths = [shard_file(smps[0], newest, coord) for coord in ("dp0", "dp1")]
-        for path in (*paths, shard_file(smps[0], older, "dp0")):
-            flip_a_byte(path)
-        assert client.verify()
-        assert wait_until(lambda: client.counters()["units_repaired"] == 2)
-        assert [path.read_bytes() for path in paths] == [bytes_of(run, coord, newest) for coord in ("dp0", "dp1")]
-        assert wait_until(client.verify), "the first check is over"
-        assert damage_of(run["dp0"]) == (2, 2)
-
-    def test_that_cannot_be_mended_are_noted_and_stay(self, ground: Ground) -> None:
-        smp = ground.smp()
-        run = run_on([smp], [[9000]])
-        newest = run.protect(1)
-        flip_a_byte(shard_file(smp, newest, "dp0"))
-        client = run["dp0"].client
-        assert client.verify()
-        assert wait_until(lambda: client.counters()["units_damaged"] == 1)
-        assert wait_until(client.verify), "the first check is over"
-        assert damage_of(run["dp0"]) == (1, 0)
-        assert client.inventory().shards == {(newest, "dp0")}
-
-    def test_are_checked_once_at_a_time_and_may_be_given_meanwhile(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        reading, go_on = threading.Event(), threading.Event()
-        reads: list[bool] = []
-        damaged_units = Holdings.damaged_units
-
-        def held_up(holdings: Holdings, key: Key) -> list[int]:
-            reading.set()
-            reads.append(go_on.wait(DEADLINE_S))
-            return damaged_units(holdings, key)
-
-        monkeypatch.setattr(Holdings, "damaged_units", held_up)
-        with playground() as ground:
-            prepared = ground.prepare()
-            smp = Smp(prepared.job, "node0", prepared.arena, prepared.host, settings=Settings(scrub=0))
-            ground.on_end.callback(smp.close)
-            ground.on_end.callback(smp.finish)
-            ground.on_end.callback(go_on.set)
-            run = Run([Trainer(prepared, "dp0")]).start()
-            snapshot, client = run.protect(1), run["dp0"].client
-            sources = run.plan(client.inventory()).sources
-            assert client.verify()
-            assert reading.wait(DEADLINE_S)
-            assert not client.verify() and not client.verify()
-            assert client.recover(sources, "dp0", check=False).view == bytes_of(run, "dp0", snapshot)
-            run.protect(2)
-            assert reads == [], "nothing waited for the check to end"
-            go_on.set()
-            assert wait_until(client.verify)
-            assert wait_until(lambda: reads == [True, True])
 
 
 # ---------------------------------------------------------------------- memory

@@ -650,7 +650,6 @@ OPERATIONS = [
     *("hello", "inventory", "join", "configure", "seal", "recover", "repair_parity", "counters"),
     *(
         "scrub",
-        "verify",
         "accumulate",
         "shard",
         "shard_unit",
