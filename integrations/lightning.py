@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
@@ -26,9 +25,6 @@ from holdfast.snapshot.state import rng
 
 NAME = "lightning"
 """The name under which the state of the loops is tracked."""
-
-ARRAY = "lightning.array"
-"""Marks a small tensor that is kept among the plain values. As a leaf, each new one would need a new layout."""
 
 
 class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
@@ -141,8 +137,8 @@ class _Fit:
         return {
             "loops": loops,
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "callbacks": _plain({callback.state_key: callback.state_dict() for callback in trainer.callbacks}),
-            "metrics": _plain(dict(trainer._logger_connector._callback_metrics)),
+            "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
+            "metrics": {n: each.detach() for n, each in trainer._logger_connector._callback_metrics.items()},
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
             "stop": trainer.should_stop,
             "accumulates": trainer.accumulate_grad_batches,
@@ -179,11 +175,10 @@ class _Fit:
         trainer.fit_loop.load_state_dict(held["loops"])
         for config, state in zip(trainer.lr_scheduler_configs, held["schedules"], strict=True):
             config.scheduler.load_state_dict(state)
-        states = _tensors(held["callbacks"])
         for callback in trainer.callbacks:
-            if state := states.get(callback.state_key):
+            if state := held["callbacks"].get(callback.state_key):
                 callback.load_state_dict(state)
-        trainer._logger_connector._callback_metrics.update(_tensors(held["metrics"]))
+        trainer._logger_connector._callback_metrics.update(held["metrics"])
         if trainer.datamodule is not None and held["datamodule"]:
             trainer.datamodule.load_state_dict(held["datamodule"])
         trainer.should_stop = held["stop"]
@@ -301,21 +296,3 @@ def _loops(loop: Any) -> Iterator[Any]:
     for part in vars(loop).values():
         if isinstance(part, _Loop):
             yield from _loops(part)
-
-
-def _plain(value: Any) -> Any:
-    """`value` with NumPy arrays for the tensors that NumPy can hold. Tensors on a device stay: reading them blocks."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype is not torch.bfloat16:
-        return (ARRAY, value.detach().numpy().copy())
-    return value
-
-
-def _tensors(value: Any) -> Any:
-    """The inverse of `_plain`."""
-    if isinstance(value, dict):
-        return {key: _tensors(item) for key, item in value.items()}
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == ARRAY and isinstance(value[1], np.ndarray):
-        return torch.from_numpy(value[1])
-    return value

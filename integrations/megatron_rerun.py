@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.state.values import packed, unpacked
 
 GET = "get_rerun_state_machine"
 """The function from which the loop gets the machine."""
@@ -78,7 +79,7 @@ class Reruns:
             "state": machine.state.name,
             "first_iteration_complete": machine.first_iteration_complete,
             "failed_validation_call": None if call is None else [list(call.caller), call.sequence],
-            "initial_result": _plain(machine.initial_result),
+            "initial_result": packed(machine.initial_result),  # as a tensor, the first one would change the layout
             "injected_error_type": None if injected is None else injected.value,
             "stats": [[list(caller), _sampled(stats)] for caller, stats in machine.stats.items()],
         }
@@ -108,26 +109,11 @@ class Reruns:
             setattr(machine, name, held[name])
         machine.state = module.RerunState[held["state"]]
         machine.data_iterator_checkpoints = None  # earlier batches, which the next step would drop anyway
-        machine.initial_result = _made(held["initial_result"])
+        machine.initial_result = unpacked(held["initial_result"], torch.device("cuda"))
         call, injected = held["failed_validation_call"], held["injected_error_type"]
         machine.failed_validation_call = None if call is None else module.Call(module.Caller(*call[0]), call[1])
         if machine.error_injector.should_inject_errors:
             machine.error_injector.injected_error_type = None if injected is None else module.RerunDiagnostic(injected)
-
-
-def _plain(result: Any) -> Any:
-    """A result as plain values and its bytes. As a tensor, the first one would change the layout."""
-    if not isinstance(result, torch.Tensor):
-        return result
-    data = result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return {"dtype": result.dtype, "shape": list(result.shape), "device": result.device.type, "bytes": data}
-
-
-def _made(result: Any) -> Any:
-    if not isinstance(result, dict):
-        return result
-    flat = torch.from_numpy(result["bytes"]).view(result["dtype"])
-    return flat.reshape(result["shape"]).to(result["device"])
 
 
 def _sampled(stats: Any) -> dict[str, Any]:

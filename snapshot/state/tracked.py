@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, is_dense, local, octets
+from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, local
 from holdfast.snapshot.state.live import Change, Container, LiveTensor
 from holdfast.snapshot.state.optimizers import check_names
+from holdfast.snapshot.state.values import SMALL, packed, unpacked
 
 CHANGES = {"any": Change.ANY, "after step": Change.STEP, "step": Change.STEP, "never": Change.STEP}
 WHEN = ("forward", "step")
@@ -99,42 +99,14 @@ SMALL_BYTES = 4096
 """Tensors on the host of up to this size among plain values are part of the record, whose room doubles when it is full.
 As leaves of the slot, those of a list that grows in every step would each time need a new layout."""
 
-_SMALL = "holdfast.small"
-_OPENED = (list, tuple, dict, deque)
-
-
-def _packed(value: Any) -> Any:
-    """`value` with arrays for the small tensors in its containers."""
-    if isinstance(value, torch.Tensor):
-        plain = type(value) is torch.Tensor and is_dense(value) and value.is_contiguous() and not value.is_conj()
-        if not plain or value.device.type != "cpu" or value.nbytes > SMALL_BYTES or value.requires_grad:
-            return value
-        return {_SMALL: value.dtype, "shape": list(value.shape), "bytes": octets(value).numpy().copy()}
-    return _in_container(_packed, value)
-
-
-def _unpacked(value: Any) -> Any:
-    """What `_packed` was given."""
-    if type(value) is dict and _SMALL in value:
-        made = torch.empty(value["shape"], dtype=value[_SMALL], device="cpu")
-        octets(made).copy_(torch.from_numpy(value["bytes"]))
-        return made
-    return _in_container(_unpacked, value)
-
-
-def _in_container(change: Callable[[Any], Any], value: Any) -> Any:
-    """A container like `value` with each part changed; anything else as it is."""
-    if type(value) not in _OPENED:
-        return value
-    if isinstance(value, dict):
-        return {key: change(part) for key, part in value.items()}
-    parts = map(change, value)
-    return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
-
 
 def values(tracked: Mapping[str, Tracked], *, late: bool) -> dict[str, Any]:
     """The plain values of the pieces with this `late`, by name."""
-    return {name: _packed(part.get()) for name, part in tracked.items() if part.get is not None and part.late is late}
+    return {
+        name: packed(part.get(), SMALL_BYTES)
+        for name, part in tracked.items()
+        if part.get is not None and part.late is late
+    }
 
 
 def check(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
@@ -147,7 +119,7 @@ def load(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
     for name, value in held.items():
         put = tracked[name].set
         if put is not None:
-            put(_unpacked(value))
+            put(unpacked(value, mark=SMALL))
 
 
 def containers(module: torch.nn.Module) -> Iterator[Container]:

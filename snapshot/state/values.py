@@ -7,7 +7,6 @@ replaced by their name, so that they are stored as leaves of the slot.
 from __future__ import annotations
 
 import base64
-import copy
 import io
 import math
 import re
@@ -20,13 +19,16 @@ import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
-from holdfast.snapshot.copy.tensors import empty_restrided, octets, strides_of
+from holdfast.snapshot.copy.tensors import empty_restrided, is_dense, octets, strides_of
 from holdfast.snapshot.state import objects
+from holdfast.snapshot.state.digests import elements_of
 
 LONGEST_JSON_INT = 4096
 """In bits. Longer integers are stored in hexadecimal: Python refuses decimal numbers of more than 4300 digits."""
 
-_PACKED = "holdfast.tensor"
+_PACKED, SMALL = "holdfast.tensor", "holdfast.small"
+"""Marks of tensors that `packed` made bytes of: of all, and of small ones."""
+
 _NUMBER_TYPE = re.compile(r"[<>|=][biufc][1-9][0-9]?")
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "int": int,
@@ -250,39 +252,54 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def packed(value: Any) -> Any:
-    """`value` with arrays of bytes for the tensors in it. As leaves of the slot, tensors that come and go, or change
-    their size, would each time need a new layout."""
+def packed(value: Any, largest: int | None = None) -> Any:
+    """`value` with bytes for the tensors in it. As leaves of the slot, tensors that come and go, or change their size,
+    would each time need a new layout.
+
+    Args:
+        largest: only dense tensors on the host of up to this many bytes are packed, and only what dicts, lists, tuples
+            and deques hold; all else stays as it is. None: all tensors are, and classes of dicts become dicts.
+    """
     if isinstance(value, torch.Tensor):
-        data = octets(value.detach().cpu().contiguous()).numpy()
-        return {_PACKED: value.dtype, "shape": list(value.shape), "bytes": data, "host": value.device.type == "cpu"}
-    if isinstance(value, dict):
-        return {key: packed(part) for key, part in value.items()}
-    return type(value)(map(packed, value)) if type(value) in (list, tuple, set, deque) else value
+        if largest is not None and not _is_small(value, largest):
+            return value
+        found = {"shape": list(value.shape), "bytes": elements_of(value), "host": value.device.type == "cpu"}
+        return {_PACKED if largest is None else SMALL: value.dtype} | found
+    kind = type(value)
+    if kind is dict or (largest is None and isinstance(value, dict)):
+        return {key: packed(part, largest) for key, part in value.items()}
+    parts = (packed(part, largest) for part in value) if kind in (list, tuple, deque) else ()
+    return deque(parts, value.maxlen) if kind is deque else kind(parts) if kind in (list, tuple) else value
 
 
-def unpacked(held: Any, device: torch.device | None = None, there: Any = None) -> Any:
-    """A copy of what `packed` was given.
+def _is_small(value: torch.Tensor, largest: int) -> bool:
+    plain = is_dense(value) and value.is_contiguous() and not value.is_conj() and not value.requires_grad
+    return plain and value.device.type == "cpu" and value.nbytes <= largest
+
+
+def unpacked(held: Any, device: torch.device | None = None, there: Any = None, mark: str = _PACKED) -> Any:
+    """What `packed` was given, in containers of its own.
 
     Args:
         device: where tensors go that were not on the host; None: they stay there.
         there: filled anew and returned if it is a dict or a deque, like `held`: it knows more than its items.
+        mark: `SMALL` for what was packed up to some size.
     """
-    if isinstance(held, dict) and _PACKED in held:
-        made = torch.empty(held["shape"], dtype=held[_PACKED], device="cpu")
-        octets(made).copy_(torch.from_numpy(held["bytes"]))
+    kind = type(held)
+    if kind is dict and mark in held:
+        made = torch.empty(held["shape"], dtype=held[mark], device="cpu")
+        if held["bytes"]:
+            octets(made).copy_(torch.frombuffer(bytearray(held["bytes"]), dtype=torch.uint8))
         return made if held["host"] or device is None else made.to(device)
-    if isinstance(held, dict):
+    if kind is dict:
         filled = there if isinstance(there, dict) else {}
-        items = {key: unpacked(part, device, filled.get(key)) for key, part in held.items()}
+        items = {key: unpacked(part, device, filled.get(key), mark) for key, part in held.items()}
         filled.clear()
         filled.update(items)
         return filled
-    if type(held) not in (list, tuple, set, deque):
-        return copy.deepcopy(held)
-    parts = (unpacked(part, device) for part in held)
-    if isinstance(held, deque) and isinstance(there, deque):
+    parts = (unpacked(part, device, mark=mark) for part in held) if kind in (list, tuple, deque) else ()
+    if kind is deque and isinstance(there, deque):
         there.clear()
         there.extend(parts)
         return there
-    return type(held)(parts)
+    return deque(parts, held.maxlen) if kind is deque else kind(parts) if kind in (list, tuple) else held

@@ -377,7 +377,7 @@ class Data:
     def _between(self, source: Any, *, told: bool) -> None:
         """Bring `source` between two passes."""
         if told:
-            source.load_state_dict(unpacked(self._place.loader))
+            source.load_state_dict(unpacked(copy.deepcopy(self._place.loader)))
         else:
             self._numbers.put_back(source, self._place.counted)
         rng.put_back(rng.find(source), self._place.own, f"data {self.name!r}")
@@ -390,7 +390,7 @@ class Data:
             rng.put_back(own, place.own_start, owner)
             rng.restore(place.start)
             if told:
-                source.load_state_dict(unpacked(place.loader))
+                source.load_state_dict(unpacked(copy.deepcopy(place.loader)))
             else:
                 self._numbers.put_back(source, place.counted_start)
             iterator, self._indices = open_pass(source, self._place.epoch)
