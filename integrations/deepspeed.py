@@ -2,25 +2,20 @@
 
 ``engine.save_checkpoint`` then copies every rank's part into a slot of its node's SMP, protected like any snapshot;
 ``engine.load_checkpoint`` reads it from there. DeepSpeed looks for its files by name, so a placeholder of a few bytes
-takes the place of each; on a node that replaces a lost one the placeholders are written again. Nothing is pickled: the
-only objects that a checkpoint may contain are a few of DeepSpeed's own (`KNOWN`).
+takes the place of each; on a node that replaces a lost one the placeholders are written again. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from holdfast.integrations.memory import Memory
 from holdfast.smp_daemon.recovery.reading import RemoteShard
@@ -36,9 +31,6 @@ from holdfast.snapshot.resume.own_run import find_own
 from holdfast.snapshot.resume.restore import repair_parity
 from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
-
-KNOWN = {cls.__name__: cls for cls in (torch.Size, fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)}
-MARK = "holdfast.class"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             HoldfastError: a rank failed; the checkpoint before this one is still there.
         """
         tensors: dict[str, torch.Tensor] = {}
-        files = {path: encode(strip(state), Path(path).name, tensors) for path, state in self._saving.items()}
+        files = {path: encode(state, Path(path).name, tensors) for path, state in self._saving.items()}
         latest = None
         if info is not None and info.save_latest:
             latest = [os.path.normpath(Path(info.save_dir, "latest")), str(info.tag)]
@@ -135,7 +127,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             form = shard.read_format()
             shard.fetch_all()
             encoded = json.loads(read_record(shard.view, form))["files"][name]
-            return unstrip(decode(encoded, lambda leaf: read_leaf(shard.view, *form.offsets[leaf])))
+            return decode(encoded, lambda leaf: read_leaf(shard.view, *form.offsets[leaf]))
 
     def preserves_storage_sharing(self) -> bool:
         """False: tensors are stored one by one, so DeepSpeed need not clone views before it saves them."""
@@ -162,37 +154,6 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             for path, text in texts.items():
                 _put(Path(path), text)
         memory.agreement.minimum([1])()
-
-
-def strip(value: Any) -> Any:
-    """`value` with DeepSpeed's objects replaced by dicts of plain values."""
-    cls = type(value)
-    if KNOWN.get(cls.__name__) is cls:
-        content = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else vars(value)
-        return {MARK: cls.__name__, "content": strip(content)}
-    return _over(value, strip)
-
-
-def unstrip(value: Any) -> Any:
-    """The inverse of `strip`."""
-    if not isinstance(value, dict) or MARK not in value:
-        return _over(value, unstrip)
-    cls, content = KNOWN[value[MARK]], unstrip(value["content"])
-    if issubclass(cls, Enum):
-        return cls(content)
-    if issubclass(cls, tuple):
-        return cls(content) if cls is torch.Size else cls(*content)
-    made = object.__new__(cls)
-    made.__dict__.update(content)
-    return made
-
-
-def _over(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return type(value)((key, change(item)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(map(change, value))
-    return value
 
 
 def _put(path: Path, text: str) -> None:

@@ -89,9 +89,8 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
             self._track(snap, pl_module)
         others = [callback for callback in trainer.callbacks if callback is not self]
         keep_averages(snap, others, _state_of)
-        own = rng.capture()
-        snap.__enter__()
-        rng.restore(own)  # so that a train_dataloader() that splits data at random splits it as before
+        with rng.undrawn():  # so that a train_dataloader() that splits data at random splits it as before
+            snap.__enter__()
         self._snap, self._fit = snap, fit
         fit.begin(Overlooked(snap, others, _state_of))
 

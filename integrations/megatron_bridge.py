@@ -7,21 +7,19 @@ of these, so the state includes what the iteration before has changed, also in i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from torch.utils.data import DataLoader
 
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.megatron_data import BUILD, is_under_way, make_first_iterator_quiet
 from holdfast.integrations.megatron_rerun import Reruns
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks
-from holdfast.snapshot.state import rng
 
 NAME = "megatron_bridge"
 """The name under which this state is tracked."""
@@ -39,8 +37,7 @@ COUNTERS = (
 """Captured fields of `GlobalState.train_state`. The others, which phases there are, follow from the configuration."""
 
 LOADERS = "megatron.bridge.data.loaders"
-BUILD = "build_train_valid_test_data_loaders"
-"""The function of that module that returns all data loaders. It runs after the callback has restored the counters."""
+"""The module whose `BUILD` runs after the callback has restored the counters."""
 
 log = get_log(__name__)
 
@@ -156,30 +153,8 @@ def _make_quiet_what_went_on(loaders: Any) -> None:
         setattr(loaders, BUILD, build)
         made = build(*args, **kwargs)
         for loader in made:
-            if isinstance(loader, DataLoader) and _is_under_way(loader):
-                _make_first_iterator_quiet(loader)
+            if is_under_way(loader):
+                make_first_iterator_quiet(loader)
         return made
 
     setattr(loaders, BUILD, building)
-
-
-def _is_under_way(loader: Any) -> bool:
-    """Whether a pass has begun, according to the counter of the loader's sampler."""
-    sampler = loader.batch_sampler
-    consumed, total = getattr(sampler, "consumed_samples", 0), getattr(sampler, "total_samples", 0)
-    whole = total - getattr(sampler, "last_batch_size", 0)
-    return whole > 0 and bool(consumed % whole or (loader.persistent_workers and consumed))
-
-
-def _make_first_iterator_quiet(loader: Any) -> None:
-    make: Callable[[], Iterator[Any]] = loader._get_iterator
-
-    def quietly() -> Iterator[Any]:
-        del loader._get_iterator
-        state = rng.capture()
-        try:
-            return make()
-        finally:
-            rng.restore(state)
-
-    loader._get_iterator = quietly

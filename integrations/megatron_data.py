@@ -7,10 +7,10 @@ over and over, whose first pass a new process would begin again; and loaders tha
 
 from __future__ import annotations
 
+import copy
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -96,7 +96,7 @@ class Loaders:
             loader = Passes(loader)
             self._add(name, loader)
         elif kind == "cyclic" and self._held is not None:
-            loader = PassGoesOn(loader, *_of_sampler(loader))
+            loader = PassGoesOn(loader, is_under_way(loader))
         return loader
 
     def _add(self, name: str, place: Passes | Hooked) -> None:
@@ -139,17 +139,11 @@ class PassGoesOn:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        begun, skip, self._begun = self._begun, self._skip, False
-        if not begun:
+        begun, self._begun = self._begun, False
+        with rng.undrawn() if begun else nullcontext():
             iterator: Iterator[Any] = iter(self._loader)
-            return iterator
-        state = rng.capture()
-        try:
-            iterator = iter(self._loader)
-            for _ in islice(iterator, skip):
+            for _ in islice(iterator, self._skip if begun else 0):
                 pass
-        finally:
-            rng.restore(state)
         return iterator
 
 
@@ -183,13 +177,13 @@ class Passes:
         sampler = self._loader.batch_sampler
         if hasattr(sampler, "last_batch_size"):  # it shuffles each pass by this counter
             sampler.consumed_samples += held * sampler.micro_batch_times_data_parallel_size
-            self._loader = PassGoesOn(self._loader, *_of_sampler(self._loader))
+            self._loader = PassGoesOn(self._loader, is_under_way(self._loader))
         else:
             into = held % len(self._loader)
             self._loader = PassGoesOn(self._loader, bool(into) or (self._loader.persistent_workers and held > 0), into)
 
 
-def _of_sampler(loader: Any) -> tuple[bool]:
+def is_under_way(loader: Any) -> bool:
     """Whether the loader's next iterator already existed in the run before, according to its sampler's counter.
 
     It existed in the middle of a pass; persistent workers keep it for all passes.
@@ -198,8 +192,8 @@ def _of_sampler(loader: Any) -> tuple[bool]:
     consumed, total = getattr(sampler, "consumed_samples", 0), getattr(sampler, "total_samples", 0)
     whole = total - getattr(sampler, "last_batch_size", 0)
     if not isinstance(loader, DataLoader) or whole <= 0:
-        return (False,)
-    return (bool(consumed % whole) or (loader.persistent_workers and consumed > 0),)
+        return False
+    return bool(consumed % whole) or (loader.persistent_workers and consumed > 0)
 
 
 class Hooked:
@@ -211,17 +205,17 @@ class Hooked:
         self._restore = restore
 
     def get(self) -> Any:
-        """The loader's state, as plain values."""
-        return plain(getattr(self._owner, self._save)(), _packages(self._owner))
+        """The loader's state."""
+        return getattr(self._owner, self._save)()
 
     def set(self, held: Any) -> None:
         """Make the loader resume from there."""
-        getattr(self._owner, self._restore)(made(held, _packages(self._owner)))
+        getattr(self._owner, self._restore)(copy.deepcopy(held))
         if isinstance(self._owner, DataLoader):
-            _make_first_iterator_quiet(self._owner)
+            make_first_iterator_quiet(self._owner)
 
 
-def _make_first_iterator_quiet(loader: Any) -> None:
+def make_first_iterator_quiet(loader: Any) -> None:
     """Have the loader's first iterator made without advancing the random generators.
 
     The run before made it, and drew its workers' seed, before the snapshot. Here it is made when the first batch is
@@ -231,11 +225,8 @@ def _make_first_iterator_quiet(loader: Any) -> None:
 
     def quietly() -> Any:
         del loader._get_iterator
-        state = rng.capture()
-        try:
+        with rng.undrawn():
             return make()
-        finally:
-            rng.restore(state)
 
     loader._get_iterator = quietly
 
@@ -264,72 +255,3 @@ def _hooked(name: str, loader: Any, *, trains: bool) -> Hooked | None:
         known,
     )
     return None
-
-
-def plain(value: Any, packages: frozenset[str]) -> Any:
-    """A loader's state without objects: tuples, and dataclasses, named tuples and dict classes of `packages`, become
-    tuples that name what they were.
-
-    Raises:
-        StateMismatch: an object's class is from another package.
-    """
-    kind = type(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: plain(getattr(value, field.name), packages) for field in fields(value)}
-        return ("fields", *_name(kind, packages), parts)
-    if kind is dict:
-        return {key: plain(part, packages) for key, part in value.items()}
-    if isinstance(value, dict):
-        return ("dict", *_name(kind, packages), {key: plain(part, packages) for key, part in value.items()})
-    if kind is tuple:
-        return ("tuple", [plain(part, packages) for part in value])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ("items", *_name(kind, packages), [plain(part, packages) for part in value])
-    if kind is list:
-        return [plain(part, packages) for part in value]
-    return value
-
-
-def made(value: Any, packages: frozenset[str]) -> Any:
-    """The inverse of `plain`. Only calls classes of `packages`, and only those that are already imported.
-
-    Raises:
-        StateMismatch: there is no such class.
-    """
-    match value:
-        case ("tuple", parts):
-            return tuple(made(part, packages) for part in parts)
-        case ("fields", module, name, parts):
-            return _class(module, name, packages)(**{key: made(part, packages) for key, part in parts.items()})
-        case ("dict", module, name, parts):
-            return _class(module, name, packages)({key: made(part, packages) for key, part in parts.items()})
-        case ("items", module, name, parts):
-            return _class(module, name, packages)(*(made(part, packages) for part in parts))
-        case dict():
-            return {key: made(part, packages) for key, part in value.items()}
-        case list():
-            return [made(part, packages) for part in value]
-    return value
-
-
-def _packages(owner: Any) -> frozenset[str]:
-    """The packages whose classes a loader's state may contain: those of the loader's own class and its bases."""
-    return frozenset(kind.__module__.partition(".")[0] for kind in type(owner).__mro__) - {"builtins"}
-
-
-def _name(kind: type, packages: frozenset[str]) -> tuple[str, str]:
-    if kind.__module__.partition(".")[0] not in packages | {"collections"}:
-        raise StateMismatch(
-            f"the state of a data loader has a {kind.__module__}.{kind.__qualname__}: keep plain values, or classes of "
-            f"the loader's own package ({', '.join(sorted(packages))})"
-        )
-    return kind.__module__, kind.__qualname__
-
-
-def _class(module: str, name: str, packages: frozenset[str]) -> Callable[..., Any]:
-    found: Any = sys.modules.get(module) if module.partition(".")[0] in packages | {"collections"} else None
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or not (is_dataclass(found) or issubclass(found, dict | tuple)):
-        raise StateMismatch(f"the state of a data loader has a {module}.{name}, which is not there any more")
-    return found

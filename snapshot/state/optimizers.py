@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated
-from holdfast.snapshot.state.objects import ATTRIBUTES, way_of
+from holdfast.snapshot.state.objects import take_over, way_of
 from holdfast.snapshot.state.values import is_kept, packed, unpacked
 from holdfast.snapshot.state.walk import walk
 from holdfast.snapshot.state.wrappers import INNER, described, is_description, is_wrapper, wrapped_in, wrapper_of
@@ -380,9 +380,7 @@ class OptimizerState:
                 live = group.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
                     live.copy_(value)
-                elif type(live) is type(value) and way_of(value) is ATTRIBUTES:
-                    vars(live).update(vars(value))  # other groups may refer to the same object
-                else:
+                elif not take_over(live, value):  # other groups may refer to the same object
                     group[key] = value
         keys: dict[str, Any] = dict(self.parameters())
         keys |= {name: name.removeprefix(NAMED) for name in order if name.startswith(NAMED)}

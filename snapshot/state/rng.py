@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,16 @@ def restore(state: dict[str, Any]) -> None:
         now = torch.cuda.current_device()
         for device, each in placed(state["cuda"], now, torch.cuda.device_count()).items():
             torch.cuda.set_rng_state(_tensor(each), device)
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """What is drawn from the global generators in this block leaves them as they were."""
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def on_host(state: Mapping[str, Any]) -> list[Any]:
