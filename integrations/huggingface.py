@@ -22,6 +22,7 @@ from holdfast.integrations.accelerate import with_generator
 from holdfast.integrations.callbacks import Overlooked, keep_averages
 from holdfast.integrations.kept import SubclassState
 from holdfast.integrations.reading import Reading
+from holdfast.integrations.replacing import guarded
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
 
@@ -95,7 +96,7 @@ def protect(
         raise ConfigError("this trainer is protected already")
     callback = ProtectCallback(trainer, track, options)
     trainer.add_callback(callback)
-    trainer._inner_training_loop = callback.guard(trainer._inner_training_loop)
+    trainer._inner_training_loop = guarded(callback.leave)(trainer._inner_training_loop)
     trainer._run_epoch = callback.place(trainer._run_epoch)
     trainer.get_batch_samples = callback.read(trainer.get_batch_samples)
     trainer._load_rng_state = callback.without_files(trainer._load_rng_state)
@@ -160,21 +161,6 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._snap.settle()
 
     # Replacements of the trainer's methods.
-
-    def guard(self, loop: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``_inner_training_loop``, to learn how training ends."""
-
-        @functools.wraps(loop)
-        def training(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = loop(*args, **kwargs)
-            except BaseException as error:
-                self._leave(error)
-                raise
-            self._leave(None)
-            return result
-
-        return training
 
     def place(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``_run_epoch``, to resume where the dead run was."""
@@ -278,14 +264,12 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _stateful(self) -> list[Any]:
         return [part for part in self._trainer.callback_handler.callbacks if isinstance(part, ExportableState)]
 
-    def _leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None) -> None:
+        """Training has ended by `error`, or, if it is None, well or early."""
         if self._snap is None:
             return
         try:
-            if error is not None:
-                self._snap.__exit__(type(error), error, None)
-            else:
-                self._snap.close(early=self._has_stopped_early())
+            self._snap.leave(error, early=error is None and self._has_stopped_early())
         finally:
             self._snap = self.snapshot = None
             self._held = self._kept = self._reading = None

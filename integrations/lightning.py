@@ -20,6 +20,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from holdfast.integrations.callbacks import Overlooked, keep_averages
+from holdfast.integrations.replacing import Replacements, before
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
 
@@ -107,11 +108,9 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     def _leave(self, error: BaseException | None, *, early: bool = False) -> None:
         snap, fit, self._snap, self._fit = self._snap, self._fit, None, None
         if fit is not None:
-            fit.end()
-        if snap is not None and error is not None:
-            snap.__exit__(type(error), error, None)
-        elif snap is not None:
-            snap.close(early=early)
+            fit.replaced.undo()
+        if snap is not None:
+            snap.leave(error, early=early)
 
 
 class _Fit:
@@ -124,7 +123,7 @@ class _Fit:
         self._at_iter: dict[str, Any] = rng.capture()
         self._at_first: dict[str, Any] | None = None
         self._at_last: dict[str, Any] | None = None  # of the last batch that was read: fetchers may read one ahead
-        self._undo: list[Callable[[], None]] = []
+        self.replaced = Replacements()
 
     def get(self) -> dict[str, Any]:
         """The state. Called when the next batch is about to be read."""
@@ -151,22 +150,17 @@ class _Fit:
 
     def begin(self, overlooked: Overlooked) -> None:
         """Replace methods of the loops, and take over what was restored."""
-        self._overlooked = overlooked
+        self._overlooked, replace = overlooked, self.replaced.replace
         for optimizer in self._trainer.optimizers:
             if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
-                self._replace(optimizer, "step", _closure_first)
+                replace(optimizer, "step", _closure_first)
         fit_loop, epoch_loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
-        self._replace(fit_loop, "_load_combined_loader_states", self._before_iter)
-        self._replace(epoch_loop, "reset", self._unless_resumed)
-        self._replace(epoch_loop, "on_run_start", self._on_run_start)
-        self._replace(epoch_loop, "_on_before_fetch", self._before_fetch)
+        replace(fit_loop, "_load_combined_loader_states", before(self._before_iter))
+        replace(epoch_loop, "reset", self._unless_resumed)
+        replace(epoch_loop, "on_run_start", self._on_run_start)
+        replace(epoch_loop, "_on_before_fetch", before(self._before_fetch))
         if self._held is not None:
             self._load(self._held)
-
-    def end(self) -> None:
-        """Leave the trainer as it was."""
-        while self._undo:
-            self._undo.pop()()
 
     def _load(self, held: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -193,14 +187,10 @@ class _Fit:
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
             loop.reset_restart_stage()
 
+    def _before_iter(self) -> None:
+        self._at_iter, self._at_first, self._at_last = rng.capture(), None, None
+
     # Each of the following takes a method of a loop and returns its replacement.
-
-    def _before_iter(self, load: Callable[[], None]) -> Callable[[], None]:
-        def before_iter() -> None:
-            self._at_iter, self._at_first, self._at_last = rng.capture(), None, None
-            load()
-
-        return before_iter
 
     def _unless_resumed(self, reset: Callable[[], None]) -> Callable[[], None]:
         """Skip the reset if an epoch resumes: its counters are right as they are."""
@@ -239,22 +229,12 @@ class _Fit:
         start(fetcher)
         self._clear_restart_marks()
 
-    def _before_fetch(self, profile: Callable[[], None]) -> Callable[[], None]:
-        def before_fetch() -> None:
-            if self._at_first is None:
-                self._at_first = rng.capture()
-            self._snap.settle()
-            self._at_last = rng.capture()
-            self._overlooked.look()
-            profile()
-
-        return before_fetch
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace a method of this one object by what `make` makes of it."""
-        earlier = vars(owner).get(name)
-        setattr(owner, name, make(getattr(owner, name)))
-        self._undo.append(lambda: delattr(owner, name) if earlier is None else setattr(owner, name, earlier))
+    def _before_fetch(self) -> None:
+        if self._at_first is None:
+            self._at_first = rng.capture()
+        self._snap.settle()
+        self._at_last = rng.capture()
+        self._overlooked.look()
 
 
 def _has_stopped_early(trainer: Any) -> bool:

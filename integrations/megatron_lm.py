@@ -6,12 +6,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType, TracebackType
-from typing import Any
+from types import ModuleType
+from typing import Any, Self
 
 from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.megatron_data import BUILD, Loaders
 from holdfast.integrations.megatron_rerun import GET, Reruns
+from holdfast.integrations.replacing import Replacements, before
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks
@@ -57,10 +58,7 @@ def protect(
         HoldfastError: as entering `InMemorySnapshot`.
     """
     training = training or sys.modules.get(MODULE)
-    snap = _ScriptSnapshot(model, optimizer, scheduler=scheduler, **options)
-    snap.follow(args, getattr(training, GET, None))
-    snap.__enter__()
-    snap.go_on()
+    snap = _ScriptSnapshot(model, optimizer, scheduler=scheduler, **options).enter(args, getattr(training, GET, None))
     if training is not None:
         snap.listen(training)
     return snap
@@ -92,10 +90,7 @@ class InMemoryCheckpointManager:
             HoldfastError: as entering `InMemorySnapshot`.
         """
         snap = _ScriptSnapshot(model, optimizer, scheduler=opt_param_scheduler, **self._options)
-        snap.follow(self._args, getattr(sys.modules.get(MODULE), GET, None))
-        snap.__enter__()
-        snap.go_on()
-        self._entered = snap
+        self._entered = snap.enter(self._args, getattr(sys.modules.get(MODULE), GET, None))
 
     def load_data(self, train_dataloader: Any, valid_dataloaders: Any) -> tuple[Any, Any]:
         """Return one model chunk's data loaders such that they resume. Call after `load`, before making iterators."""
@@ -115,28 +110,28 @@ class _ScriptSnapshot(InMemorySnapshot):
 
     checks = Checks(reading=False)  # iterators resume by counters, so random numbers drawn to make them do not matter
 
-    def follow(self, args: Any, get_reruns: Callable[[], Any] | None) -> None:
-        """Track the script's state. Call it before entering."""
+    def enter(self, args: Any, get_reruns: Callable[[], Any] | None) -> Self:
+        """Enter with the script's state, and set the arguments to where the loop resumes. A collective call."""
         if getattr(args, "perform_rl_step", False):
             raise ConfigError("--perform-rl-step: the rollouts that a policy is trained on are not captured")
         self._args = args
         self._counters = _LoopCounters(args, lambda: self.step)
         self.loaders = Loaders(args)
         self._reruns = Reruns(get_reruns() if get_reruns is not None else None)
-        self._undo: list[Callable[[], None]] = []
+        self._replaced = Replacements()
         self.track(NAME, self._get, self._set)
-
-    def go_on(self) -> None:
-        """Set the arguments to where the loop resumes. Call it after entering."""
+        self.__enter__()
         self._counters.go_on()
         if self.restored.snapshot is not None:
             _update_num_microbatches(self._args)
+        return self
 
     def listen(self, training: ModuleType) -> None:
         """Replace functions of the loop's module until this snapshot is left."""
-        self._replace(training, BUILD, self.loaders.building)
-        follows = self._replace(training, "train_step", self._beginning_with)
-        if follows and not self._replace(training, "checkpoint_and_decide_exit", self._counters.noting_operations):
+        replace = self._replaced.replace
+        replace(training, BUILD, self.loaders.building)
+        follows = replace(training, "train_step", before(self.begin_iteration))
+        if follows and not replace(training, "checkpoint_and_decide_exit", self._counters.noting_operations):
             log.warning(
                 "the training module has no checkpoint_and_decide_exit, so %s is not followed: after a restart it "
                 "counts on from its value at this start",
@@ -153,12 +148,9 @@ class _ScriptSnapshot(InMemorySnapshot):
         self.begin()
         self.loaders.begun()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._undo:
-            self._undo.pop()()
-        super().__exit__(kind, error, trace)
+    def leave(self, error: BaseException | None, *, early: bool = False) -> None:
+        self._replaced.undo()
+        super().leave(error, early=early)
 
     def _get(self) -> dict[str, Any]:
         return {"counters": self._counters.get(), "data": self.loaders.get(), "reruns": self._reruns.get()}
@@ -168,45 +160,6 @@ class _ScriptSnapshot(InMemorySnapshot):
         self._reruns.set(held["reruns"], same_iteration=self._args.iteration == counters["iteration"])
         self._counters.set(counters)
         self.loaders.set(held["data"])
-
-    def _beginning_with(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(train_step)
-        def stepping(*args: Any, **kwargs: Any) -> Any:
-            self.begin_iteration()
-            return train_step(*args, **kwargs)
-
-        return stepping
-
-    def _replace(
-        self, training: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> bool:
-        """Replace a function of the loop's module by what `make` makes of it. Returns whether it exists."""
-        original = getattr(training, name, None)
-        if original is None:
-            return False
-        while isinstance(original, _StandIn):  # left by a run that this process has given up
-            original = original.original
-        stand_in = _StandIn(original, make(original))
-        setattr(training, name, stand_in)
-
-        def undo() -> None:
-            if getattr(training, name) is stand_in:
-                setattr(training, name, original)
-
-        self._undo.append(undo)
-        return True
-
-
-class _StandIn:
-    """Called in place of `original`."""
-
-    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
-        self.original = original
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
 
 
 class _LoopCounters:

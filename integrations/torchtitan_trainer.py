@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 from torch.distributed.fsdp import FSDPModule
 
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.replacing import Replacements, before, guarded
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks
@@ -131,8 +132,8 @@ class TrainerSnapshots:
         self._make: Callable[[], _TrainerSnapshot] = lambda: _TrainerSnapshot(
             model_parts, optimizers, scheduler=lr_schedulers, **asdict(options)
         )
-        self._undo: list[Callable[[], None]] = []
-        self._replace("train", self._guard)
+        self._replaced = Replacements()
+        self._replaced.replace(trainer, "train", guarded(self.leave))
 
     def enter(self) -> bool:
         """Restore if the job has a snapshot, and begin to take snapshots. A collective call; blocks.
@@ -145,8 +146,8 @@ class TrainerSnapshots:
         snap = self._make()
         snap.track(NAME, self._loop.get, self._loop.set)
         self._snap = snap.__enter__()
-        self._replace("train_step", self._beginning_with)
-        self._replace("batch_generator", self._reading)
+        self._replaced.replace(self._trainer, "train_step", before(self._begin))
+        self._replaced.replace(self._trainer, "batch_generator", self._reading)
         if snap.restored.snapshot is None:
             return False
         log.info("torchtitan continues after step %d, from memory", self._trainer.step)
@@ -154,36 +155,17 @@ class TrainerSnapshots:
 
     def leave(self, error: BaseException | None) -> None:
         """Leave the snapshot: training has ended well, or by `error`. After an error snapshots stay for the restart."""
-        while self._undo:
-            self._undo.pop()()
+        self._replaced.undo()
         snap, self._snap = self._snap, None
         if snap is not None:
-            snap.__exit__(type(error) if error is not None else None, error, None)
+            snap.leave(error)
 
-    def _guard(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(train)
-        def training(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = train(*args, **kwargs)
-            except BaseException as error:
-                self.leave(error)
-                raise
-            self.leave(None)
-            return result
-
-        return training
-
-    def _beginning_with(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(train_step)
-        def stepping(*args: Any, **kwargs: Any) -> Any:
-            self._loop.begin()
-            for module in self._sharded:
-                module.reshard()  # a validation leaves parameters gathered if they are not resharded after forward
-            if self._snap is not None:
-                self._snap.begin()
-            return train_step(*args, **kwargs)
-
-        return stepping
+    def _begin(self) -> None:
+        self._loop.begin()
+        for module in self._sharded:
+            module.reshard()  # a validation leaves parameters gathered if they are not resharded after forward
+        if self._snap is not None:
+            self._snap.begin()
 
     def _reading(self, batches: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(batches)
@@ -191,12 +173,6 @@ class TrainerSnapshots:
             return batches(self._loop.data if loader is self._loop.data.loader else loader, *args, **kwargs)
 
         return reading
-
-    def _replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace a method of this one trainer by what `make` makes of it."""
-        trainer = self._trainer
-        setattr(trainer, name, make(getattr(trainer, name)))
-        self._undo.append(lambda: delattr(trainer, name))
 
 
 class _TrainerSnapshot(InMemorySnapshot):

@@ -263,10 +263,7 @@ class SnapshotHook:
         Args:
             early: training has stopped before its end, and goes on at the next start: the snapshots taken so far stay.
         """
-        if early:
-            self._leave(None, early=True)
-        else:
-            self.__exit__(None, None, None)
+        self.leave(None, early=early)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -279,9 +276,10 @@ class SnapshotHook:
         one line says so. A loop that goes through neither cannot be seen, and ends the job. In a process that was
         forked inside the block nothing happens: the job belongs to its parent.
         """
-        self._leave(error)
+        self.leave(error)
 
-    def _leave(self, error: BaseException | None, *, early: bool = False) -> None:
+    def leave(self, error: BaseException | None, *, early: bool = False) -> None:
+        """As `__exit__` after this error, or, if it is None, as `close`."""
         self._session.leave(error, early=early)
         if error is None and not self._options.keep:
             self.blocks.over(self._options.job_arena, self._block)
