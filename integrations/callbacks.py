@@ -13,15 +13,11 @@ from typing import Any
 import torch
 
 from holdfast.hook import InMemorySnapshot
-from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.copy.tensors import is_dense, local, memory_of
 from holdfast.snapshot.state.digests import elements_of
+from holdfast.snapshot.state.hidden import SAMPLED, Changing
 from holdfast.snapshot.state.walk import is_users_own, walk
-
-SAMPLE = 256
-"""Number of elements of each tensor that are compared."""
-
-SHOWN = 4
 
 StateOf = Callable[[Any], Any]
 
@@ -60,27 +56,23 @@ class Overlooked:
         self._snap = weakref.ref(snap)
         self._named = _named(callbacks)
         self._state_of = state_of
-        self._seen: dict[str, bytes] = {}
-        self._turn = 0
+        self._changing = Changing(self._samples, patience=1)
+        self._told = False
 
     def look(self) -> None:
-        """A step begins. Compares the tensors only at calls 1, 2, 4, 8 and so on, because that waits for the device."""
-        self._turn += 1
-        if self._turn & (self._turn - 1):
-            return
-        now = {name: elements_of(tensor, SAMPLE) for name, tensor in self._found() if is_dense(local(tensor))}
-        changed = sorted(name for name in now if now[name] != self._seen.get(name, now[name]))
-        self._seen |= now
-        if changed:
-            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        """A step begins. See `Changing.look`."""
+        if not self._told and (changed := sorted(self._changing.look())):
+            self._told = True
             log.warning(
-                "%s%s: changed by callbacks while they train, but held by no snapshot: after a restart they are what "
+                "%s: changed by callbacks while they train, but held by no snapshot: after a restart they are what "
                 "the callbacks create anew. If that matters, pass them to `track`, or let the callback hold them "
                 "before training begins, as a module or a dict of tensors",
-                ", ".join(changed[:SHOWN]),
-                more,
+                some(changed, between=", "),
             )
-            self._turn = 1 << 62  # no further look: one warning is enough
+
+    def _samples(self) -> Iterator[tuple[str, bytes]]:
+        found = ((name, tensor) for name, tensor in self._found() if is_dense(local(tensor)))
+        return ((name, elements_of(tensor, SAMPLED)) for name, tensor in found)
 
     def _found(self) -> Iterator[tuple[str, torch.Tensor]]:
         snap = self._snap()

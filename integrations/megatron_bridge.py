@@ -17,6 +17,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.megatron_data import BUILD, is_under_way, make_first_iterator_quiet
 from holdfast.integrations.megatron_rerun import Reruns
+from holdfast.integrations.untried import warn_of_untried
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks
@@ -73,7 +74,7 @@ class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_data_init_start(self, context: CallbackContext) -> None:
         if context.optimizer is None:
             return  # nothing is trained
-        warn_of_untried(version("megatron-bridge"))
+        warn_of_untried("megatron-bridge", version("megatron-bridge"), TRIED)
         check(context.state.cfg)
         snap = _BridgeSnapshot(context.model, context.optimizer, scheduler=context.scheduler, **self._options)
         snap.follow(context.state.train_state)
@@ -115,14 +116,6 @@ class _BridgeSnapshot(InMemorySnapshot):
         self._reruns.set(held["reruns"], same_iteration=same)
         for name, value in held["counters"].items():
             setattr(self._train_state, name, value)
-
-
-def warn_of_untried(release: str) -> None:
-    """Warn if this release was never tried."""
-    if ".".join(release.split(".")[:2]) not in TRIED:
-        log.warning(
-            "megatron-bridge %s was never tried with holdfast: %s were, see docs/support.md", release, ", ".join(TRIED)
-        )
 
 
 def check(config: Any) -> None:

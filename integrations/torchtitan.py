@@ -33,14 +33,7 @@ class TitanCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[mis
 
     def __init__(self, config: Config, *, states: dict[str, Any], **parts: Any) -> None:
         check(torchtitan.__version__, states["train_state"])
-        self._snapshots = TrainerSnapshots(
-            dict(states),  # a copy: the parent adds the parts to the original
-            parts["model_parts"],
-            parts["optimizers"],
-            parts["lr_schedulers"],
-            parts["dataloader"],
-            config.snapshots,
-        )
+        self._snapshots = TrainerSnapshots(states, parts, config.snapshots)
         super().__init__(config, states=states, **parts)
 
 

@@ -41,14 +41,8 @@ class TitanStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unused-
                 "torchft is enabled, and restores replicas itself: disable torchft, or do not load this module; see "
                 "docs/checkpoints.md"
             )
-        self._snapshots = TrainerSnapshots(
-            dict(states),  # a copy: the parent adds the parts to the original
-            parts["model_parts"],
-            parts["optimizers"],
-            parts["lr_schedulers"],
-            parts["dataloader"],
-            getattr(trainer.job_config, "snapshots", SnapshotOptions()),
-        )
+        options = getattr(trainer.job_config, "snapshots", SnapshotOptions())
+        self._snapshots = TrainerSnapshots(states, parts, options)
         super().__init__(states=states, **parts)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.replacing import Replacements, before, guarded
+from holdfast.integrations.untried import warn_of_untried
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks
@@ -79,10 +80,7 @@ def check(version: str, trainer: Any) -> None:
             f"{type(trainer).__qualname__} of torchtitan {version} has no {', '.join(missing)}, which holdfast needs "
             "to follow its loop: use holdfast.InMemorySnapshot in the loop instead, as docs/fsdp2.md says"
         )
-    if ".".join(map(str, release(version))) not in TRIED:
-        log.warning(
-            "torchtitan %s was never tried with holdfast: %s were, see docs/support.md", version, " and ".join(TRIED)
-        )
+    warn_of_untried("torchtitan", version, TRIED)
 
 
 class FromMemory:
@@ -110,27 +108,20 @@ class TrainerSnapshots:
     """The snapshots of one trainer, from ``checkpointer.load`` to the end of ``train``. For the training thread only.
 
     Args:
-        parts: the checkpoint manager's ``states``: ``train_state`` is the trainer; there may be others.
+        states: the checkpoint manager's: ``train_state`` is the trainer; there may be others.
+        parts: what else it is made with: ``model_parts``, ``optimizers``, ``lr_schedulers`` and ``dataloader``.
         options: a `SnapshotOptions`.
     """
 
-    def __init__(
-        self,
-        parts: Mapping[str, Any],
-        model_parts: list[Any],
-        optimizers: Any,
-        lr_schedulers: Any,
-        dataloader: Any,
-        options: Any,
-    ) -> None:
-        self._trainer = trainer = parts["train_state"]
+    def __init__(self, states: Mapping[str, Any], parts: Mapping[str, Any], options: Any) -> None:
+        self._trainer = trainer = states["train_state"]
+        model_parts = parts["model_parts"]
         self._snap: _TrainerSnapshot | None = None
         self._sharded = [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
-        self._loop = _TrainerState(
-            trainer, {name: part for name, part in parts.items() if part is not trainer}, dataloader
-        )
+        others = {name: part for name, part in states.items() if part is not trainer}
+        self._loop = _TrainerState(trainer, others, parts["dataloader"])
         self._make: Callable[[], _TrainerSnapshot] = lambda: _TrainerSnapshot(
-            model_parts, optimizers, scheduler=lr_schedulers, **asdict(options)
+            model_parts, parts["optimizers"], scheduler=parts["lr_schedulers"], **asdict(options)
         )
         self._replaced = Replacements()
         self._replaced.replace(trainer, "train", guarded(self.leave))

@@ -34,13 +34,11 @@ from holdfast.integrations.adapters.megatron_optimizers import (
     state_of,
 )
 from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
+from holdfast.integrations.untried import warn_of_untried
 from holdfast.smp_daemon.shared.errors import StateMismatch
-from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import set_dtype
 from holdfast.snapshot.state.live import Change, LiveTensor, Look, Stateful, Tree
-
-log = get_log(__name__)
 
 TRIED = ("0.16", "0.19")
 """Releases with which every kind of job was killed, restored and compared."""
@@ -58,7 +56,7 @@ class MegatronAdapter(BaseAdapter):
     ) -> None:
         self._optimizer = optim
         self._parts: list[Any] = parts(optim)
-        warn_of_untried(megatron.core.__version__)
+        warn_of_untried("megatron-core", megatron.core.__version__, TRIED)
         chunks = check_modules(model)
         check_captured(optim, chunks)
         self._layer_wise = layer_wise(optim)
@@ -197,14 +195,6 @@ class MegatronAdapter(BaseAdapter):
         for chunk in self._chunks:
             if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
                 chunk.start_param_sync(force_sync=True)
-
-
-def warn_of_untried(version: str) -> None:
-    """Warn if this release was never tried."""
-    if ".".join(version.split(".")[:2]) not in TRIED:
-        log.warning(
-            "megatron-core %s was never tried with holdfast: %s were, see docs/support.md", version, ", ".join(TRIED)
-        )
 
 
 def _put_back(generator: Any, state: torch.Tensor) -> Any:

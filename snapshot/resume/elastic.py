@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
-from holdfast.snapshot.copy.tensors import octets
+from holdfast.snapshot.copy.tensors import slot_tensor
 from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.resume.attempt import Attempt, SavedShard
 from holdfast.snapshot.resume.regions import (
@@ -49,16 +49,11 @@ from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
-from holdfast.snapshot.state.record import (
-    LATE,
-)
+from holdfast.snapshot.state.record import LATE
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode
 from holdfast.snapshot.step.data import ELSEWHERE
-
-UNITS_KEPT = 16
-"""Number of units that are cached. Reads go through neighbouring units of a shard, and take a few shards in turn."""
 
 UNITS_KEPT = 16
 """Number of units that are cached. Reads go through neighbouring units of a shard, and take a few shards in turn."""
@@ -357,15 +352,11 @@ class OtherWorld(Attempt):
             tensor = fill.item.tensor.detach()
             if not tensor.numel():
                 continue
-            direct = (
-                tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-            )
-            target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            memory = memoryview(octets(target).numpy().data)
+            # Not into the tensor itself: torch never again resizes memory that it has lent, and this is the user's.
+            held = memoryview(bytearray(tensor.nbytes))
             for read in fill.reads:
-                self._lent.read_into(read.coord, read.source, memory[read.target : read.target + read.bytes])
-            if not direct:
-                tensor.copy_(target)
+                self._lent.read_into(read.coord, read.source, held[read.target : read.target + read.bytes])
+            tensor.copy_(slot_tensor(held, 0, tensor.dtype, tuple(tensor.shape)))
 
     def take_over(self, agreement: Agreement, adapter: Adapter) -> None:
         super().take_over(agreement, adapter)

@@ -70,9 +70,8 @@ class Trainer:
         self.step = self.ntokens_seen = 0
         self.losses: dict[int, str] = {}
         options = SnapshotOptions(keep=True, strict=True)
-        self.snapshots = TrainerSnapshots(
-            {"train_state": self}, [self.model], self.optim, self.schedule, loader, options
-        )
+        parts = {"model_parts": [self.model], "optimizers": self.optim, "lr_schedulers": self.schedule}
+        self.snapshots = TrainerSnapshots({"train_state": self}, parts | {"dataloader": loader}, options)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "ntokens_seen": self.ntokens_seen}

@@ -18,8 +18,9 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
 from holdfast.integrations.adapters.base import BaseAdapter
-from holdfast.integrations.adapters.megatron import MegatronAdapter, _put_back, warn_of_untried
+from holdfast.integrations.adapters.megatron import TRIED, MegatronAdapter, _put_back
 from holdfast.integrations.adapters.megatron_optimizers import _shards, casts, check_captured, layer_wise, parts
+from holdfast.integrations.untried import warn_of_untried
 from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.owners import Owners
@@ -233,5 +234,5 @@ def test_megatrons_own_fsdp_is_refused() -> None:
 
 @pytest.mark.parametrize(("version", "said"), [("0.16.1", False), ("0.19.2", False), ("0.20.0rc1", True)])
 def test_a_release_that_nobody_has_tried_is_said(version: str, said: bool, caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_untried(version)
+    warn_of_untried("megatron-core", version, TRIED)
     assert ("was never tried" in caplog.text) is said
