@@ -14,7 +14,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -37,18 +37,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.integrations.memory import Memory
-from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.client import RecoveredShard
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, failure_of
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_record
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
-from holdfast.snapshot.resume.arrange import coordinate_key, parse_protect
-from holdfast.snapshot.resume.choice import StartOptions
-from holdfast.snapshot.resume.own_run import find_own
+from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.state.values import decode, encode
-from holdfast.snapshot.writer import SlotWriter
 
 ALL_RANKS = (
     "a checkpoint in memory is saved and loaded by all ranks together: call dcp.save, dcp.async_save or dcp.load on "
@@ -85,10 +81,8 @@ class MemoryWriter(StorageWriter):
         deadline_s: float = 120.0,
     ) -> None:
         super().__init__()
-        protection = parse_protect(protect)
-        self._memory = Memory(job, ".dcp", arena, start=start)
-        memory = self._memory
-        self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
+        self._memory = Memory(job, ".dcp", arena, start=start, protect=protect, deadline_s=deadline_s)
+        self._writer = self._memory.writer
         self._name = ""
         self._by_all = True
 
@@ -139,10 +133,7 @@ class MemoryWriter(StorageWriter):
 
     def close(self, *, keep: bool = True) -> None:
         """Disconnect from the SMP. ``keep=False`` also gives up the checkpoint and ends the SMPs: a collective call."""
-        if not keep:
-            self._memory.finish(self._writer.epoch)
-        self._writer.close()
-        self._memory.close()
+        self._memory.close(keep=keep)
 
 
 class MemoryReader(StorageReader):
@@ -171,9 +162,7 @@ class MemoryReader(StorageReader):
         Raises:
             Unrecoverable: a checkpoint was saved, but too much of it is lost.
         """
-        memory = self._memory
-        _, _, inventories = find_own(memory.client, memory.agreement, memory.coord, StartOptions.of_run())
-        return plan_restore(inventories, None) is None
+        return plan_restore(self._memory.find()[1], None) is None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         self._name = str(checkpoint_id or "")
@@ -188,8 +177,7 @@ class MemoryReader(StorageReader):
             Unrecoverable: too much of the checkpoint is lost.
         """
         try:
-            memory = self._memory
-            entered, _, inventories = find_own(memory.client, memory.agreement, memory.coord, StartOptions.of_run())
+            coords, inventories = self._memory.find()
         except AgreementLost as error:
             raise AgreementLost(f"not every rank came to load: {ALL_RANKS} ({error})") from error
         plan = plan_restore(inventories, None)
@@ -197,7 +185,7 @@ class MemoryReader(StorageReader):
             raise ConfigError(f"job {self._memory.job!r} has no checkpoint in memory")
         self._plan = plan
         node_of = {inventory.bulk: inventory.node for inventory in inventories}
-        first_on = {node: rank for rank, node in reversed(list(entered.coords.items()))}
+        first_on = {node: rank for rank, node in reversed(list(coords.items()))}
         mine = [
             coord
             for coord in plan.sources.layout.coords
@@ -212,7 +200,7 @@ class MemoryReader(StorageReader):
         for record in sorted(records, key=lambda record: coordinate_key(record.coord)):
             planner |= record.planner
             for item in record.items:
-                self._places[item.index] = (record.coord, item.leaf)
+                self._places[item.metadata_index] = (record.coord, item.leaf)
                 item.add_to(metadata)
         return metadata
 
@@ -264,14 +252,11 @@ class MemoryReader(StorageReader):
         """Have this node hold what its ranks need. Only its first rank asks: two would take each other's slot."""
         agreement, node = self._memory.agreement, self._memory.client.node
         requests = [json.loads(text) for text in agreement.gather(json.dumps([node, sorted(coords)]).encode())]
-        here = [wanted for name, wanted in requests if name == node]
-        problem: HoldfastError | None = None
+        here = [asked for name, asked in requests if name == node]
+        problem = None
         if [name for name, _ in requests].index(node) == agreement.rank:
-            try:
-                for coord in sorted(set().union(*here)):
-                    self._shard(coord)
-            except HoldfastError as error:
-                problem = error
+            wanted = sorted(set().union(*here))
+            problem = failure_of(lambda: [self._shard(coord) for coord in wanted], HoldfastError)
         if agreement.minimum([int(problem is None)])() != [1]:
             raise problem or HoldfastError(
                 "another node could not get its part of the checkpoint; see its rank's error"
@@ -279,9 +264,7 @@ class MemoryReader(StorageReader):
 
     def _shard(self, coord: str) -> tuple[RecoveredShard, SlotFormat]:
         if coord not in self._shards:
-            shard = self._memory.client.recover(self._plan.sources, coord)
-            expected = Claim.of_shard(self._plan.snapshot, coord, self._plan.sources.layout)
-            self._shards[coord] = shard, believe_slot(shard.view, expected)
+            self._shards[coord] = self._memory.recover(self._plan, coord)
         return self._shards[coord]
 
     def _record(self, coord: str) -> bytes:
@@ -289,56 +272,47 @@ class MemoryReader(StorageReader):
         return read_record(shard.view, form)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One write item of DCP's plan, and the leaf that holds it.
+class _Item(NamedTuple):
+    """One write item of DCP's plan, and the leaf that holds it. All but the first three are None for an object that is
+    not a tensor.
 
     Attributes:
-        size: size of the whole tensor; None for an object that is not a tensor.
-        dtype: name of the dtype, as in ``torch.float32``, without ``torch.``.
+        at: the index's offset and number.
+        size: size of the whole tensor.
+        chunk: offset and size of the part in the leaf.
     """
 
     leaf: str
-    index: MetadataIndex
+    fqn: str
+    at: tuple[torch.Size | None, int | None]
     size: torch.Size | None = None
-    chunk: ChunkStorageMetadata | None = None
-    dtype: str = ""
-    requires_grad: bool = False
+    chunk: tuple[torch.Size, torch.Size] | None = None
+    dtype: torch.dtype | None = None
+    requires_grad: bool | None = None
 
     @classmethod
     def of(cls, leaf: str, item: WriteItem) -> _Item:
-        data = item.tensor_data
+        index, data = item.index, item.tensor_data
+        at = index.offset, index.index
         if data is None:
-            return cls(leaf, item.index)
-        properties = data.properties
-        dtype = str(properties.dtype).removeprefix("torch.")
-        return cls(leaf, item.index, data.size, data.chunk, dtype, properties.requires_grad)
+            return cls(leaf, index.fqn, at)
+        chunk, properties = (data.chunk.offsets, data.chunk.sizes), data.properties
+        return cls(leaf, index.fqn, at, data.size, chunk, properties.dtype, properties.requires_grad)
 
-    def to_json(self) -> list[Any]:
-        chunk = None if self.chunk is None else [list(self.chunk.offsets), list(self.chunk.sizes)]
-        offset = None if self.index.offset is None else list(self.index.offset)
-        size = None if self.size is None else list(self.size)
-        return [self.leaf, self.index.fqn, offset, self.index.index, size, chunk, self.dtype, self.requires_grad]
-
-    @classmethod
-    def from_json(cls, data: list[Any]) -> _Item:
-        leaf, fqn, offset, place, size, chunk, dtype, requires_grad = data
-        index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), place)
-        if size is None:
-            return cls(leaf, index)
-        offsets, sizes = map(torch.Size, chunk)
-        return cls(leaf, index, torch.Size(size), ChunkStorageMetadata(offsets, sizes), dtype, requires_grad)
+    @property
+    def metadata_index(self) -> MetadataIndex:
+        return MetadataIndex(self.fqn, *self.at)
 
     def add_to(self, metadata: Metadata) -> None:
         """Add this item to `metadata`."""
         known = metadata.state_dict_metadata
-        if self.chunk is None or self.size is None:
-            known[self.index.fqn] = BytesStorageMetadata()
+        if self.chunk is None or self.size is None or self.dtype is None:
+            known[self.fqn] = BytesStorageMetadata()
             return
-        properties = TensorProperties(dtype=getattr(torch, self.dtype), requires_grad=self.requires_grad)
-        whole = known.setdefault(self.index.fqn, TensorStorageMetadata(properties, self.size, []))
+        properties = TensorProperties(dtype=self.dtype, requires_grad=bool(self.requires_grad))
+        whole = known.setdefault(self.fqn, TensorStorageMetadata(properties, self.size, []))
         if isinstance(whole, TensorStorageMetadata):
-            whole.chunks.append(self.chunk)
+            whole.chunks.append(ChunkStorageMetadata(*self.chunk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,21 +332,15 @@ class _SlotRecord:
 
     def to_json(self) -> bytes:
         """Raises `StateMismatch` if the planner's data has other than plain values."""
-        data = {
-            "name": self.name,
-            "coord": self.coord,
-            "items": [item.to_json() for item in self.items],
-            "planner": encode(self.planner, "planner", {}),
-        }
-        return json.dumps(data, separators=(",", ":")).encode()
+        data = self.name, self.coord, [tuple(item) for item in self.items], self.planner
+        return json.dumps(encode(data, "checkpoint", {}), separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, text: str) -> _SlotRecord:
         """Raises `ProtocolError` if `text` is not what `to_json` makes."""
         try:
-            data = json.loads(text)
-            items = tuple(map(_Item.from_json, data["items"]))
-            return cls(str(data["name"]), str(data["coord"]), items, decode(data["planner"], _no_tensor))
+            name, coord, items, planner = decode(json.loads(text), _no_tensor)
+            return cls(str(name), str(coord), tuple(_Item(*item) for item in items), planner)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ProtocolError(f"this is not the record of a checkpoint: {error!r}") from error
 

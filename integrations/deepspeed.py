@@ -19,18 +19,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from holdfast.integrations.memory import Memory
 from holdfast.smp_daemon.recovery.reading import RemoteShard
-from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import read_record
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.copy.tensors import read_leaf
-from holdfast.snapshot.resume.arrange import parse_protect
-from holdfast.snapshot.resume.choice import StartOptions
-from holdfast.snapshot.resume.own_run import find_own
 from holdfast.snapshot.resume.restore import repair_parity
 from holdfast.snapshot.state.values import decode, encode
-from holdfast.snapshot.writer import SlotWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +64,16 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
     ) -> None:
         super().__init__()
         self.name = "MemoryCheckpointEngine"
-        protection = parse_protect(protect)
-        self._memory = memory = Memory(job, ".deepspeed", arena, start=start)
+        self._memory = memory = Memory(job, ".deepspeed", arena, start=start, protect=protect, deadline_s=deadline_s)
         self._saving: dict[str, Any] = {}
         self._files: dict[str, Holder] = {}
-        options = StartOptions.of_run()
-        entered, _, inventories = find_own(memory.client, memory.agreement, memory.coord, options)
-        plan = plan_restore(inventories, entered.coords)
-        self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
+        coords, inventories = memory.find()
+        plan = plan_restore(inventories, coords)
+        self._writer = memory.writer
         if plan is not None:
-            shard = memory.client.recover(plan.sources, memory.coord)
-            form = believe_slot(shard.view, Claim.of_shard(plan.snapshot, memory.coord, plan.sources.layout))
+            shard, form = memory.recover(plan, memory.coord)
             self._share(json.loads(read_record(shard.view, form)))
-            repair_parity(memory.client, plan, entered.coords, memory.coord)
+            repair_parity(memory.client, plan, coords, memory.coord)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begin a new checkpoint."""
@@ -135,10 +127,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
 
     def close(self, *, keep: bool = True) -> None:
         """Disconnect from the SMP. ``keep=False`` also gives up the checkpoint and ends the SMPs: a collective call."""
-        if not keep:
-            self._memory.finish(self._writer.epoch)
-        self._writer.close()
-        self._memory.close()
+        self._memory.close(keep=keep)
 
     def _share(self, record: Mapping[str, Any]) -> None:
         """Exchange which rank holds which file, and write a placeholder for each. A collective call."""

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import HoldfastError, failure_of
 from holdfast.smp_daemon.shared.identity import next_epoch
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected, newest_whole
@@ -83,11 +83,7 @@ class SlotWriter:
         self._reserve(form)
         self._step += 1
         snapshot = SnapshotId(self.epoch, self._step)
-        problem: HoldfastError | None = None
-        try:
-            self._write(snapshot, form, tensors, record)
-        except HoldfastError as error:
-            problem = error
+        problem = failure_of(lambda: self._write(snapshot, form, tensors, record), HoldfastError)
         if self._agreement.minimum([int(problem is None)])() != [1]:
             raise problem or HoldfastError("another rank could not write its part; see its error")
         self._kept = self._protected = snapshot
