@@ -68,7 +68,7 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
         )
     if tensor.device.type not in DEVICES:
         raise ConfigError(f"{name} lives on {tensor.device}: only state on {' and '.join(DEVICES)} is captured")
-    if not tensor.is_contiguous() and _overlaps(tensor):
+    if not tensor.is_contiguous() and _overlaps(tensor.shape, tensor.stride()):
         raise ConfigError(
             f"{name}, of shape {list(tensor.shape)} and strides {list(tensor.stride())}, is a view in which elements "
             "share memory, as expand() makes them, and cannot be filled again: keep a copy of it, made by clone()"
@@ -97,13 +97,16 @@ def strides_of(tensor: torch.Tensor) -> list[int] | None:
 
 
 def empty_restrided(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor | None:
-    """An uninitialised tensor like it with those strides, see `strides_of`. None if it has them already, or if the old
-    or new strides leave gaps, as a view's do: the gaps may be somebody else's memory."""
+    """An uninitialised tensor like it with those strides, see `strides_of`.
+
+    They may leave gaps, as those of a part of a matrix do. None if it has them already, if they are not of a tensor of
+    this shape, or if it is a view with gaps itself: new memory would part it from what lies in them.
+    """
     if strides == strides_of(tensor) or not _is_dense(tensor.shape, tensor.stride()):
         return None
     if strides is None:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    if len(strides) != tensor.dim() or not _is_dense(tensor.shape, strides):
+    if len(strides) != tensor.dim() or _overlaps(tensor.shape, strides):
         return None
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
@@ -118,13 +121,13 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may share memory: to rule it out, each dimension steps over all that smaller steps reach."""
     reached = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
             if stride <= reached:
-                return tensor.numel() > 0
+                return 0 not in shape
             reached += (size - 1) * stride
     return False
 

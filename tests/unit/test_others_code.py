@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("arena")
 
 def test_strides_come_back() -> None:
     """A kernel may sum in another order if the elements are laid out differently."""
-    seen: list[tuple[list[int] | None, list[int] | None]] = []
+    seen: list[tuple[list[int] | None, list[int] | None, list[int] | None]] = []
 
     class Turned(Simple):
         def __init__(self) -> None:
@@ -43,23 +43,29 @@ def test_strides_come_back() -> None:
             super().step()
             weight = self.param_groups[0]["params"][0]
             held = self.state[weight]
-            seen.append((strides_of(weight), strides_of(held["basis"]) if held else None))
+            laid = [strides_of(held[name]) if held else None for name in ("basis", "rows")]
+            seen.append((strides_of(weight), laid[0], laid[1]))
             weight.data = weight.t().contiguous().t()
             held["basis"] = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))[0]
+            held["rows"] = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(2)))[0][:2]
             held["bases"] = [held["basis"].clone()]
             assert strides_of(held["bases"][0]) == [1, 3]
 
     trial(counted, Turned)
-    assert seen[:STEPS] == [(None, None)] + [([1, 8], [1, 3])] * (STEPS - 1)
-    assert seen[STEPS + STOP] == ([1, 8], [1, 3])  # when the last process begins
+    assert seen[:STEPS] == [(None, None, None)] + [([1, 8], [1, 3], [1, 3])] * (STEPS - 1)
+    assert seen[STEPS + STOP] == ([1, 8], [1, 3], [1, 3])  # when the last process begins
 
 
-def test_a_view_is_left_where_it_is() -> None:
+def test_a_view_stays_where_it_is_and_new_memory_may_have_gaps() -> None:
     whole = torch.arange(12.0).view(3, 4)
     assert empty_restrided(whole, None) is None
     for strides in (None, [8, 2], [1, 3]):
         assert empty_restrided(whole[:, :2], strides) is None  # the gaps belong to somebody else
-    assert empty_restrided(whole, [8, 2]) is None
+    for strides in ([0, 1], [1, 1], [1, 2], [4]):
+        assert empty_restrided(whole, strides) is None  # elements would share memory, or of another shape
+    apart = empty_restrided(whole, [8, 2])
+    assert apart is not None
+    assert apart.stride() == (8, 2)
     other = empty_restrided(whole, [1, 3])
     assert other is not None
     assert other.stride() == (1, 3)
