@@ -61,6 +61,10 @@ class FaultContext(Protocol):
         """Kill the SMP and wipe the node's memory."""
         ...
 
+    def drain(self, index: int) -> None:
+        """Have the node drained while the job trains. It is gone when the job starts again. Returns at once."""
+        ...
+
     def replace_smp(self, index: int, by: signal.Signals = signal.SIGKILL) -> None:
         """End a node's SMP with a signal, or SIGKILL if it survives that; note its exit status; start a successor."""
         ...
@@ -110,6 +114,12 @@ def lose_nodes(context: FaultContext, fault: Fault) -> None:
         context.power_cut(index)
 
 
+def drain_nodes(context: FaultContext, fault: Fault) -> None:
+    """Announce that the target nodes are to be taken away."""
+    for index in fault.targets:
+        context.drain(index)
+
+
 def freeze(context: FaultContext, fault: Fault) -> None:
     """Do nothing: the cluster keeps the process at the point, until it dies (``freeze``) or for `for_s` (``hold``)."""
 
@@ -118,6 +128,7 @@ ACTIONS: dict[str, Action] = {
     "kill-trainer": to_ranks(signal.SIGKILL),
     "kill-smp": end_smps(signal.SIGKILL),
     "lose-node": lose_nodes,
+    "drain-node": drain_nodes,
     "freeze": freeze,
 }
 """The action of each kind of fault, by name."""

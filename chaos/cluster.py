@@ -18,8 +18,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,8 +36,11 @@ from holdfast.chaos.network.clocks import set_clock
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Runner, Wiring, release
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
+from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
+from holdfast.smp_daemon.shared.messages import Drain
+from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.scratch import Scratch
 
 TARGET = "holdfast.chaos.drill:train"
@@ -180,6 +185,7 @@ class VirtualCluster(Runner):
         self._restarting = False
         self._cause: list[Fault] = []
         self._dealt_with: list[Fault] = []
+        self._draining: dict[int, Future[object]] = {}
         self._strays: set[int] = set()
         self.history = History()
 
@@ -214,6 +220,10 @@ class VirtualCluster(Runner):
     def kill_smp(self, index: int, *, at: str, step: int | None = None) -> None:
         """SIGKILL a node's SMP, and start another in the same arena; trainers are left alone."""
         self.add(Fault(self.witness(index, at), at, step, "kill-smp", (index,)))
+
+    def drain_node(self, index: int, *, at: str, step: int) -> None:
+        """Announce that a node is to be taken away. It has left when the job starts again."""
+        self.add(Fault(self.witness(index, at), at, step, "drain-node", (index,)))
 
     def freeze(self, who: str, *, at: str, step: int | None = None) -> None:
         """Keep ``rank<r>`` or ``smp<i>`` at point `at` when it gets there, until it is killed."""
@@ -297,6 +307,10 @@ class VirtualCluster(Runner):
 
     def _restart(self) -> None:
         self._dealt_with += self._cause
+        while self._draining:
+            index, answer = self._draining.popitem()
+            self._note({"kind": "drained", "node": index, "result": answer.result(self._deadline_s)})
+            self._nodes[index].wait_end()
         fresh = []
         for index, node in enumerate(self._nodes):
             if self._smps and not node.alive:
@@ -416,6 +430,22 @@ class VirtualCluster(Runner):
 
     def power_cut(self, index: int) -> None:
         self._nodes[index].power_cut()
+
+    def drain(self, index: int) -> None:
+        owner = read_owner(self._nodes[index].arena)
+        if owner is None:
+            raise HoldfastError(f"the SMP of {self._nodes[index].name} has ended, so it cannot be drained")
+        self._draining[index] = answer = Future[object]()
+
+        def ask() -> None:
+            try:
+                with PeerClient(self._job) as peers:
+                    message = Drain(job=self._job, deadline_s=self._deadline_s)
+                    answer.set_result(peers.ask(owner.control, message, self._deadline_s))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="drain", daemon=True).start()
 
     def replace_smp(self, index: int, by: signal.Signals = signal.SIGKILL) -> None:
         status = self._nodes[index].end_smp(by)

@@ -168,6 +168,7 @@ CATALOGUE: dict[str, Kind] = {
         Kind("lose-head", "Ray's head and all of Ray with it; memory stays", "", _R, ends_job=True),
         # nodes
         Kind("lose-node", "power cut: memory gone", "node", _C | _U | _R | _S, ends_job=True, wipes_memory=True),
+        Kind("drain-node", "announced: the job ends at a boundary, and the node goes", "node", ends_job=True),
         Kind("lose-nodes", "power cut of two or three at once", "", _S, ends_job=True, wipes_memory=True),
         Kind("freeze-node", "its raylet, and what that started, stop", "node", _R, ends_job=True),
         Kind("thaw-node", "what was frozen there goes on, although it was replaced", "node", _R),

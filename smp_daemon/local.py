@@ -34,6 +34,7 @@ from holdfast.smp_daemon.shared.messages import (
     Hello,
     InEpoch,
     Join,
+    Leave,
     Lend,
     LentUnit,
     Outcome,
@@ -106,6 +107,7 @@ class TrainerConversation:
             Say: self._say,
             Suspect: lambda request: smp.monitor.suspect(request.node),
             Ended: self._ended,
+            Leave: lambda request: smp.drainer.hand_over(request.deadline_s),
             Finish: self._finish,
             Stop: self._stop,
         }

@@ -68,7 +68,7 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
         case Regroup():
             monitor.request()
         case Move():
-            monitor.regroup_for(request.spares)
+            monitor.regroup_for(request.spares, still=request.still)
         case Enlist():
             monitor.enlist(request.epoch, request.start)
         case GiveUpRuns():

@@ -184,6 +184,7 @@ class Loop:
                 in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._deadline_s)
                 self._smp_is_slow = not in_time
                 self._capture.let_go()
+            self._protecting.end_if_agreed()
             self._protecting.report()
 
     def after_step(self) -> None:

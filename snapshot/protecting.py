@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome
-from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    NodeLeaves,
+    SmpUnavailable,
+)
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.mesh import AgreementLost
-from holdfast.snapshot.collective.reports import ALL, LEAST, MOST, reduced
+from holdfast.snapshot.collective.reports import ALL, ANY, LEAST, MOST, reduced
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
@@ -36,6 +42,13 @@ from holdfast.snapshot.step.copier import Copier
 from holdfast.snapshot.step.ledger import Ledger, SnapshotState
 from holdfast.snapshot.step.orders import CopyState, Due, SnapshotCopy
 
+REPORTS = 8
+"""How often ranks report in an interval at least, however little is pending, so that all hear soon of a node that is to
+be taken away."""
+
+LEAVE_DEADLINE_S = 600.0
+"""How long the ranks hold still at most while a node that leaves hands over what it holds."""
+
 log = get_log(__name__)
 
 
@@ -50,6 +63,7 @@ class StepReport:
         interval: the steps between snapshots that a rank wants: the longest wins.
         persists: the rank's node is ready to persist a snapshot.
         usable: how many slots a rank may use; `AWAY` or `REFUSED` if they could not be reserved.
+        ends: a rank's node is to be taken away, so the job ends at this boundary.
     """
 
     states: tuple[SnapshotState, ...] = field(metadata=LEAST)
@@ -58,6 +72,7 @@ class StepReport:
     interval: int = field(metadata=MOST)
     persists: bool = field(metadata=ALL)
     usable: int = field(metadata=LEAST)
+    ends: bool = field(metadata=ANY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +136,8 @@ class Protecting:
         self.episodes = Episodes(log)
         self._reported: Callable[[], StepReport] | None = None  # waits for what all ranks report
         self._persist_due = False
+        self._ends = False
+        self._last: Due | None = None  # after this snapshot the job ends, because a node leaves
         self._standing = Standing.TOGETHER
         self._delays = Delays(self.episodes, options.protect_every)
         self.layouts = Layouts(
@@ -146,8 +163,10 @@ class Protecting:
     # ------------------------------------------------------------------ in every step
 
     def report(self) -> None:
-        """Tell the other ranks how things stand here, if anything is pending. A collective call; does not wait."""
-        open_ones = self.ledger.pending or self.ledger.restored or self.layouts.is_reserving
+        """Tell the other ranks how things stand here, if anything is pending, and now and then if nothing is. A
+        collective call; does not wait."""
+        is_time = self._progress.step % max(1, self._intervals.rule.interval // REPORTS) == 0
+        open_ones = self.ledger.pending or self.ledger.restored or self.layouts.is_reserving or is_time
         if self.is_together and open_ones and self._reported is None:
             self._reported = reduced(self._rank.agreement, self._report_of_this_rank())
 
@@ -171,10 +190,13 @@ class Protecting:
                 self._go_on()
             if self.is_together:
                 self.apply_reports()
-                if is_last:
+                ends = self._ends
+                if is_last or ends:
                     self._catch_up()
-                if is_last or self._intervals.rule.is_due(step, self.ledger.protects_next):
-                    return self._prepare()
+                if is_last or ends or self._intervals.rule.is_due(step, self.ledger.protects_next):
+                    due = self._prepare()
+                    self._last = due if ends else None
+                    return due
                 if self.ledger.pending and self._intervals.rule.is_time(step):
                     self._note_skipped()
         except AgreementLost as error:
@@ -228,7 +250,7 @@ class Protecting:
         if self._reported is None:
             return
         everywhere = self._reported()
-        self._reported, self._persist_due = None, everywhere.persists
+        self._reported, self._persist_due, self._ends = None, everywhere.persists, everywhere.ends
         if saying := self._intervals.agree(everywhere.interval):
             self.copier.say(saying)
         statistics, rule = self._statistics, self._intervals.rule
@@ -273,6 +295,7 @@ class Protecting:
             interval=self._intervals.wanted(),
             persists=self._rank.client.persist_due,
             usable=self.layouts.standing(),
+            ends=self._rank.client.node_leaves,
         )
 
     def _state(self, snapshot: SnapshotId) -> SnapshotState:
@@ -398,6 +421,36 @@ class Protecting:
             except (SmpUnavailable, DeadlineExceeded):
                 return False
         return all(outcome is SnapshotOutcome.PROTECTED for outcome in outcomes)
+
+    def end_if_agreed(self) -> None:
+        """If the job is to end for a node that leaves, and this is the first step after the last snapshot: wait until
+        that is protected on all ranks, and until the leaving node has handed over what it holds. Then end the job. A
+        collective call; blocks.
+
+        Raises:
+            NodeLeaves: on every rank, before any of them changes its state.
+        """
+        due, self._last = self._last, None
+        if due is None:
+            return
+        rank, step = self._rank, due.snapshot.step
+        leaves = rank.client.node_leaves
+        try:
+            done = due.snapshot in self.copies and self.drain(rank.system.monotonic() + self._options.deadline_s)
+            if rank.agreement.minimum([done])() != [True]:
+                log.warning("a node is to be taken away, but step %d is not protected: a later one is tried", step)
+                return
+            rank.agreement.patiently(lambda: rank.client.leave(LEAVE_DEADLINE_S) if leaves else None)
+        except AgreementLost as error:
+            self.part()
+            log.warning("a node is to be taken away, but not all ranks have ended at step %d: %s", step, error)
+            return
+        except HoldfastError as error:  # the snapshot is protected, so what is not handed over can be computed
+            log.warning("not all that this node holds is held by others: %s", error)
+        raise NodeLeaves(
+            f"{'this' if leaves else 'another'} node of the job is to be taken away: start the job again without it, "
+            f"and it goes on from step {step}"
+        )
 
     def let_go(self) -> None:
         """Drop all slots, so that whoever still refers to this hook does not keep them mapped: a process may enter

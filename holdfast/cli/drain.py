@@ -30,7 +30,8 @@ def add(commands: Any) -> None:
         help="move what a node holds to other nodes before it is taken away",
         description="Moves the newest snapshot that a node holds a part of to other nodes of the job, or to spares, "
         "and has them protect it among themselves; then the node's SMP ends, its memory is free, and the node may be "
-        "taken away. For a job that is stopped: while trainers are connected it is refused. Status 0 only if nothing "
+        "taken away. A job that trains takes a last snapshot, holds still while that is moved, and ends with the error "
+        "NodeLeaves, so that it goes on from there when it is started again without the node. Status 0 only if nothing "
         "on the node is needed any more.",
     )
     drain.add_argument("node", help="name of the node, as `holdfast status` tells it")
@@ -41,7 +42,7 @@ def add(commands: Any) -> None:
     drain.add_argument(
         "--wait",
         action="store_true",
-        help="wait for trainers to go, for as long as --deadline says, instead of refusing",
+        help="wait for trainers to go, for as long as --deadline says, instead of having them end",
     )
     drain.add_argument(
         "--deadline", type=deadline_up_to(LONGEST_S), default="10min", metavar="TIME", help="at most 1h (default 10min)"

@@ -158,7 +158,7 @@ class Core:
             system,
         )
         self.buffers = BufferPool(buffers_for(self.settings.links * cards), system)
-        self.drainer = Draining(job, system, self.inventory, self.monitor.move)
+        self.drainer = Draining(self.store, system, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
 

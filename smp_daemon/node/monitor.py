@@ -2,7 +2,8 @@
 
 Each SMP pings the members of its group. An SMP that misses a member for too long, or whose group has regrouped without
 it, asks for a regrouping. The first node of the layout that answers is in charge. It does nothing while any trainer is
-connected anywhere: the job then runs, or is about to, and arranges its nodes itself.
+connected anywhere: the job then runs, or is about to, and arranges its nodes itself. An exception are trainers that
+hold still at the end of the job because a node leaves.
 """
 
 from __future__ import annotations
@@ -167,11 +168,12 @@ class Monitor:
 
     # ------------------------------------------------------------------ a node leaves
 
-    def move(self, spares: Collection[Address], deadline_s: float) -> None:
+    def move(self, spares: Collection[Address], deadline_s: float, *, still: bool) -> None:
         """Make the node in charge regroup now. Blocks until it has; another node has `deadline_s` for it.
 
         Args:
             spares: SMPs that no layout names yet, and that may take over shards.
+            still: see `regroup`.
 
         Raises:
             SmpUnavailable: no node of the layout answers.
@@ -180,10 +182,10 @@ class Monitor:
         layout = self._store.newest_layout()
         if layout is None:
             return
-        message = Move(job=layout.job, spares=tuple(spares))
+        message = Move(job=layout.job, spares=tuple(spares), still=still)
         for node in layout.nodes:
             if node.name == self._store.node:
-                self.regroup_for(spares)
+                self.regroup_for(spares, still=still)
                 return
             try:
                 self._peers.ask(node.control, message, deadline_s)
@@ -192,10 +194,10 @@ class Monitor:
                 log.info("%s cannot lead a regrouping: %s", node.name, error)
         raise SmpUnavailable(f"no node of the job's layout answers: {', '.join(node.name for node in layout.nodes)}")
 
-    def regroup_for(self, spares: Collection[Address]) -> None:
+    def regroup_for(self, spares: Collection[Address], *, still: bool) -> None:
         """A node leaves, and this one is in charge: `regroup`, with `spares` as further SMPs that may take part."""
         self._spares.update(spares)
-        self.regroup()
+        self.regroup(still=still)
 
     def enlist(self, epoch: int, start: Start | None) -> None:
         """Join `epoch`, which `start` began, as a spare, so that this SMP can take part in a regrouping of its run.
@@ -220,18 +222,22 @@ class Monitor:
                 text = "groups could not be regrouped; this is retried while it is needed: %s"
                 self._episodes.begin("regroup", text, error)
 
-    def regroup(self) -> Regrouping | None:
+    def regroup(self, *, still: bool = False) -> Regrouping | None:
         """Regroup if nodes are missing or leaving. Blocks until that is complete; one regrouping runs at a time.
 
         Returns what was done; None: nothing.
+
+        Args:
+            still: the trainers that are connected hold still until this is done, and end then. Without that nothing is
+                done while any trainer is connected: it would seal newer snapshots, and free what is being moved.
 
         Raises:
             HoldfastError: the regrouping failed. Nothing that was held is lost.
         """
         with self._regrouping_lock:
-            return self._regroup()
+            return self._regroup(still)
 
-    def _regroup(self) -> Regrouping | None:
+    def _regroup(self, still: bool) -> Regrouping | None:
         store = self._store
         with store.changed:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == store.epoch]
@@ -240,7 +246,7 @@ class Monitor:
         self._enlist_spares()
         addresses = {*addresses_of(layouts), *self._spares}
         inventories = gather_inventories(store.job, sorted(addresses), layouts, self._network)
-        if any(inventory.trainers for inventory in inventories):
+        if not still and any(inventory.trainers for inventory in inventories):
             text = "nodes are missing, but trainers are connected: no regrouping"
             self._episodes.begin("declined", text, level=logging.INFO)
             self._declined += 1

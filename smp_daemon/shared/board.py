@@ -8,8 +8,9 @@ starved the SMP is. Its words, in order:
 * `PAUSE_WORDS`, one per trainer: the time until which the SMP should send no encoding traffic, in nanoseconds of
   `time.monotonic`, which all processes of a host share; 0: it may send.
 * `HEARTBEAT_ROWS` rows, one per trainer, which the SMP watches for changes: a count of heartbeats with the phase, the
-  last finished step, the step being copied plus 1, and a spare word. The spare word of the first row is the SMP's: a
-  count that grows while it works on bytes, so that whoever waits for it can tell slow work from none.
+  last finished step, the step being copied plus 1, and a spare word. Two of the spare words are the SMP's. First row: a
+  count that grows while it works on bytes, so that whoever waits for it can tell slow work from none. Second row:
+  whether this node is to be taken away, and the job is to end at a boundary for that.
 * The last words, written by the SMP: whether this node is ready to persist a snapshot; how many slots of every shard
   trainers may use in this epoch, or `REFUSED`; and how far the parity is repaired that trainers have ordered in this
   epoch, as ``1 + RepairState``, or 0 if none was ordered.
@@ -218,6 +219,15 @@ class Board:
     def moves(self) -> int:
         """A count that grows while the SMP works on bytes."""
         return int(self._heartbeats[HEARTBEAT_WORDS - 1])
+
+    def post_leaving(self, leaving: bool) -> None:
+        """Post whether trainers are to end at a boundary because this node is to be taken away."""
+        self._heartbeats[2 * HEARTBEAT_WORDS - 1] = leaving
+
+    @property
+    def leaving(self) -> bool:
+        """Whether trainers are to end at a boundary because this node is to be taken away."""
+        return bool(self._heartbeats[2 * HEARTBEAT_WORDS - 1])
 
     def pause(self, index: int, until_s: float) -> None:
         """Ask for no encoding traffic until `until_s` (`time.monotonic`) or `resume`. `index`: trainer of this node."""

@@ -26,6 +26,7 @@ from holdfast.smp_daemon.shared.limits import (
     move_deadline,
 )
 from holdfast.smp_daemon.shared.messages import (
+    LONGEST_S,
     Accepted,
     AskCounters,
     AskInventories,
@@ -40,6 +41,7 @@ from holdfast.smp_daemon.shared.messages import (
     Finish,
     Inventories,
     Join,
+    Leave,
     Lend,
     LentUnit,
     Outcome,
@@ -353,6 +355,21 @@ class SmpClient(SmpConnection):
         if self.epoch is not None:
             said = Ended(epoch=self.epoch, coord=coord, step=end.step, failure=end.failure)
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
+
+    @property
+    def node_leaves(self) -> bool:
+        """Whether trainers are to end at a boundary because their node is to be taken away. Reads shared memory; never
+        blocks."""
+        return self._board.leaving
+
+    def leave(self, deadline_s: float) -> None:
+        """Have the SMP move what it holds to other nodes, while all trainers of the job hold still. Blocks until it
+        has, for `deadline_s` at most, or `ANSWER_S` more if it does not respond.
+
+        Raises:
+            DeadlineExceeded, ConfigError: see `coding.drain.Draining.hand_over`.
+        """
+        self._call(Leave(epoch=self.epoch, deadline_s=min(deadline_s, LONGEST_S)), deadline_s + ANSWER_S)
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.shared.counters.COUNTS`."""

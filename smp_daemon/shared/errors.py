@@ -77,6 +77,10 @@ class PlaceError(HoldfastError):
     """The storage of persisted snapshots failed, or cannot be reached."""
 
 
+class NodeLeaves(HoldfastError):
+    """A node of the job is to be taken away. Its last snapshot is protected: the next start goes on from it."""
+
+
 class DeadlineExceeded(HoldfastError):
     """An operation did not complete in time."""
 

@@ -286,6 +286,12 @@ class Ended(InEpoch, tag="ended", kw_only=True):
     failure: Failure
 
 
+class Leave(InEpoch, tag="leave", kw_only=True):
+    """Move everything that the SMP holds to other nodes. All trainers of the job hold still, and end afterwards."""
+
+    deadline_s: Seconds
+
+
 class Finish(Request, tag="finish", kw_only=True):
     """Report that the job has ended well: the SMP removes its arena and ends."""
 
@@ -320,6 +326,7 @@ TrainerRequest = (
     | Say
     | Suspect
     | Ended
+    | Leave
     | Finish
     | Stop
 )
@@ -386,9 +393,15 @@ class Regroup(PeerRequest, tag="regroup", kw_only=True):
 
 
 class Move(PeerRequest, tag="move", kw_only=True):
-    """Regroup now, because a node is leaving. `spares`: further SMPs that may take over some of its data."""
+    """Regroup now, because a node is leaving.
+
+    Attributes:
+        spares: further SMPs that may take over some of its data.
+        still: the trainers that are connected hold still, and end afterwards.
+    """
 
     spares: Addresses = ()
+    still: bool = False
 
 
 class Enlist(PeerRequest, tag="enlist", kw_only=True):
@@ -406,7 +419,10 @@ class GiveUpRuns(PeerRequest, tag="give_up", kw_only=True):
 
 
 class Drain(PeerRequest, tag="drain", kw_only=True):
-    """Move everything that the SMP holds to other nodes, then end it. Answered by a `coding.drain.Drained`."""
+    """Move everything that the SMP holds to other nodes, then end it. Answered by a `coding.drain.Drained`.
+
+    `wait`: wait for trainers to end, instead of asking them to.
+    """
 
     deadline_s: Seconds
     spares: Addresses = ()

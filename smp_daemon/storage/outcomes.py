@@ -53,6 +53,7 @@ class Outcomes:
 
     def adopt(self) -> None:
         """Go on with the board of a predecessor. What it had not finished has failed."""
+        self.board.post_leaving(False)  # nobody has asked this SMP yet
         if self.board.epoch == self._epoch():
             self.board.fail_pending()
             self.board.post_repair(None)  # trainers order again what the predecessor had not done

@@ -198,6 +198,8 @@ class Store:
             self._write_node()
             failpoint("join.noted")
             self.outcomes.enter()
+            if start is not None:
+                self.outcomes.board.post_leaving(False)  # that was said to the trainers before
             failpoint("join.done")
             self.changed.notify_all()
         self._on_epoch(epoch)
@@ -426,6 +428,18 @@ class Store:
         with self.changed:
             self._held.discard(snapshot)
             self.holdings.let_go(snapshot)
+
+    def say_leaving(self, start: Start | None) -> None:
+        """Ask the trainers of this start to end at a boundary, because this node is to be taken away; not those of a
+        later one."""
+        with self.changed:
+            if self.record.start == start:
+                self.outcomes.board.post_leaving(True)
+
+    def say_staying(self) -> None:
+        """Withdraw `say_leaving`."""
+        with self.changed:
+            self.outcomes.board.post_leaving(False)
 
     def give_up(self, runs: Collection[str]) -> None:
         """Give these runs up: drop what is held of them here, and tell every later start that they are over."""

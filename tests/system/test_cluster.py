@@ -77,6 +77,21 @@ def test_a_node_lost_at_any_point_is_rebuilt(launcher: Launcher, point: str) -> 
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt"]
 
 
+@pytest.mark.parametrize("options", [{}, {"protect_every": 2}, {"every": 3}])
+@pytest.mark.proves("drained-while-it-trains")
+def test_a_node_that_is_drained_while_the_job_trains_costs_no_step(launcher: Launcher, options: dict[str, Any]) -> None:
+    cluster = make(launcher, steps=16, **options)
+    cluster.drain_node(1, at="train.step", step=4)
+    history = cluster.run()
+    (drained,) = history.of("drained")
+    last = max(event["step"] for event in history.of("step", generation=0))
+    assert_whole(history, 3, least=last, steps=16)
+    assert {event["step"] for event in history.of("started", generation=1)} == {last}
+    assert drained["result"]["snapshot"][1] == last
+    assert sorted(drained["result"]["holders"]) == ["node0", "node2"]
+    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["fetched", "held", "held"]
+
+
 @pytest.mark.parametrize("point", ["restore.before", "restore.middle"])
 def test_a_trainer_killed_while_it_restores_restores_again(launcher: Launcher, point: str) -> None:
     cluster = make(launcher)

@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.storage.store import Store
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, run_on
@@ -189,16 +190,36 @@ class TestANodeThatIsDrained:
         assert json.loads(capsys.readouterr().out)["snapshot"] is None
         assert smp.wait_end() == 0
 
-    def test_is_refused_while_the_job_trains(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_asks_trainers_to_end_and_hands_over_while_they_hold_still(self, ground: Ground) -> None:
         smps = ground.smps(3)
-        run = run_on(smps, [[3000]] * 3, protect="2+1")
+        run = run_on(smps, [[3000 + i] for i in range(3)], protect="2+1")
         run.protect(1)
         run.protect(2)
-        assert drain(ground, "node1") == 2
-        assert "Stop the job" in capsys.readouterr().err
-        run.protect(3)
+        trainer = run["dp1"]
+        draining = ground.meanwhile(drain, ground, "node1")
+        await_so(lambda: trainer.client.node_leaves)
+        assert not run["dp0"].client.node_leaves
+        trainer.client.leave(DEADLINE_S)
+        held = {coord for name in ("dp0", "dp2") for _, coord in run[name].client.inventory().shards}
+        assert held == {"dp0", "dp1", "dp2"}
         leave(run)
-        assert drain(ground, "node1") == 0
+        assert draining.result(DEADLINE_S) == 0
+        assert smps[1].wait_end() == 0
+        other = smps[2]
+        other.lose()
+        come_back(run, smps, [1, 2])
+
+    def test_stays_if_the_job_starts_with_it_again(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000]] * 2)
+        run.protect(1)
+        draining = ground.meanwhile(drain, ground, "node1")
+        client = run["dp1"].client
+        await_so(lambda: client.node_leaves)
+        client.join(run.epoch + 1, Start(run.epoch + 1, 1))
+        assert draining.result(DEADLINE_S) == 2
+        assert "started again with node1" in capsys.readouterr().err
+        assert not client.inventory().leaving
 
     def test_waits_for_the_job_to_stop_if_asked_to(self, ground: Ground) -> None:
         smps = ground.smps(3)
@@ -240,16 +261,20 @@ def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
         monitor.start(cast(Store, store))
         try:
             with pytest.raises(SmpUnavailable, match="layout answers: node0, node1"):
-                monitor.move((), DEADLINE_S)
+                monitor.move((), DEADLINE_S, still=False)
         finally:
             monitor.close()
 
 
+def await_so(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < limit
+
+
 def await_leaving(trainer: Trainer) -> None:
     """Block until the SMP of a trainer says that it is leaving; each poll is a request with a reply."""
-    limit = time.monotonic() + DEADLINE_S
-    while not trainer.client.inventory().leaving:
-        assert time.monotonic() < limit
+    await_so(lambda: trainer.client.inventory().leaving)
 
 
 class TestInTheMiddleOfADrain:
