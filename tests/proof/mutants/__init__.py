@@ -173,6 +173,13 @@ def _protected_as_soon_as_sealed() -> None:
     _replace(Codings, "is_done", lambda self, coding, everyone: True)
 
 
+def _a_drained_node_goes_too_early() -> None:
+    from holdfast.smp_daemon.coding import drain
+    from holdfast.smp_daemon.coding.regroup import Moved
+
+    _replace(drain, "moved", lambda inventories: Moved(None, (), 0))
+
+
 def _the_protected_slot_is_freed() -> None:
     from holdfast.smp_daemon.storage.store import Store
 
@@ -360,6 +367,15 @@ MUTANTS: dict[str, Mutant] = {
         _units_are_not_checked_on_arrival,
         in_smp=True,
         says="Unrecoverable|does not match its digest",
+    ),
+    "gone-too-early": Mutant(
+        "a node that is drained goes before others hold what it holds",
+        "announced-and-then-not",
+        "returns",
+        _a_drained_node_goes_too_early,
+        in_smp=True,
+        in_trainer=False,
+        says="Unrecoverable",
     ),
     "arena-left-behind": Mutant(
         "the arena stays when the job is over", "pause", "leaks", _the_arena_is_left_behind, in_smp=True
