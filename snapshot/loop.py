@@ -160,7 +160,7 @@ class Loop:
             self._position.declare(self._progress.step)
 
     def _begin_with_batch(self) -> None:
-        self._position.batch_begins(speaks=self._rank.agreement.rank == 0)
+        self._position.batch_begins()
         self.begin()
 
     def _pass_over(self, resumed: bool) -> None:

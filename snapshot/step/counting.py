@@ -1,18 +1,11 @@
 """Loops that count their own batches. ``enumerate(snap.data(loader))`` begins at 0 again when a restart goes on in the
-middle of a pass, so a step at every fourth batch, or a schedule by that number, would be another one.
+middle of a pass, so a step at every fourth batch would be another one. `snapshot.step.carried` finds that in the source
+of the script; where there is none, a pass that ends otherwise than before tells.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
-from types import FrameType
-from typing import Any
-
 from holdfast.smp_daemon.shared.logs import get_log
-
-PASSES_ON = ("tqdm", "rich.")
-"""Modules whose generators pass on what they read: progress bars."""
 
 FIX = "write `for i, batch in snap.data(loader).enumerate():`, which goes on counting"
 
@@ -29,23 +22,6 @@ class Counting:
 
     def __init__(self, leaves: bool | None) -> None:
         self.leaves = leaves
-        self._begins_anew: bool | None = None
-
-    def batch(self, knows: bool, speaks: bool) -> None:
-        """A batch is about to be given; called in its source's generator. Looks at the first one only.
-
-        Args:
-            knows: whether the loop has asked where in the pass it begins.
-            speaks: whether this rank warns.
-        """
-        if self._begins_anew is None:
-            self._begins_anew = not knows and is_counted_anew(sys._getframe())
-            if self._begins_anew and speaks:
-                log.warning(
-                    "this loop numbers its batches by enumerate(), which begins at 0 again when a restart goes on in "
-                    "the middle of a pass. If a step, a schedule or an evaluation follows from the number, %s",
-                    FIX,
-                )
 
     def pass_over(self, resumed: bool, unused: bool) -> str:
         """The only source of batches has come to the end of a pass. Returns why the restart has gone wrong; empty if
@@ -62,26 +38,7 @@ class Counting:
             "a pass that went on in its middle after a restart ends with gradients that no step has used, as if "
             f"its batches were counted from 0 again: {FIX}"
         )
-        if before is None and not self._begins_anew:
+        if before is None:
             log.warning("%s", text)  # perhaps all passes end so, and the next one uses them
             return ""
         return text
-
-
-def is_counted_anew(frame: FrameType | None) -> bool:
-    """Whether the loop that reads the source whose generator has called this function counts its batches by the
-    built-in ``enumerate``, from 0 or 1, perhaps through a progress bar. Looks at all objects of the process once."""
-    frames: set[FrameType] = set()
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("holdfast.", *PASSES_ON)):
-            break
-        frames.add(frame)
-        frame = frame.f_back
-    for each in gc.get_objects():
-        if type(each) is enumerate:
-            counted: Any = each.__reduce__()
-            source, number = counted[1]
-            if number in (0, 1) and getattr(source, "gi_frame", None) in frames:
-                return True
-    return False

@@ -69,11 +69,9 @@ class Position:
         """A loop over step numbers has begun."""
         self._in_steps = True
 
-    def batch_begins(self, *, speaks: bool) -> None:
-        """The next batch of a source is given. `speaks`: see `Counting.batch`."""
+    def batch_begins(self) -> None:
+        """The next batch of a source is given."""
         self._in_data = True
-        knows = any(data.is_position_known for data in self.sources.values())
-        self.counting.batch(knows, speaks=speaks)
 
     @property
     def is_under_way(self) -> bool:

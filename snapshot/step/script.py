@@ -14,6 +14,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for
 from holdfast.snapshot.step.iterators import Iterators
 from holdfast.snapshot.step.variables import ChangingVariables, Variables
 
@@ -29,6 +30,19 @@ EVALUATED_ON = (
 CHANGES = (
     "%s: in variables of the script, changed by steps, and not captured. If anything reads later what a step left "
     "there, a restart gives other results: name it before entering, as by %s"
+)
+CARRIED = (
+    "%s: the script carries from turn to turn, and its steps depend on that, but it is not captured: a restart begins "
+    "it anew, and gives other results. Begin a count of steps at snap.step; keep other values in a dict or in "
+    "attributes, and name these before entering, as by %s"
+)
+COUNTS = (
+    "the loop at line %s counts from its beginning again after a restart, so that it makes more turns than it should: "
+    "write `for epoch in range(snap.epoch, epochs)` around snap.data, or `for step in snap.steps(n)`"
+)
+NUMBERED = (
+    "steps depend on the number that enumerate() gives a batch, and it begins at 0 again when a restart goes on in the "
+    "middle of a pass: write `for i, batch in snap.data(loader).enumerate():`, which goes on counting"
 )
 FIX = "go through data by `for batch in snap.data(loader)`"
 
@@ -55,6 +69,7 @@ class Script:
         self._iterators = Iterators(held.get("workers", {}), self._is_training)
         self._variables = Variables(held.get("variables", {}))
         self._changing: ChangingVariables | None = None
+        self._carried: CarriedVariables | None = None
 
     def remove(self) -> None:
         """Stop watching."""
@@ -82,6 +97,7 @@ class Script:
         """
         if self._is_watched:
             self._changing = ChangingVariables(adapter)
+            self._carried = CarriedVariables(adapter)
             self._variables.look(but)
             if self._is_plain:
                 self._put_back()
@@ -100,19 +116,24 @@ class Script:
         """A step begins. Arguments and errors: as for `check`."""
         self.check(is_new=is_new, declared=declared)
         self._iterators.begin()
+        if self._carried is not None:
+            self._carried.step_begins()
         if self._changing is not None and (found := self._changing.look()):
             log.warning(CHANGES, some([name for name, _ in found]), some([line for _, line in found]))
 
     def check(self, *, is_new: bool, declared: bool) -> None:
-        """A step begins, or is about to end: name iterators that a restart would begin anew, as soon as they are seen.
+        """A step begins, or is about to end: name what a restart would begin anew, as soon as it is seen.
 
         Args:
             is_new: whether the job is in its first turns.
             declared: whether the loop says where its steps begin.
 
         Raises:
-            ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself.
+            ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself; or its
+                steps depend on the numbers of batches, which begin anew.
         """
+        if self._carried is not None and (found := self._carried.look()) is not None and not found.skips:
+            self._name(found, is_new=is_new)
         for kept in self._iterators.kept() if self._is_watched else ():
             if not kept.trains:
                 log.warning(EVALUATED_ON, kept.where)
@@ -120,6 +141,18 @@ class Script:
                 raise ConfigError(f"{READ_ON % kept.where}: {FIX}")
             else:
                 log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {FIX}", kept.where)
+
+    def _name(self, found: Carries, *, is_new: bool) -> None:
+        """Raises `ConfigError`, see `check`."""
+        if found.numbered and is_new:
+            raise ConfigError(NUMBERED)
+        if found.numbered:
+            log.warning(NUMBERED)
+        if found.counts:
+            log.warning(COUNTS, some([str(line) for line in sorted(found.counts)]))
+        if found.carried or found.updated:
+            names = [f"{name} (line {line})" for name, line in (found.carried | found.updated).items()]
+            log.warning(CARRIED, some(names), some(lines_for(found)))
 
     def _put_back(self) -> None:
         if gone := self._variables.put_back():

@@ -1,0 +1,199 @@
+"""What a script carries from turn to turn, and feeds its steps with, is found in its source; what it logs is not."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import InMemorySnapshot
+from holdfast.snapshot.step.carried import Carries, Flow, RunningValues, loops_at
+from tests.unit.test_beginning import STEPS, Job, Loop, life
+
+SET_UP = """
+def train(snap, loader, model, optim, average):
+    %s
+    for epoch in range(snap.epoch, 3):
+        for x, y in snap.data(loader):
+%s
+%s
+"""
+
+
+class Hook:
+    """Stands for the hook in a source that is only read."""
+
+
+def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) -> Carries:
+    """What a loop over batches carries. `turn`: what it does with each; `after`: what it does after a pass."""
+    text = SET_UP % (before, textwrap.indent(turn.strip(), " " * 12), textwrap.indent(after.strip(), " " * 8))
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    known = {"snap": Hook(), "model": model, "optim": optim, "average": nn.Linear(2, 2)}
+    at = next(each.lineno for each in ast.walk(function) if isinstance(each, ast.For) and "data" in ast.dump(each.iter))
+    return Flow(
+        function,
+        loops_at(function, at),
+        True,
+        RunningValues(known | values).of,
+        lambda value: isinstance(value, Hook),
+        lambda path, value: isinstance(value, nn.Module | torch.optim.Optimizer),
+        lambda value: value is known["average"],
+    ).found
+
+
+TRAIN = "loss = model(x).sum()\noptim.zero_grad()\nloss.backward()\noptim.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("turn", "named"),
+    [
+        ("loss = model(x).sum() * min(1, n / 10)\nloss.backward()\noptim.step()\nn += 1", {"n"}),
+        (TRAIN.replace("model(x)", "model(x / n)") + "n = max(0.5, n * 0.9)", {"n"}),
+        ("for group in optim.param_groups:\n    group['lr'] = 0.1 / (1 + n)\n" + TRAIN + "n += 1", {"n"}),
+        ("rate = 0.1 / (1 + n)\noptim.param_groups[0]['lr'] = rate\n" + TRAIN + "n += 1", {"n"}),
+        ("out, n = model(x, n)\nout.sum().backward()\noptim.step()\nn = n.detach()", {"n"}),
+        (TRAIN + "n += 1\nif n > 100:\n    break", {"n"}),
+        ("n += 1\nif n % 2:\n    continue\n" + TRAIN, {"n"}),
+        ("loss = model(x).sum()\nloss.backward()\nn += 1\nif n % 4 == 0:\n    optim.step()", {"n"}),
+        (
+            TRAIN + "n += 1\nif n % 4 == 0:\n    good = model.state_dict()\nelse:\n    model.load_state_dict(good)",
+            {"n", "good"},
+        ),
+        ("n.append(x)\nmodel(n[0]).sum().backward()\noptim.step()", {"n"}),
+        ("n[y] = x\nmodel(n).sum().backward()\noptim.step()", {"n"}),
+        (TRAIN + "average.update_parameters(model)", {"average"}),
+    ],
+)
+def test_what_reaches_a_step_is_named(turn: str, named: set[str]) -> None:
+    group = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1).param_groups[0]
+    found = look(turn, group=group)
+    assert {*found.carried, *found.updated} == named
+    assert all(found.carried.values())
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        TRAIN + "n += loss.item()\nprint(n)",
+        TRAIN + "n += 1\nif n % 10 == 0:\n    print(loss.item() / n)\n    n = 0",
+        TRAIN + "now = time.time()\nspent = now - n\nn = now\nlog(spent)",
+        TRAIN + "n = loss.item() if n == 0 else 0.9 * n + 0.1 * loss.item()\nbar.set_postfix(loss=n)",
+        TRAIN + "writer.add_scalar('loss', loss, n)\nn += 1\nif n % 100 == 0:\n    save(model.state_dict())",
+        TRAIN + "losses = [n for n in range(3)]",
+        "n = 0\nfor part in x:\n    loss = model(part * n).sum()\n    loss.backward()\n    n += 1\noptim.step()",
+        "if x is None:\n    n += 1\n" + TRAIN,
+    ],
+)
+def test_what_is_only_logged_is_not_named(turn: str) -> None:
+    found = look(turn)
+    assert not found.carried and not found.counts and not found.numbered
+
+
+def test_a_name_that_is_used_again_for_a_log_is_not_taken_for_what_it_was() -> None:
+    after = "loss = total / count\nif loss < best:\n    best = loss"
+    found = look(TRAIN + "total += loss.item()\ncount += 1", before="best, total, count = 9.0, 0.0, 0", after=after)
+    assert not found.carried
+
+
+def test_what_a_pass_leaves_counts_too() -> None:
+    early = "if n < best:\n    best, wait = n, 0\nelse:\n    wait += 1\n    if wait > 3:\n        break"
+    found = look(TRAIN, before="best, wait, n = 9.0, 0, 0.0", after="n = model(x).sum().item()\n" + early)
+    assert set(found.carried) == {"best", "wait"}
+    assert set(look(TRAIN.replace("(x)", "(x * n)"), after="n *= 0.8").carried) == {"n"}
+    assert not look(TRAIN.replace("(x)", "(x * n)"), after="print(n)", before="n = 0.8").carried
+
+
+def test_what_the_hook_tells_is_found_again() -> None:
+    turn = TRAIN.replace("(x)", "(x * n)") + "n += 1"
+    assert not look(turn, before="n = snap.step").carried
+    assert not look(turn, before="start = snap.epoch\n    n = 3 * start").carried
+
+
+def counting(iterated: str) -> Carries:
+    text = f"""
+def train(snap, loader, model, optim):
+    for epoch in {iterated}:
+        for x in snap.data(loader):
+            model(x).sum().backward()
+            optim.step()
+"""
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    values = RunningValues({"snap": Hook()}).of
+    turns = loops_at(function, 4)
+    return Flow(function, turns, True, values, lambda value: isinstance(value, Hook), lambda *_: False, bool).found
+
+
+def test_a_loop_that_counts_from_its_beginning_again_is_found() -> None:
+    assert counting("range(3)").counts == {3}
+    assert counting("tqdm(range(3))").counts == {3}
+    assert not counting("range(snap.epoch, 3)").counts
+    assert not counting("itertools.count()").counts
+
+
+# ------------------------------------------------------------------ in a running job
+
+
+def said(loop: Loop, caplog: pytest.LogCaptureFixture) -> list[str]:
+    life(loop, Job(), None)
+    return [line.getMessage() for line in caplog.records if "carries from turn to turn" in line.getMessage()]
+
+
+def annealed(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    warmth = 1.0
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        (job.model(torch.randn(2, 4)).sum() * warmth).backward()
+        yield
+        job.step()
+        warmth *= 0.9
+
+
+def annealed_in_a_function(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    warmth = 1.0
+
+    def step() -> None:
+        nonlocal warmth
+        (job.model(torch.randn(2, 4)).sum() * warmth).backward()
+        job.step()
+        warmth *= 0.9
+
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        yield
+        step()
+
+
+def with_a_loss_that_is_logged(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    total, count = 0.0, 0
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        loss = job.model(torch.randn(2, 4)).sum()
+        loss.backward()
+        yield
+        job.step()
+        total += loss.item()
+        count = count + 1
+        if count % 2 == 0:
+            logging.getLogger("training").info("%s", total / count)
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [annealed, annealed_in_a_function])
+def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(loop, caplog)
+    assert "warmth (line" in line and 'kept = {"warmth": warmth}' in line
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_number_that_is_logged_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert not said(with_a_loss_that_is_logged, caplog)
