@@ -216,7 +216,12 @@ def _opener_of(kind: type) -> Callable[..., Parts] | None:
 
 
 def _values(value: Mapping[Any, Any]) -> Parts:
-    for place, (key, part) in enumerate(value.items()):
+    """Nothing if a class of others lets nobody read it, as OmegaConf's do while values are missing."""
+    try:
+        items = value.items() if isinstance(value, dict) else list(value.items())
+    except Exception:
+        return
+    for place, (key, part) in enumerate(items):
         yield f"[{key!r}]" if is_plain(key) else f"[{place}]", part
 
 

@@ -7,6 +7,7 @@ import io
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ class Slotted:
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
+
+
+class Unreadable(OrderedDict[str, Any]):
+    """Like a configuration some of whose values are still missing."""
+
+    def items(self) -> Any:
+        raise LookupError("a value is missing")
 
 
 class Watched:
@@ -197,3 +205,8 @@ def test_a_batch_that_refers_to_itself_has_a_digest() -> None:
     graph = Pair(torch.ones(2))
     graph.right = [graph]
     assert digest_of_batch(graph) == digest_of_batch(graph)
+
+
+def test_a_mapping_that_cannot_be_read_has_no_parts() -> None:
+    config = MappingProxyType(Unreadable(rate=1))
+    assert [path for path, _, _ in walk([("", [config, 2])], lambda value: True)] == ["", "[0]", "[1]"]
