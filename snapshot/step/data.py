@@ -166,6 +166,12 @@ class Data:
         self._numbers.look(source)
         self._own = rng.find(source)
 
+    def __getattr__(self, name: str) -> Any:
+        """The source's, such as `dataset` and `sampler`: loops ask for them where they had the loader before."""
+        if name.startswith("_") or name in ("state_dict", "load_state_dict"):  # its place is told by this object alone
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._source, name)
+
     @property
     def position(self) -> int:
         """How many batches of the current pass were given."""

@@ -401,6 +401,16 @@ def test_reading_through_it_changes_nothing() -> None:
 # ---------------------------------------------------------------------- loops
 
 
+def test_what_a_loop_asks_the_loader_for_the_data_answers() -> None:
+    loader = DataLoader(Augmented(), batch_size=2)
+    data = Hook().data(loader)
+    assert data.dataset is loader.dataset
+    assert (data.batch_size, data.sampler) == (2, loader.sampler)
+    with pytest.raises(AttributeError, match="bogus"):
+        _ = data.bogus
+    assert not hasattr(Hook().data(lambda: iter(())), "dataset")
+
+
 def test_the_user_tells_a_distributed_sampler_the_pass() -> None:
     def make() -> DataLoader[Any]:
         return loader(sampler=DistributedSampler(table(), num_replicas=2, rank=1, seed=3))
