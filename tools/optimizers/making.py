@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.snapshot.state.optimizers import nested
+from tools.real import torchvision_on_cpu
 
 LIBRARIES = (
     "torch.optim",
@@ -44,17 +45,21 @@ SMALL = {
     "total_steps": 40,
     "max_lr": 0.05,
     "rho": None,
+    "max_size_triangular": 32,
 }
 """Arguments that make an optimizer do within ten steps all that it does in a long job."""
 
-MATRICES = frozenset({"AdaLOMO", "AdEMAMix32bit", "PagedAdEMAMix32bit"})
+MATRICES = frozenset({"AdaLOMO", "AdEMAMix32bit", "DeMo", "PagedAdEMAMix32bit"})
 """Classes that fail with a convolution."""
 
 DISTRIBUTED = frozenset({"DeMo", "DistributedMuon"})
 """Classes that ask for a process group."""
 
-WEIGHTS = frozenset({"Muon", "SingleDeviceMuon"})
+WEIGHTS = frozenset({"Muon", "SingleDeviceMuon", "SpectralSphere"})
 """Classes that take only matrices."""
+
+OF_LOW_RANK = {"rank": 4, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std", "projection_type": "std"}
+"""Options of the group whose gradients GaLore projects."""
 
 Step = Callable[[], torch.Tensor]
 """Take one step; returns the loss. `before` is called between backward and the step, or before a closure is given."""
@@ -62,10 +67,8 @@ Step = Callable[[], torch.Tensor]
 
 def classes(library: str) -> dict[str, type]:
     """The optimizer classes of a library by name. Raises ImportError or what else its import raises."""
-    if library.startswith("timm") and not hasattr(torch.ops.torchvision, "nms"):
-        # timm imports torchvision, whose wheel is for torch with CUDA and has no operators without; none is called
-        for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float most) -> Tensor")
+    if library.startswith("timm"):
+        torchvision_on_cpu.declare()
     module = importlib.import_module(library)
     found = {name: kind for name, kind in vars(module).items() if inspect.isclass(kind) and name not in BASES}
     return {
@@ -124,7 +127,12 @@ def make(kind: type, model: nn.Module) -> Any:
         if "params" in known:
             options["params"] = list(model.parameters())
     elif first in ("optimizer", "base", "base_optimizer"):
-        given = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        base_of = torch.optim.SGD if kind.__module__.startswith("schedulefree") else torch.optim.AdamW
+        given = base_of(model.parameters(), lr=1e-3)  # torch's others take its entries in their state for their own
+    elif is_galore(kind):
+        given = groups(kind, model)
+        if "relative_step" in known:
+            options |= {"scale_parameter": False, "relative_step": False}
     elif kind.__name__ in WEIGHTS or first == "param_groups" or "use_muon" in (kind.__doc__ or ""):
         given = groups(kind, model)
     if "base_optimizer" in known and first != "base_optimizer":
@@ -142,14 +150,21 @@ def make(kind: type, model: nn.Module) -> Any:
     return kind(given, **options)
 
 
+def is_galore(kind: type) -> bool:
+    """Whether a class projects the gradients of groups that say so."""
+    return kind.__module__.startswith("galore_torch") or kind.__name__ == "GaLore"
+
+
 def groups(kind: type, model: nn.Module) -> list[Any]:
-    """Parameters as Muon's variants take them."""
+    """Parameters as GaLore's and Muon's variants take them."""
     matrices = [
         p for name, p in model.named_parameters() if p.dim() == 2 and "head" not in name and "words" not in name
     ]
-    if kind.__name__ in WEIGHTS and kind.__module__ in ("muon", "torch.optim", "torch.optim._muon"):
+    if kind.__name__ in WEIGHTS and (kind.__name__ != "Muon" or not kind.__module__.startswith("pytorch_optimizer")):
         return matrices
     others = [p for p in model.parameters() if not any(p is each for each in matrices)]
+    if is_galore(kind):
+        return [{"params": matrices} | OF_LOW_RANK, {"params": others}]
     return [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
 
 
@@ -240,11 +255,11 @@ def stepper(optimizer: Any, model: nn.Module, before: Callable[[torch.Tensor], N
         return both
     if kind == "SafeFP16Optimizer":
         return scaled
-    if "SAM" in kind and kind != "BSAM":
+    if "SAM" in kind:
         return after_backward
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
-    return with_closure if needed or kind.endswith("Closure") or kind in ("LBFGS", "AliG", "BSAM") else plain
+    return with_closure if needed or kind.endswith("Closure") or kind in ("LBFGS", "AliG") else plain
 
 
 def every(libraries: tuple[str, ...]) -> Iterator[tuple[str, str, type]]:

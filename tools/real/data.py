@@ -76,6 +76,20 @@ def shards(folder: Path, python: Path) -> None:
         (folder / f"{name}.bin").write_bytes(header.tobytes() + tokens.tobytes())
 
 
+def digits(folder: Path, python: Path) -> None:
+    """Write small pictures of noise beside the working folder, in ``data``, where examples look for MNIST."""
+    home = folder.parent / "data" / "MNIST" / "raw"
+    home.mkdir(parents=True)
+    drawn = np.random.RandomState(5)
+    for name, count in (("train", 200), ("t10k", 40)):
+        pictures = drawn.randint(0, 256, (count, 28, 28)).astype(np.uint8)
+        sizes = np.array([0x803, count, 28, 28], ">i4")  # the format's number, then the sizes
+        (home / f"{name}-images-idx3-ubyte").write_bytes(sizes.tobytes() + pictures.tobytes())
+        sizes = np.array([0x801, count], ">i4")
+        labels = np.arange(count).astype(np.uint8) % 10
+        (home / f"{name}-labels-idx1-ubyte").write_bytes(sizes.tobytes() + labels.tobytes())
+
+
 def waves(folder: Path, python: Path) -> None:
     """Write ``traindata.npy``, short waves as those of time_sequence_prediction."""
     shifts = np.random.RandomState(2).randint(-80, 80, 12)

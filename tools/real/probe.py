@@ -73,14 +73,14 @@ class Probe:
         """Note the state after a step of a torch optimizer, and report it."""
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
-            self._hold()
+            self.hold()
         parts = {"optimizer": state_of(optimizer), **{f"generator {n}": g for n, g in generators().items()}}
         self.note("step", {name: digest(part) for name, part in parts.items()})
         self.tell("step")
 
     def end(self) -> None:
         """Note the final state after the script has ended well, and report it."""
-        self._hold()
+        self.hold()
         final = {name: digest(value()) for name, value in self._kept.items()} | {
             f"generator {name}": digest(state) for name, state in generators().items()
         }
@@ -90,7 +90,7 @@ class Probe:
         self.note("final", final | {name: sorted(digests) for name, digests in found.items()})
         self.tell("end")
 
-    def _hold(self) -> None:
+    def hold(self) -> None:
         """Keep references to all current modules and schedules, which may be freed before the script ends."""
         found: list[Any] = [thing for thing in gc.get_objects() if _is(thing, torch.nn.Module, LRScheduler)]
         inner = {id(part) for each in found if isinstance(each, torch.nn.Module) for part in each.children()}
@@ -189,8 +189,9 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     probe = Probe(Path(os.environ[NOTES]), os.environ.get(PIPE), rank)
     probe.tell("start")
-    random.seed(rank)  # unseeded, these two differ in every process; torch's does not
+    random.seed(rank)  # unseeded, these differ in every process
     np.random.seed(rank)
+    torch.manual_seed(rank)
     watch(probe, os.environ.get(SAID))
     rest = sys.argv[1:]
     while rest[0] == "--first":

@@ -4,51 +4,8 @@ from __future__ import annotations
 
 from tools.real import data
 from tools.real.edits import Edit
+from tools.real.examples import ENVIRONMENT, IMPORT, MNIST
 from tools.real.run import Run
-
-IMPORT = "from holdfast import InMemorySnapshot\n"
-
-ENVIRONMENT = "public-3.11"
-
-WORD_LM = Run(
-    name="word-lm",
-    framework="PyTorch examples",
-    what="word_language_model, a transformer",
-    script="main.py",
-    arguments="--model Transformer --use-optimizer --emsize 32 --nhid 32 --nhead 2 --nlayers 2 --bptt 16 --epochs 3 "
-    "--batch_size 10 --lr 0.01 --log-interval 10",
-    page="docs/loops.md",
-    package="torch",
-    checkout="pytorch-examples/word_language_model",
-    files=("main.py", "model.py", "data.py"),
-    make=data.wikitext_2,
-    said=r"end of epoch|End of training",
-    fits=(
-        Edit(
-            "main.py", "epoch_start_time = time.time()", "epoch_start_time = float('inf')  # no times in what is said"
-        ),
-    ),
-    lines=(
-        Edit("main.py", "import argparse", f"{IMPORT}import argparse"),
-        Edit(
-            "main.py",
-            "for epoch in range(1, args.epochs+1):",
-            """
-            snap = InMemorySnapshot(model, optimizer)
-            best = ("lr", "best_val_loss")
-            snap.track("best", get=lambda: {name: globals()[name] for name in best}, set=globals().update)
-            with snap:
-            """,
-            until="lr /= 4.0",
-        ),
-        Edit("main.py", "for epoch in range(1, args.epochs+1):", "for epoch in range(snap.epoch + 1, args.epochs+1):"),
-        Edit(
-            "main.py",
-            "for batch, i in enumerate(range(0, train_data.size(0) - 1, args.bptt)):",
-            "for batch, i in snap.data(range(0, train_data.size(0) - 1, args.bptt)).enumerate():",
-        ),
-    ),
-)
 
 COPY = Run(
     name="copy-task",
@@ -62,7 +19,6 @@ COPY = Run(
     said="incorrects",
     fits=(
         Edit("train_copy.py", "NUM_BATCHES = int(1e5)", "NUM_BATCHES = 30"),
-        Edit("train_copy.py", "import torch.optim as optim", "import torch.optim as optim\ntorch.manual_seed(0)"),
         Edit("train_copy.py", "BATCH_SIZE = 32", "BATCH_SIZE = 4"),
         Edit("train_copy.py", "GENERATE_EVERY  = 100", "GENERATE_EVERY  = 10"),
         Edit("train_copy.py", "dim = 128,", "dim = 32,"),
@@ -129,73 +85,149 @@ GPT2 = Run(
     ),
 )
 
-ACTOR_CRITIC = Run(
-    name="actor-critic",
-    framework="PyTorch examples",
-    what="reinforcement_learning/actor_critic.py, CartPole",
-    script="actor_critic.py",
-    page="docs/loops.md",
-    checkout="pytorch-examples/reinforcement_learning",
-    files=("actor_critic.py",),
-    python=ENVIRONMENT,
-    said="^Episode",
-    fits=(Edit("actor_critic.py", "for i_episode in count(1):", "for i_episode in range(40):"),),
+SCHEDULE_FREE = MNIST._replace(
+    name="schedule-free",
+    framework="schedule_free",
+    what="examples/mnist/main.py, weights exchanged for each evaluation",
+    arguments="--no-cuda --no-mps --epochs 3 --batch-size 16 --test-batch-size 32 --log-interval 5",
+    package="schedulefree",
+    checkout="schedule_free/examples/mnist",
     lines=(
-        Edit("actor_critic.py", "import argparse", f"{IMPORT}import argparse"),
+        MNIST.lines[0],
         Edit(
-            "actor_critic.py",
-            "for i_episode in range(40):",
-            """
-            def place(values):
-                nonlocal running_reward
-                running_reward, env.unwrapped.np_random.bit_generator.state = values
+            "main.py",
+            "for epoch in range(1, args.epochs + 1):",
+            "with InMemorySnapshot(model, optimizer) as snap:",
+            until="test(model, optimizer, device, test_loader)",
+        ),
+        *MNIST.lines[2:],
+    ),
+)
 
-            snap = InMemorySnapshot(model, optimizer)
-            snap.track("place", get=lambda: (running_reward, env.unwrapped.np_random.bit_generator.state), set=place)
+PPO = Run(
+    name="ppo",
+    framework="cleanrl",
+    what="cleanrl/ppo.py, CartPole",
+    script="ppo.py",
+    arguments="--total-timesteps 1024 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --no-cuda",
+    page="docs/loops.md",
+    package="gymnasium",
+    checkout="cleanrl/cleanrl",
+    files=("ppo.py",),
+    python=ENVIRONMENT,
+    said="episodic_return",
+    lines=(
+        Edit("ppo.py", "import os", f"{IMPORT}import os\nimport pickle"),
+        Edit(
+            "ppo.py",
+            "for iteration in range(1, args.num_iterations + 1):",
+            """
+            def game():
+                held = {name: value for name, value in vars(envs).items() if name != "env_fns"}
+                return pickle.dumps((held, global_step, next_obs, next_done))
+
+            def play_on(game):
+                global global_step, next_obs, next_done
+                held, global_step, next_obs, next_done = pickle.loads(game)
+                vars(envs).update(held)
+
+            snap = InMemorySnapshot(agent, optimizer)
+            snap.track("game", get=game, set=play_on)
+            with snap:
+            """,
+            until='writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)',
+        ),
+        Edit(
+            "ppo.py",
+            "for iteration in range(1, args.num_iterations + 1):",
+            "for iteration in range(snap.step + 1, args.num_iterations + 1):\n    snap.begin()",
+        ),
+    ),
+)
+
+DQN = PPO._replace(
+    name="dqn",
+    what="cleanrl/dqn.py, CartPole, a replay buffer and a target network",
+    script="dqn.py",
+    arguments="--total-timesteps 400 --buffer-size 200 --learning-starts 40 --target-network-frequency 50 "
+    "--batch-size 16 --train-frequency 4 --no-cuda",
+    files=("dqn.py",),
+    variables=(("PYTHONPATH", "{source}/.."),),
+    lines=(
+        Edit("dqn.py", "import os", f"{IMPORT}import os\nimport pickle"),
+        Edit(
+            "dqn.py",
+            "for global_step in range(args.total_timesteps):",
+            """
+            def game():
+                return pickle.dumps(({name: value for name, value in vars(envs).items() if name != "env_fns"}, obs, rb))
+
+            def play_on(game):
+                global obs, rb
+                held, obs, rb = pickle.loads(game)
+                vars(envs).update(held)
+
+            snap = InMemorySnapshot(q_network, optimizer)
+            snap.track("game", get=game, set=play_on)
+            snap.track("target", tensors=target_network)
             with snap:
             """,
             until="""
-                print(f"Solved! Running reward is now {running_reward} and "
-                      f"the last episode runs to {t} time steps!")
-                break
+                args.tau * q_network_param.data + (1.0 - args.tau) * target_network_param.data
+            )
             """,
         ),
-        Edit("actor_critic.py", "for i_episode in range(40):", "for i_episode in snap.steps(40):"),
+        Edit(
+            "dqn.py",
+            "for global_step in range(args.total_timesteps):",
+            "for global_step in snap.steps(args.total_timesteps):",
+        ),
     ),
 )
 
-WAVES = Run(
-    name="time-sequence",
-    framework="PyTorch examples",
-    what="time_sequence_prediction/train.py, LBFGS",
-    script="train.py",
-    arguments="--steps 14",
+PARITY = Run(
+    name="parity",
+    framework="x-transformers",
+    what="train_parity.py, a curriculum, Lion",
+    script="train_parity.py",
     page="docs/loops.md",
-    package="torch",
-    checkout="pytorch-examples/time_sequence_prediction",
-    files=("train.py",),
-    make=data.waves,
-    said="^test loss",
-    variables=(("MPLBACKEND", "Agg"),),
+    checkout="x-transformers",
+    files=("train_parity.py", "x_transformers"),
+    python=ENVIRONMENT,
+    said="frac incorrect|criteria",
     fits=(
-        Edit("train.py", "data = torch.load('traindata.pt')", "data = np.load('traindata.npy')"),
-        Edit("train.py", "future = 1000", "future = 10"),
+        Edit("train_parity.py", "BATCH_SIZE = 256", "BATCH_SIZE = 8"),
+        Edit("train_parity.py", "EVAL_EVERY  = 500", "EVAL_EVERY  = 10"),
+        Edit("train_parity.py", "EVAL_LENGTHS = (16, 32, 64, 128, 256, 512)", "EVAL_LENGTHS = (4, 8, 16)"),
+        Edit("train_parity.py", "LOSS_THRES_INCREASE_LEN = 1e-3", "LOSS_THRES_INCREASE_LEN = 0.7"),
+        Edit("train_parity.py", "MEET_CRITERIA_THRES_INCREASE_LEN = 10", "MEET_CRITERIA_THRES_INCREASE_LEN = 6"),
+        Edit("train_parity.py", ").cuda()", ")"),
         Edit(
-            "train.py",
-            "optimizer = optim.LBFGS(seq.parameters(), lr=0.8)",
-            "optimizer = optim.LBFGS(seq.parameters(), lr=0.8, max_iter=3)",
+            "train_parity.py",
+            "seq = torch.randint(0, 2, (BATCH_SIZE, length)).cuda()",
+            "seq = torch.randint(0, 2, (BATCH_SIZE, length))",
+        ),
+        Edit("train_parity.py", "while train_seq_len < stop_length:", "while i < 40:"),
+        Edit(
+            "train_parity.py",
+            "incorrects = (pred != labels[:, -1]).abs().sum().item()",
+            "incorrects = (pred != labels[:, -1]).sum().item()",
         ),
     ),
     lines=(
-        Edit("train.py", "import argparse", f"{IMPORT}import argparse"),
+        Edit("train_parity.py", "import tqdm", f"{IMPORT}import tqdm"),
         Edit(
-            "train.py",
-            "for i in range(opt.steps):",
-            "with InMemorySnapshot(seq, optimizer) as snap:",
-            until="plt.close()",
+            "train_parity.py",
+            "with tqdm.tqdm(mininterval = 10., desc = 'training') as pbar:",
+            """
+            snap = InMemorySnapshot(model, optimizer)
+            place = ("i", "meet_criteria", "train_seq_len")
+            snap.track("place", get=lambda: {name: globals()[name] for name in place}, set=globals().update)
+            with snap, tqdm.tqdm(mininterval = 10., desc = 'training') as pbar:
+            """,
         ),
-        Edit("train.py", "for i in range(opt.steps):", "for i in snap.steps(opt.steps):"),
+        Edit("train_parity.py", "while i < 40:", "while i < 40:\n    snap.begin()"),
     ),
 )
 
-PUBLIC: tuple[Run, ...] = (WORD_LM, COPY, GPT2, ACTOR_CRITIC, WAVES)
+PUBLIC: tuple[Run, ...] = (COPY, PARITY, GPT2, SCHEDULE_FREE, PPO, DQN)

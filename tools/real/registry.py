@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tools.real import data
 from tools.real.edits import Edit
+from tools.real.examples import EXAMPLES
 from tools.real.public import PUBLIC
 from tools.real.run import Run
 
@@ -316,6 +317,7 @@ RUNS: tuple[Run, ...] = (
     CHARGPT,
     FSDP2,
     LIGHTNING,
+    *EXAMPLES,
     *PUBLIC,
     *(run for run in (*TITAN, BRIDGE) if (HERE / run.program).is_file()),
 )
