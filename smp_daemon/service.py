@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
-from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import Owner, known_owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.system import MACHINE, Network, System
 from holdfast.smp_daemon.shared.versions import RELEASE
@@ -137,13 +137,6 @@ class Smp(Core):
             return before
         return Owner(0, 0, job, node, known.host, known.control_port, known.bulk_port, more_bulk=known.more_bulk)
 
-    def _is_recorded(self) -> bool:
-        """Whether ``smp.json`` is there and whole."""
-        try:
-            return read_owner(self.arena.path, self.system) is not None
-        except ProtocolError:
-            return False
-
     def look(self) -> float:
         """End the SMP if its arena is gone, and connections to the gRPC port that only take up room. Returns in how
         many seconds to look again. Does not block, except for the file system. For one thread, until `close`.
@@ -151,7 +144,7 @@ class Smp(Core):
         if self.arena.directory.is_gone:
             log.critical("this SMP ends, as nothing can find it any more: %s was deleted or replaced", self.arena.path)
             self.stop()
-        elif not self._is_recorded():
+        elif known_owner(self.arena.path, self.system) is None:
             path = self.arena.path / "smp.json"
             log.warning("%s was lost and is written again: others find this SMP by it", path)
             put_away(path, self.system)

@@ -188,12 +188,6 @@ class StoredShards(UnitSource):
             self._received += len(content)
         return record.digests[unit.index]
 
-    def interrupt(self) -> None:
-        """A storage cannot be interrupted. What is still read then is not used."""
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
     def _record(self, coord: str, path: str) -> ShardRecord:
         with self._reading:
             if coord not in self._records:

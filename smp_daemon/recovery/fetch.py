@@ -19,8 +19,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
+import msgspec
+
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.units import Computation, StripePlace, UnitReader, place_of, place_of_key
+from holdfast.smp_daemon.recovery.units import MICROSECONDS, Computation, StripePlace, place_of, place_of_key
 from holdfast.smp_daemon.recovery.ways import Chooser, Way, WayKind, Ways
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
@@ -35,7 +37,17 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import ParityUnit, PartialSum, ShardUnit
+from holdfast.smp_daemon.shared.messages import (
+    AskParityUnit,
+    AskPartialSum,
+    AskShardUnit,
+    ParityUnit,
+    PartialSum,
+    ShardUnit,
+    SumReply,
+    UnitReply,
+)
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, Network, Threads
 from holdfast.smp_daemon.storage.holdings import Key
@@ -48,6 +60,8 @@ MAX_SUMS = 2
 
 IDLE = 8
 """Most idle connections that are kept open for later requests."""
+
+REQUESTS = {ShardUnit: AskShardUnit, ParityUnit: AskParityUnit, PartialSum: AskPartialSum}
 
 REFUSALS = (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError)
 """What a source may do instead of giving a unit. Any other error ends the fetch."""
@@ -149,12 +163,10 @@ class UnitSource(ABC):
     def get(self, unit: WantedUnit, left: int, writing: Writing) -> int:
         """Fetch a unit and return its digest, in this thread. `left`: how many are still to come."""
 
-    @abstractmethod
-    def interrupt(self) -> None:
-        """End what waits for an answer, if that is possible."""
+    def interrupt(self) -> None:  # noqa: B027
+        """End what waits for an answer, if that is possible. What is still read then is not used."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free what is kept for later calls, which make it anew."""
 
     def shard(self, coord: str, out: memoryview) -> Iterator[WantedUnit]:
@@ -209,7 +221,7 @@ class Fetcher(UnitSource):
         self._network = network
         self.sources = sources
         self._counters = counters
-        self._reader = UnitReader(sources, counters, backend)
+        self._backend = backend
         self._by_chain = by_chain
         self._episodes = Episodes(log)
         # `changed` guards all fields below, and is notified when a sum is over, too. A connection in use belongs to one
@@ -251,7 +263,9 @@ class Fetcher(UnitSource):
     # ------------------------------------------------------------------ one unit
 
     def get(self, unit: WantedUnit, left: int, writing: Writing) -> int:
-        computation = Computation(self._reader, unit.place, unit.out.nbytes) if unit.place is not None else None
+        computation = None
+        if unit.place is not None:
+            computation = Computation(self.sources, unit.place, unit.out.nbytes, self._backend)
         ways = self._ways(unit, computation)
         draw, tries = random.Random(unit.index), 0
         refusal: HoldfastError | None = None
@@ -274,6 +288,7 @@ class Fetcher(UnitSource):
                         with writing():
                             return computation.finish(unit.out, unit.expected)
                     except DamagedSnapshot as error:
+                        self._counters.add(units_damaged=1)
                         ways.spoilt, refusal = True, error
         finally:
             if computation is not None:
@@ -302,9 +317,9 @@ class Fetcher(UnitSource):
         with self._noting(unit, ways, asked):
             with writing():
                 if way.kind is WayKind.WHOLE:
-                    found = self._reader.receive(asked.links, asked.address, unit.out).digest
+                    found = self._unit(asked, unit.out).digest
                 else:
-                    found, waits = self._reader.receive_sum(asked.links, asked.address, unit.out)
+                    found, waits = self._sum(asked, unit.out)
             self._answered(asked, unit.out.nbytes, waits)
         return found
 
@@ -325,7 +340,7 @@ class Fetcher(UnitSource):
                 (number,) = each.way.operands
                 length, buffer = computation.operands[number].length, self._buffer()
                 with self._noting(unit, ways, each, buffer):
-                    reply = self._reader.receive(each.links, each.address, buffer[:length])
+                    reply = self._unit(each, buffer[:length])
                     self._answered(each, length, ())
                     computation.add(number, buffer, reply)
                     ways.came.add(number)
@@ -369,7 +384,8 @@ class Fetcher(UnitSource):
         with self._noting(unit, ways, asked):
             links.set_deadline(patience_s)
             asked = replace(asked, address=self._connect(asked, number))
-            self._reader.send(links, asked.address, what)
+            job, snapshot = self.layout.job, self.snapshot
+            links.send(asked.address, REQUESTS[type(what)](job=job, snapshot=snapshot, **msgspec.structs.asdict(what)))
             return asked
         return None
 
@@ -388,6 +404,26 @@ class Fetcher(UnitSource):
                 problem = error
         assert problem is not None  # every SMP has an address
         raise problem
+
+    def _unit(self, asked: _Asked, out: memoryview) -> UnitReply:
+        """The answer with a unit, whose bytes fill `out`. Raises `DamagedSnapshot` if they do not match its digest."""
+        reply = from_plain(UnitReply, asked.links.receive(asked.address, out), "an answer with a unit")
+        self._check_arrival(asked, reply.digest)
+        return reply
+
+    def _sum(self, asked: _Asked, out: memoryview) -> tuple[int, tuple[float, ...]]:
+        """Like `_unit`, for a partial sum: its digest, and how long each helper except the last waited for the next
+        one, in seconds. Raises `ProtocolError` if no helper knows the digest."""
+        reply = from_plain(SumReply, asked.links.receive(asked.address, out), "an answer with a sum")
+        if reply.expected is None:
+            raise ProtocolError(f"none of the SMPs asked through {asked.address} knows the digest of the sum")
+        self._check_arrival(asked, reply.expected)
+        return reply.expected, tuple(wait / MICROSECONDS for wait in reply.waits)
+
+    def _check_arrival(self, asked: _Asked, expected: int) -> None:
+        if asked.links.digest != expected:
+            self._counters.add(units_damaged=1)
+            raise DamagedSnapshot(f"a unit of {self.snapshot} from {asked.address} was damaged on its way")
 
     @contextmanager
     def _noting(self, unit: WantedUnit, ways: Ways, asked: _Asked, buffer: memoryview | None = None) -> Iterator[None]:

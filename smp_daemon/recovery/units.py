@@ -1,4 +1,4 @@
-"""Units of one snapshot: who holds them, how to request and check them, how to compute one from its stripe.
+"""Units of one snapshot: who holds them, and how to compute one from its stripe.
 
 A unit that does not match its digest is an erasure, like a unit that nobody holds. A computed unit is checked against
 the digest made when it was sealed; the nodes that accumulated it into parity have kept that digest.
@@ -10,32 +10,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from holdfast.ec import Codec, TooManyErasures, choose_codec
-from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, Unrecoverable
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.messages import (
-    AskParityUnit,
-    AskPartialSum,
-    AskShardUnit,
     ParityUnit,
     PartialSum,
     ShardUnit,
-    SumReply,
     Term,
     UnitReply,
 )
-from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.storage.holdings import Key, ShardKey
 
 MICROSECONDS = 1e6
-_REQUESTS = {ShardUnit: AskShardUnit, ParityUnit: AskParityUnit, PartialSum: AskPartialSum}
 
 
 class StripePlace(NamedTuple):
@@ -104,59 +95,6 @@ def held_units(sources: Sources, group: int, stripe: int) -> Iterator[HeldUnit]:
             yield HeldUnit(stripes.data + row, address, what, length)
 
 
-class UnitReader:
-    """Requests units of one snapshot and checks the answers.
-
-    It keeps no connections and no state of its own, so threads may share it.
-    """
-
-    def __init__(self, sources: Sources, counters: Counters, backend: str = "auto") -> None:
-        """`backend`: see `ec.choose_codec`."""
-        self.sources = sources
-        self.counters = counters
-        self.backend = backend
-
-    def send(self, links: Links, address: Address, what: ShardUnit | ParityUnit | PartialSum) -> None:
-        """Request a unit or a partial sum. Raises like `Links.send`."""
-        kind = _REQUESTS[type(what)]
-        job, snapshot = self.sources.layout.job, self.sources.snapshot
-        links.send(address, kind(job=job, snapshot=snapshot, **msgspec.structs.asdict(what)))
-
-    def receive(self, links: Links, address: Address, out: memoryview) -> UnitReply:
-        """Fill `out` with the unit that answers the oldest open request to `address`. Blocks and raises like
-        `Links.receive`.
-
-        Raises:
-            DamagedSnapshot: the unit does not match its digest.
-        """
-        reply = from_plain(UnitReply, links.receive(address, out), "an answer with a unit")
-        self._check(address, links.digest, reply.digest)
-        return reply
-
-    def receive_sum(self, links: Links, address: Address, out: memoryview) -> tuple[int, tuple[float, ...]]:
-        """Like `receive`, for a partial sum. Returns its digest, and how long each helper except the last waited for
-        the next one, in seconds.
-
-        Raises:
-            ProtocolError: no helper knows the digest of the sum.
-            DamagedSnapshot: the sum does not match its digest.
-        """
-        reply = from_plain(SumReply, links.receive(address, out), "an answer with a sum")
-        if reply.expected is None:
-            raise ProtocolError(f"none of the SMPs asked through {address} knows the digest of the sum")
-        self._check(address, links.digest, reply.expected)
-        return reply.expected, tuple(wait / MICROSECONDS for wait in reply.waits)
-
-    def _check(self, address: Address, found: int, expected: int) -> None:
-        if found != expected:
-            raise self.damaged(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
-
-    def damaged(self, text: str) -> DamagedSnapshot:
-        """Count a unit that does not match its digest, and return the error to raise for it."""
-        self.counters.add(units_damaged=1)
-        return DamagedSnapshot(text)
-
-
 class Computation:
     """Computes one unit of a stripe, data or parity, from k others. Not thread-safe; does not block.
 
@@ -166,15 +104,15 @@ class Computation:
         buffers: the operands that have come, by number. Each buffer is at least as long as the unit.
     """
 
-    def __init__(self, reader: UnitReader, place: StripePlace, length: int) -> None:
-        """`length`: length of the unit in bytes."""
-        layout = reader.sources.layout
-        self._reader = reader
+    def __init__(self, sources: Sources, place: StripePlace, length: int, backend: str = "auto") -> None:
+        """`length`: length of the unit in bytes. `backend`: see `ec.choose_codec`."""
+        layout = sources.layout
+        self._backend = backend
         self._place = place
         self._length = length
         self._stripes = layout.stripes(place.group)
         self._digests: dict[int, int] = {}
-        held = held_units(reader.sources, place.group, place.stripe)
+        held = held_units(sources, place.group, place.stripe)
         stored = {number for number, _, _ in self._stripes.contributors(place.stripe)} | {place.number}
         self._padding = [number for number in range(self._stripes.data) if number not in stored]
         self.operands = {unit.number: unit for unit in held if unit.number != place.number}
@@ -223,12 +161,11 @@ class Computation:
         if expected is None and number < self._stripes.data:
             expected = self._digests.get(self._position)
         if expected is None or digest(out) != expected:
-            text = f"unit {number} of stripe {stripe} was computed and does not match its digest"
-            raise self._reader.damaged(text)
+            raise DamagedSnapshot(f"unit {number} of stripe {stripe} was computed and does not match its digest")
         return expected
 
     def _codec(self) -> Codec:
-        return choose_codec(self._stripes.data, self._stripes.parity, self._reader.backend)
+        return choose_codec(self._stripes.data, self._stripes.parity, self._backend)
 
     @property
     def _position(self) -> int:

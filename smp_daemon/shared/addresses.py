@@ -11,6 +11,31 @@ from holdfast.smp_daemon.shared.plain import Address
 LOOPBACK = "127.0.0.1"
 
 
+class ServesAt:
+    """Whatever says where an SMP listens, in four fields of its own."""
+
+    __slots__ = ()
+    host: str
+    control_port: int
+    bulk_port: int
+    more_bulk: tuple[Address, ...]
+
+    @property
+    def control(self) -> Address:
+        """Its address for small messages; it also identifies the SMP."""
+        return self.host, self.control_port
+
+    @property
+    def bulk(self) -> Address:
+        """Its first address for raw bytes."""
+        return self.host, self.bulk_port
+
+    @property
+    def bulk_addresses(self) -> tuple[Address, ...]:
+        """All its addresses for raw bytes, one for each network card, `bulk` first."""
+        return (self.bulk, *self.more_bulk)
+
+
 def parse_hosts(text: str) -> tuple[str, ...]:
     """Parse IP addresses such as ``"10.0.0.7"`` or ``"10.0.0.7,10.0.1.7"``.
 

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MOVE_DEADLINE_S, move_deadline
 from holdfast.smp_daemon.shared.messages import Greeted, Hello, Request
-from holdfast.smp_daemon.shared.paths import not_private, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import known_owner, not_private, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
@@ -185,10 +185,7 @@ class SmpConnection:
 
     def _told(self, error: HoldfastError) -> str:
         """What to tell of a connection that failed: whose it was, and what to do."""
-        try:
-            owner = read_owner(self.arena, self.system)
-        except ProtocolError:
-            owner = None
+        owner = known_owner(self.arena, self.system)
         if owner is None:
             return f"the SMP of {self.arena}: {error}"
         told = f"SMP {owner.pid} of node {owner.node}: {error}"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from holdfast.smp_daemon.shared.addresses import ServesAt
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -14,7 +15,7 @@ from holdfast.smp_daemon.shared.starts import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(ServesAt):
     """The holdings of the SMP of `node`.
 
     Attributes:
@@ -50,21 +51,6 @@ class Inventory:
     more_bulk: tuple[Address, ...] = ()
     run: Run | None = None
     given_up: frozenset[Identifier] = frozenset()
-
-    @property
-    def control(self) -> tuple[str, int]:
-        """Address for small messages; it also identifies the SMP."""
-        return (self.host, self.control_port)
-
-    @property
-    def bulk(self) -> Address:
-        """Its first address for raw bytes."""
-        return (self.host, self.bulk_port)
-
-    @property
-    def bulk_addresses(self) -> tuple[Address, ...]:
-        """All addresses for raw bytes, one for each network card, `bulk` first."""
-        return (self.bulk, *self.more_bulk)
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
         """Plain data that `read` reads back. Layouts whose digests are `known` are replaced by their digests: in a

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from holdfast.ec import Stripes
+from holdfast.smp_daemon.shared.addresses import ServesAt
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.identity import UNNAMED, Run, epoch_text
 from holdfast.smp_daemon.shared.limits import (
@@ -51,7 +52,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Node(ServesAt):
     """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in.
 
     Attributes:
@@ -70,21 +71,6 @@ class Node:
     def state_bytes(self) -> int:
         """Total length of its shards."""
         return sum(shard.bytes for shard in self.shards)
-
-    @property
-    def bulk(self) -> Address:
-        """The SMP's first address for raw bytes."""
-        return (self.host, self.bulk_port)
-
-    @property
-    def bulk_addresses(self) -> tuple[Address, ...]:
-        """The SMP's addresses for raw bytes, one for each network card, `bulk` first."""
-        return (self.bulk, *self.more_bulk)
-
-    @property
-    def control(self) -> tuple[str, int]:
-        """The SMP's address for small messages; it also identifies the SMP."""
-        return (self.host, self.control_port)
 
 
 @dataclass(frozen=True)
@@ -162,10 +148,8 @@ class Layout:
 
     def node(self, name: str) -> Node:
         """The node called `name`."""
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {epoch_text(self.epoch)}")
+        group, position = self.place(name)
+        return self.members(group)[position]
 
     def place(self, name: str) -> tuple[int, int]:
         """(group, position) of the node called `name`."""

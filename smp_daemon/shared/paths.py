@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.addresses import LOOPBACK
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.addresses import LOOPBACK, ServesAt
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.plain import Address, from_plain
@@ -64,7 +64,7 @@ def not_private(path: Path, uid: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(ServesAt):
     """The SMP that owns an arena, as recorded in ``smp.json``.
 
     Attributes:
@@ -88,16 +88,6 @@ class Owner:
     more_bulk: tuple[Address, ...] = ()
 
     @property
-    def control(self) -> tuple[str, int]:
-        """Address for small messages; it also identifies the SMP."""
-        return (self.host, self.control_port)
-
-    @property
-    def bulk_addresses(self) -> tuple[Address, ...]:
-        """Addresses for raw bytes, one for each network card."""
-        return ((self.host, self.bulk_port), *self.more_bulk)
-
-    @property
     def url(self) -> str:
         """URL of its page, as reached from this machine."""
         return f"http://{LOOPBACK if self.http_host == '0.0.0.0' else self.http_host}:{self.http_port}/"
@@ -107,6 +97,15 @@ def read_owner(arena: Path, files: Files = MACHINE) -> Owner | None:
     """The owner of `arena`, or None if it never had one. Raises `ProtocolError` if ``smp.json`` cannot be read."""
     data = read_json(arena / "smp.json", files)
     return from_plain(Owner, data, f"an owner, in {arena / 'smp.json'}") if data else None
+
+
+def known_owner(arena: Path, files: Files = MACHINE) -> Owner | None:
+    """The owner of `arena`; None if it never had one, or while ``smp.json`` is damaged, until the SMP that serves there
+    writes it again."""
+    try:
+        return read_owner(arena, files)
+    except ProtocolError:
+        return None
 
 
 def folders_with(name: str, base: Path) -> list[Path]:

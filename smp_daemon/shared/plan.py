@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.errors import StateMismatch, Unrecoverable
@@ -121,22 +121,19 @@ def candidates(inventories: Sequence[Inventory], protected: SnapshotId | None) -
 
 def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
     """The newest snapshot whose every byte is held or can be computed, not older than the newest protected one."""
-    protected = newest_protected(inventories)
-    for snapshot in candidates(inventories, protected):
-        sources = choose_sources(inventories, snapshot)
-        if sources is not None and not undecodable(sources):
-            return snapshot
-    return None
+    return next(_whole(inventories, newest_protected(inventories)), None)
 
 
 def whole_snapshots(inventories: Sequence[Inventory]) -> list[SnapshotId]:
     """All snapshots whose every byte is held or can be computed, however old, the newest first."""
-    found = []
-    for snapshot in candidates(inventories, None):
+    return list(_whole(inventories, None))
+
+
+def _whole(inventories: Sequence[Inventory], protected: SnapshotId | None) -> Iterator[SnapshotId]:
+    for snapshot in candidates(inventories, protected):
         sources = choose_sources(inventories, snapshot)
         if sources is not None and not undecodable(sources):
-            found.append(snapshot)
-    return found
+            yield snapshot
 
 
 def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> Sources | None:

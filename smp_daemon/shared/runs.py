@@ -66,11 +66,10 @@ class SeenRun:
 def runs_in_reach(inventories: Sequence[Inventory], persisted: Collection[PersistedRun] = ()) -> list[SeenRun]:
     """Every run that these SMPs hold something of or took part in last, or that storage knows of; the newest first."""
     newest: dict[str, Run] = {}
-    epochs: dict[int, str] = {}
+    epochs = epochs_of(inventories)
     stored = {each.run.id for each in persisted if each.has_state}
     for inventory in inventories:
         for layout in inventory.layouts.values():
-            epochs[layout.epoch] = layout.run.id
             _note(newest, layout.run)
         if inventory.run is not None:
             _note(newest, inventory.run)

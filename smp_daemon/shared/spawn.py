@@ -28,7 +28,16 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.interpreter import own_command
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import GONE, OURS, Owner, arena_base, folders_with, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import (
+    GONE,
+    OURS,
+    Owner,
+    arena_base,
+    folders_with,
+    known_owner,
+    read_owner,
+    socket_path,
+)
 from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System
@@ -85,7 +94,7 @@ def start_smp(
     with _turn_to_start(arena, system) as is_my_turn:
         while (left_s := until_s - system.monotonic()) > 0:
             mine = is_my_turn()  # before the look: whoever had the turn may have started one just now
-            if serves(arena, system) and (owner := _owner_at(arena, system)) is not None:
+            if serves(arena, system) and (owner := known_owner(arena, system)) is not None:
                 return owner
             if mine:
                 if refused is None:
@@ -97,14 +106,6 @@ def start_smp(
                     raise refused
             system.sleep(LOOK_EVERY_S)
     raise refused or DeadlineExceeded(f"no SMP serves {arena} after {deadline_s:.0f} s")
-
-
-def _owner_at(arena: Path, files: Files) -> Owner | None:
-    """What ``smp.json`` says; None while it is damaged or lost. The SMP that serves there writes it again."""
-    try:
-        return read_owner(arena, files)
-    except ProtocolError:
-        return None
 
 
 def _is_owned(arena: Path, files: Files) -> bool:
@@ -255,10 +256,7 @@ def find_arenas(base: Path | None = None, *, job: str | None = None) -> Iterator
     now = time.time()
     begun = filter(is_arena, folders_with("board", base))
     for arena in sorted({*folders_with("smp.json", base), *begun}):
-        try:
-            owner = read_owner(arena)
-        except ProtocolError:
-            owner = None
+        owner = known_owner(arena)
         found_job = owner.job if owner else arena.name
         if (job is not None and found_job != job) or scratch.of_a_command(arena, base) is not None:
             continue
@@ -380,10 +378,7 @@ def runs(owner: Owner) -> bool:
 
 def running_process(arena: Path) -> psutil.Process | None:
     """The process of the SMP of `arena`; None if it does not run."""
-    try:
-        owner = read_owner(arena)
-    except ProtocolError:
-        owner = None
+    owner = known_owner(arena)
     return _listening(arena) if owner is None else _running(owner)
 
 
