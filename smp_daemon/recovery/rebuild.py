@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
+from holdfast.smp_daemon.storage.pool import SlotState
 from holdfast.smp_daemon.storage.store import Store
 
 METHODS = ("chain", "decode")
@@ -213,5 +214,7 @@ def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Rec
     """The `RecoveredSlot` of a shard that is held. Raises `ProtocolError` if it was given up meanwhile."""
     with store.changed:
         _, record = store.holdings.open(key)
-        file = store.arena.shard_pool(key.coord).path_of(key.snapshot)
-        return RecoveredSlot(file, how, bytes_fetched, record.unit_bytes, record.digests)
+        pool = store.arena.shard_pool(key.coord)
+        slot = pool.find(key.snapshot, SlotState.SEALED)
+        assert slot is not None  # `open` has found it under this lock
+        return RecoveredSlot(pool.path(slot).name, how, bytes_fetched, record.unit_bytes, record.digests)

@@ -80,11 +80,28 @@ class Slot:
         """Whether a trainer or this SMP is filling the slot."""
         return self.state in (SlotState.WRITING, SlotState.RECEIVING)
 
+    @property
+    def is_trainers(self) -> bool:
+        """Whether its trainer has taken the slot."""
+        return self.state is SlotState.WRITING and self.snapshot is None
+
+    @property
+    def owner(self) -> str:
+        """Who owns the slot, if its trainer has not taken it: see `smp_daemon.shared.owners`."""
+        if self.state is SlotState.SEALED and self.snapshot is not None:
+            return owners.held(self.snapshot) if self.held else owners.sealed(self.snapshot)
+        return owners.FREE if self.state is SlotState.FREE else owners.BUSY
+
     def free(self) -> None:
         """Mark the slot as free, whatever it holds."""
         self.state = SlotState.FREE
         self.snapshot = None
         self.held = False
+
+    def lose(self) -> None:
+        """Note that its trainer has taken the slot."""
+        self.free()
+        self.state, self.unwiped = SlotState.WRITING, 0
 
 
 class SlotPool:
@@ -167,10 +184,8 @@ class SlotPool:
 
     def find(self, snapshot: SnapshotId, state: SlotState | None = None) -> Slot | None:
         """The slot that holds `snapshot` (in `state`, if given)."""
-        for slot in self.slots:
-            if slot.snapshot == snapshot and state in (None, slot.state):
-                return slot
-        return None
+        held = (slot for slot in self.slots if slot.snapshot == snapshot and state in (None, slot.state))
+        return next(held, None)
 
     def outdated(self, keep: Collection[SnapshotId], before: SnapshotId) -> list[Slot]:
         """Sealed slots of snapshots older than `before` that are not in `keep`: they may be freed."""
@@ -189,13 +204,6 @@ class SlotPool:
         """The slot's file."""
         return self.arena / f"{self.name}.{slot.index}.{self.suffix}"
 
-    def path_of(self, snapshot: SnapshotId) -> str:
-        """The name of the file that holds `snapshot`, sealed. Raises `ProtocolError` if none does."""
-        slot = self.find(snapshot, SlotState.SEALED)
-        if slot is None:
-            raise ProtocolError(f"{snapshot} of {self.name} is not here")
-        return self.path(slot).name
-
     def record_path(self, slot: Slot) -> Path:
         """The file of the slot's commit record."""
         return self.arena / record_name(self.path(slot).name)
@@ -213,10 +221,8 @@ class SlotPool:
         Raises:
             ArenaTooSmall: the file system is full, or the slot would exceed the limit of the arena.
         """
-        self._budget.claim(length)
-        self._budget.draw(length)
-        slot = self.add(length)
-        self.record_path(slot).unlink(missing_ok=True)  # left over if somebody deleted a slot file
+        slot = self.plan(length)
+        self.reserve(slot, length)
         try:
             self._reserve(slot)
         except BaseException:
@@ -238,8 +244,7 @@ class SlotPool:
 
     def part_path(self, slot: Slot) -> Path:
         """The slot's file while it is being made; no successor takes a file of this name for a slot."""
-        path = self.path(slot)
-        return path.with_name(path.name + PART)
+        return self.arena / f"{self.path(slot).name}{PART}"
 
     def being_made(self, length: int) -> Slot | None:
         """A slot of that length that a thread makes for itself; None if there is none."""
@@ -295,7 +300,7 @@ class SlotPool:
     def discard(self, slot: Slot) -> bool:
         """Free the slot. Its commit record is deleted first, so a crash in between leaves a free slot. Returns False if
         its trainer has just taken it."""
-        if not self._change(slot, self._owner(slot), owners.FREE):
+        if not self._change(slot, slot.owner, owners.FREE):
             return False
         self._empty(slot)
         return True
@@ -305,8 +310,9 @@ class SlotPool:
         was_used = slot.state is not SlotState.FREE
         failpoint("slot.freed", slot.snapshot.step if slot.snapshot else -1)
         slot.free()
-        if was_used:
-            self._give_up_bytes(slot)
+        if was_used and self._on_given_up is not None:
+            slot.unwiped = slot.bytes
+            self._on_given_up()
 
     def hold(self, slot: Slot) -> bool:
         """Keep the trainer from taking a sealed slot, until `let_go`. Returns False if it has just taken it."""
@@ -317,9 +323,9 @@ class SlotPool:
         self._change_held(slot, False)
 
     def _change_held(self, slot: Slot, held: bool) -> bool:
-        before = self._owner(slot)
+        before = slot.owner
         slot.held = held
-        return self._change(slot, before, self._owner(slot))
+        return self._change(slot, before, slot.owner)
 
     def is_at(self, slot: Slot, view: memoryview) -> bool:
         """Whether `view` is still the slot's memory; False once somebody has taken the slot away."""
@@ -343,7 +349,7 @@ class SlotPool:
             self._drop(slot)
             slot.free()
             return True
-        if not slot.is_being_filled and not self._change(slot, self._owner(slot), owners.BUSY):
+        if not slot.is_being_filled and not self._change(slot, slot.owner, owners.BUSY):
             return False
         self._empty(slot)
         self._forget(slot)
@@ -352,7 +358,9 @@ class SlotPool:
 
     def _reserve(self, slot: Slot) -> None:
         """Make the slot's file and allocate all of it now, so that later writes cannot fail with SIGBUS."""
-        self.check_room(slot.bytes)
+        left = room(self.arena, self._files)
+        if slot.bytes > left:  # without this check the file system would be filled before the error
+            raise too_small(self.arena, slot.bytes, left)
         try:
             with self.open_part(slot) as memory:
                 for start, count in slices(slot.bytes):
@@ -360,30 +368,11 @@ class SlotPool:
                 self.made(slot, memory)
         except OSError as error:
             self.part_path(slot).unlink(missing_ok=True)
-            raise self.no_room(slot.bytes, error) from error
-
-    def check_room(self, length: int) -> None:
-        """Raise `ArenaTooSmall` if a slot of that length does not fit: without this check the file system would be
-        filled before the error."""
-        left = room(self.arena, self._files)
-        if length > left:
-            raise too_small(self.arena, length, left)
-
-    def no_room(self, length: int, error: OSError) -> Exception:
-        """What to raise for an error that occurred while memory was reserved: `ArenaTooSmall` if there is none left,
-        `ProtocolError` if the arena is gone, as the job has ended meanwhile."""
-        if error.errno == errno.ENOENT:
-            return ProtocolError(f"{self.arena} is gone: the job has ended")
-        return too_small(self.arena, length, room(self.arena, self._files)) if error.errno == errno.ENOSPC else error
+            raise no_room(self.arena, slot.bytes, error, self._files) from error
 
     def _drop(self, slot: Slot) -> None:
         self.slots.remove(slot)
         self._budget.give(slot.bytes, slot.bytes - slot.reserved if slot.state is SlotState.MAKING else 0)
-
-    def _give_up_bytes(self, slot: Slot) -> None:
-        if self._on_given_up is not None:
-            slot.unwiped = slot.bytes
-            self._on_given_up()
 
     def wipe_next(self, slot: Slot) -> None:
         """Overwrite the next `WIPE_BYTES` of a free slot that was given up with zeros."""
@@ -415,8 +404,8 @@ class SlotPool:
         if self._owners.epoch is not None:
             for slot in self.slots:
                 its_own = slot.state in (SlotState.FREE, SlotState.SEALED)
-                if its_own and not self._owners.has(self.path(slot).name, self._owner(slot)):
-                    self._lose(slot)
+                if its_own and not self._owners.has(self.path(slot).name, slot.owner):
+                    slot.lose()
 
     def hand_over(self, file: str, number: int, snapshot: SnapshotId) -> Slot:
         """Take a slot back from the trainer, which has written `snapshot` into it.
@@ -433,10 +422,10 @@ class SlotPool:
     def fence(self, epoch: int) -> None:
         """Carry the marks of the slots into a new epoch, except those that the trainer has taken."""
         for slot in self.slots:
-            if slot.state is SlotState.MAKING or self._is_trainers(slot):
+            if slot.state is SlotState.MAKING or slot.is_trainers:
                 continue
-            if not self._owners.renew(self.path(slot).name, self._owner(slot), epoch):
-                self._lose(slot)
+            if not self._owners.renew(self.path(slot).name, slot.owner, epoch):
+                slot.lose()
 
     def adopted(self, slot: Slot, found: list[tuple[str, int]]) -> bool:
         """Mark a slot that a predecessor left. Returns False if the trainer of an epoch that is over may still write
@@ -446,36 +435,24 @@ class SlotPool:
             found: its marks. The trainer of this epoch may take it at any time.
         """
         file, epoch = self.path(slot).name, self._owners.epoch
-        if self._is_trainers(slot):
+        if slot.is_trainers:
             return any(owners.is_taken(owner) and of == epoch for owner, of in found)
-        owner = self._owner(slot)
+        owner = slot.owner
         if not found:
             self._owners.create(file, owner)
         elif (owner, epoch) not in found and not any(
             self._owners.change(file, old, owner, since=of) for old, of in found
         ):
-            self._lose(slot)
+            slot.lose()
         return True
-
-    def _is_trainers(self, slot: Slot) -> bool:
-        return slot.state is SlotState.WRITING and slot.snapshot is None
-
-    def _owner(self, slot: Slot) -> str:
-        if slot.state is SlotState.SEALED and slot.snapshot is not None:
-            return owners.held(slot.snapshot) if slot.held else owners.sealed(slot.snapshot)
-        return owners.FREE if slot.state is SlotState.FREE else owners.BUSY
 
     def _change(self, slot: Slot, old: str, new: str) -> bool:
         if self._owners.epoch is None or old == new:
             return True
         if self._owners.change(self.path(slot).name, old, new):
             return True
-        self._lose(slot)
+        slot.lose()
         return False
-
-    def _lose(self, slot: Slot) -> None:
-        slot.free()
-        slot.state, slot.unwiped = SlotState.WRITING, 0
 
 
 def room(path: Path, files: Files = MACHINE) -> int:
@@ -488,6 +465,14 @@ def room(path: Path, files: Files = MACHINE) -> int:
 def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
     """The error for an arena that does not fit on its file system; it names the fix."""
     return ArenaTooSmall(f"the arena {path} needs {need:,} bytes more and its file system has {left:,} left: {ENLARGE}")
+
+
+def no_room(path: Path, need: int, error: OSError, files: Files) -> Exception:
+    """What to raise for an error that occurred while memory was reserved: `ArenaTooSmall` if there is none left,
+    `ProtocolError` if the arena is gone, as the job has ended meanwhile."""
+    if error.errno == errno.ENOENT:
+        return ProtocolError(f"{path} is gone: the job has ended")
+    return too_small(path, need, room(path, files)) if error.errno == errno.ENOSPC else error
 
 
 def ran_out(path: Path, need: int, got: int, left: int) -> str:

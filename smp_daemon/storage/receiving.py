@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, too_small
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, no_room, too_small
 from holdfast.smp_daemon.storage.reserver import Reserver
 
 
@@ -186,7 +186,7 @@ class Receiving:
                 pool.remove(slot)
                 self._reserver.on_ready()  # while it was being made, it counted as missing
                 self._lock.notify_all()
-            raise pool.no_room(length, error) from error
+            raise no_room(self._arena.path, length, error, self._arena.files) from error
 
     @contextmanager
     def _slot_for_key(self, key: Key, length: int) -> Iterator[tuple[SlotPool, Slot, memoryview]]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.records import JsonFile
 from holdfast.smp_daemon.shared.system import Machine
@@ -173,17 +173,6 @@ def test_what_is_written_to_a_view_is_in_the_file(shm: Path) -> None:
     arena.reserve({pool: (PAGE, 1)})
     slot = hold(pool, 7)
     assert pool.path(slot).read_bytes() == b"\x07" * PAGE
-    assert pool.path_of(at(7)) == "dp0.0.safetensors"
-
-
-def test_only_a_sealed_snapshot_has_a_path(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
-    arena.reserve({pool: (PAGE, 1)})
-    pool.assign(at(7), PAGE)
-    for step in (7, 8):
-        with pytest.raises(ProtocolError, match=f"step {step} .* dp0 is not"):
-            pool.path_of(at(step))
 
 
 def test_reserving_again_makes_only_what_is_missing(shm: Path) -> None:
@@ -452,14 +441,13 @@ def test_a_fence_leaves_sealed_and_free_slots_as_they_are(shm: Path) -> None:
     arena = Arena(shm / "arena")
     pool, parity = arena.shard_pool("dp0"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (PAGE, 3), parity: (PAGE, 1)})
-    sealed = hold(pool, 1)
+    hold(pool, 1)
     writing, gathering = pool.assign(at(2), PAGE), parity.assign(at(2), PAGE)
     before = {slot.index: pool.path(slot).stat().st_ino for slot in pool.slots if slot is not writing}
     arena.fence(2)
     assert states(pool) == [(0, SlotState.SEALED), (1, SlotState.FREE), (2, SlotState.FREE)]
     assert gathering.state is SlotState.FREE
     assert {index: pool.path(pool.slots[index]).stat().st_ino for index in before} == before
-    assert pool.path_of(at(1)) == pool.path(sealed).name
     assert [record for _, _, record in crash(arena).adopt()] == [{"snapshot": [1, 1]}]
 
 
