@@ -17,8 +17,8 @@ from typing import Any, get_type_hints
 from torch.distributed.fsdp import FSDPModule
 
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.adapters.untried import warn_of_untried
 from holdfast.integrations.replacing import Replacements, before, guarded
-from holdfast.integrations.untried import warn_of_untried
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks

@@ -193,7 +193,8 @@ def replicated() -> None:
             if snap is not None:
                 snap.drain(DRAIN_DEADLINE_S)
             optim.step()
-        names = sorted(name for name in snap._session.capture.leaf_names if "@" in name) if snap is not None else []
+        leaves = snap._session.capture._leaves if snap is not None else ()
+        names = sorted(leaf.name for leaf in leaves if "@" in leaf.name)
         trainer.report("end", digest=_digest(model, optim), random=torch.rand(1).item(), parts=names)
 
 

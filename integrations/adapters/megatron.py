@@ -34,7 +34,7 @@ from holdfast.integrations.adapters.megatron_optimizers import (
     state_of,
 )
 from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
-from holdfast.integrations.untried import warn_of_untried
+from holdfast.integrations.adapters.untried import warn_of_untried
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import set_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.client import PLACE_DEADLINE_S, SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, PlaceError, Unrecoverable
 from holdfast.smp_daemon.shared.identity import Run, run_id
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted, PersistedRun
@@ -139,14 +139,20 @@ def ask_persisted_runs(client: SmpClient, agreement: Agreement) -> Persisted:
     """
     told = Persisted("")
     if agreement.rank == 0:
-        try:
-            told = client.persisted(LOOK_DEADLINE_S)
-        except (PlaceError, DeadlineExceeded) as error:
-            if isinstance(error, DeadlineExceeded):
-                client.reconnect()  # the answer may still come, and would be taken for that of another call
-            told = Persisted(PERSISTED, problem=str(error))
-            log.warning("storage does not say whether it has something of a newer run: %s", error)
+        told = what_is_persisted(client, LOOK_DEADLINE_S)
+        if told.problem:
+            log.warning("storage does not say whether it has something of a newer run: %s", told.problem)
     return decode_json(Persisted, agreement.tell(encode_json(told), 0), "what is persisted")
+
+
+def what_is_persisted(client: SmpClient, deadline_s: float = PLACE_DEADLINE_S) -> Persisted:
+    """What is persisted, as this node's SMP sees it; with a `problem` if it cannot be seen. Blocks."""
+    try:
+        return client.persisted(deadline_s)
+    except (PlaceError, DeadlineExceeded) as error:
+        if isinstance(error, DeadlineExceeded):
+            client.reconnect()  # the answer may still come, and would be taken for that of another call
+        return Persisted(PERSISTED, problem=str(error))
 
 
 def check_not_at_work(client: SmpClient, agreement: Agreement, persisted: Persisted, reach: Reach) -> None:

@@ -8,9 +8,7 @@ from functools import partial
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.crash_loop import steps_finished
 from holdfast.smp_daemon.shared.errors import (
-    DeadlineExceeded,
     HoldfastError,
-    PlaceError,
     Unrecoverable,
     failure_of,
 )
@@ -37,7 +35,6 @@ from holdfast.snapshot.resume.attempt import Attempt, SameWorld, Verdict, agree_
 from holdfast.snapshot.resume.attempt import Restored as Restored
 from holdfast.snapshot.resume.blocks import check_order, describe
 from holdfast.snapshot.resume.choice import (
-    PERSISTED,
     RestoreAttempts,
     StartOptions,
     agree,
@@ -54,6 +51,7 @@ from holdfast.snapshot.resume.own_run import (
     check_nothing_is_left,
     reach_of,
     ways_out,
+    what_is_persisted,
 )
 from holdfast.snapshot.state.adapter import Adapter
 
@@ -274,12 +272,8 @@ def _layout_of(client: SmpClient, run: str, snapshot: SnapshotId) -> tuple[Layou
 
 def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Persisted]:
     """What is persisted, as every rank's SMP sees it. A collective call."""
-    mine: Persisted
-    try:
-        mine = client.persisted()
-    except (PlaceError, DeadlineExceeded) as error:
-        mine = Persisted(PERSISTED, problem=str(error))
-    return [decode_json(Persisted, text, "what is persisted") for text in agreement.gather(encode_json(mine))]
+    texts = agreement.gather(encode_json(what_is_persisted(client)))
+    return [decode_json(Persisted, text, "what is persisted") for text in texts]
 
 
 def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: RestoreAttempts) -> None:

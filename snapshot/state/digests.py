@@ -63,7 +63,7 @@ def elements_of(tensor: torch.Tensor, sampled: int | None = None) -> bytes:
     if sampled is not None and part.is_contiguous():
         part = part.view(-1)[:: part.numel() // sampled | 1]
     elif sampled is not None:
-        part = part[_thin(part.shape, sampled)]
+        part = part[thin(part.shape, sampled)]
     part = part.resolve_conj().resolve_neg().cpu().contiguous()
     # Not by way of NumPy: torch never again resizes memory that it has lent to an array, and this may be the user's.
     return ctypes.string_at(part.data_ptr(), part.nbytes)
@@ -83,7 +83,7 @@ def _told_tensor(value: torch.Tensor, sampled: int | None) -> bytes:
 
 
 def _told_array(value: np.ndarray[Any, Any], sampled: int | None) -> bytes:
-    part = value if sampled is None else value[_thin(value.shape, sampled)]
+    part = value if sampled is None else value[thin(value.shape, sampled)]
     return form_of(value).encode() + (b"" if value.dtype.hasobject else part.tobytes())
 
 
@@ -116,7 +116,7 @@ _BY_TYPE: dict[Any, Callable[[Any, int | None], bytes]] = {
 _TOLD = {id(kind): told for kind, told in _BY_TYPE.items()}  # a metaclass may compare its classes
 
 
-def _thin(shape: tuple[int, ...], sampled: int) -> tuple[slice, ...]:
+def thin(shape: tuple[int, ...], sampled: int) -> tuple[slice, ...]:
     """Slices that leave about `sampled` elements of a shape."""
     share = sampled ** (1 / max(1, len(shape)))
     return tuple(slice(None, None, max(1, round(size / share))) for size in shape)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import is_dense, local
+from holdfast.snapshot.state.digests import thin
 from holdfast.snapshot.state.walk import tensors_in
 
 SAMPLED = 64
@@ -59,8 +60,5 @@ def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
 
 def thinned(tensor: torch.Tensor) -> torch.Tensor:
     """A dense one-dimensional copy of about `SAMPLED` elements, spread evenly."""
-    if not tensor.dim():
-        return tensor.resolve_conj().resolve_neg().clone().reshape(1)
-    each = max(1, round(SAMPLED ** (1 / tensor.dim())))
-    rows = tensor[tuple(slice(None, None, max(1, -(-length // each))) for length in tensor.shape)]
+    rows = tensor[thin(tensor.shape, SAMPLED)]
     return rows.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)

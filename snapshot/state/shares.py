@@ -84,16 +84,14 @@ def parse_part(name: str) -> tuple[str, int, int] | None:
     return match[1], int(match[2]), int(match[3])
 
 
-def same_on_all(digests: Sequence[Mapping[str, int]]) -> frozenset[str]:
-    """The names that every replica has with the same digest. All other leaves are private, and never shared.
+def same_on_all(digests: Sequence[Mapping[str, object]]) -> frozenset[str]:
+    """The names that every rank has with the same digest. All else is private, and never shared.
 
     Args:
-        digests: for each replica, the digest of each of its leaves, by name.
+        digests: for each rank, the digest of each of its leaves, or generators, by name.
     """
-    if not digests:
-        return frozenset()
-    first, *others = digests
-    return frozenset(name for name, digest in first.items() if all(other.get(name) == digest for other in others))
+    found = [frozenset(each.items()) for each in digests]
+    return frozenset(name for name, _ in frozenset.intersection(*found)) if found else frozenset()
 
 
 def _by_name(leaves: Sequence[Leaf]) -> dict[str, Leaf]:

@@ -20,6 +20,7 @@ import torch
 from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.rng import put, state_of, states
+from holdfast.snapshot.state.shares import same_on_all
 
 
 def digests(streams: Mapping[str, Any]) -> dict[str, str]:
@@ -27,11 +28,9 @@ def digests(streams: Mapping[str, Any]) -> dict[str, str]:
     return {name: digest_of(state) for name, state in streams.items()}
 
 
-def alike(ranks: Sequence[Mapping[str, str]]) -> set[str] | None:
+def alike(ranks: Sequence[Mapping[str, str]]) -> frozenset[str] | None:
     """The generators that all ranks hold alike, judging by their `digests`; None for a single rank."""
-    if len(ranks) < 2:
-        return None
-    return {name for name, digest in ranks[0].items() if all(other.get(name) == digest for other in ranks)}
+    return None if len(ranks) < 2 else same_on_all(ranks)
 
 
 def for_new_rank(

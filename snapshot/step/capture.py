@@ -125,11 +125,6 @@ class Capture:
         check_complete(fixed, late, manifest.whole.keys())
         self._adapter.check(early, late, fixed)
 
-    @property
-    def leaf_names(self) -> frozenset[str]:
-        """Names of the leaves in this rank's slots; for tensors that replicas share, of this rank's parts."""
-        return frozenset(leaf.name for leaf in self._leaves)
-
     def mark(self) -> None:
         """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`."""
         try:
