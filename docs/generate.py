@@ -50,7 +50,7 @@ def pages() -> dict[str, str]:
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-SUPPORT = "holdfast.integrations.adapters.support"
+SUPPORT = "tests.proof.matrix.kinds"
 
 
 def support() -> Iterator[str]:
@@ -69,7 +69,7 @@ def _kinds() -> Iterator[str]:
     table = importlib.import_module(SUPPORT)
     exact = _exact_cells()
     yield "## Megatron, kind by kind"
-    yield "The jobs and tests behind each line stand in `integrations/adapters/support.py`; a test looks for them."
+    yield "The jobs and tests behind each line stand in `tests/proof/matrix/kinds.py`; a test looks for them."
     meant = {
         table.SupportStatus.EXACT: "killed and restored as above, with megatron-core's own code",
         table.SupportStatus.STRUCTURES: "the same, or by tests, with stand-ins for what megatron-core needs of "

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from holdfast.integrations.adapters.megatron import TRIED
-from holdfast.integrations.adapters.support import KINDS, SupportedKind, SupportStatus
 from tests.proof.matrix.cells import CELLS, GPT
+from tests.proof.matrix.kinds import KINDS, SupportedKind, SupportStatus
 
 ROOT = Path(__file__).parents[2]
 OF_MEGATRON = {cell.name: cell for cell in CELLS if cell.job == GPT}

@@ -129,7 +129,7 @@ def test_of_one_rank_nobody_can_tell_what_is_the_jobs() -> None:
     first, known = seeded(1), seeded(2)
     one, other = streams.digests(first), streams.digests(known)
     assert streams.alike([one]) is None
-    assert streams.alike([one, one]) == set(one) and streams.alike([one, other]) == set()
+    assert streams.alike([one, one]) == frozenset(one) and streams.alike([one, other]) == frozenset()
     assert drawn(streams.for_new_rank(first, None, known, "dp3", 5)) == drawn(known)
     mixed = drawn(streams.for_new_rank(first, None, {"numpy": known["numpy"]}, "dp3", 5))
     assert mixed == (drawn(first)[0], drawn(known)[1], drawn(first)[2])
