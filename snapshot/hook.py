@@ -279,8 +279,8 @@ class SnapshotHook:
         self.leave(error)
 
     def leave(self, error: BaseException | None, *, early: bool = False) -> None:
-        """For trainers that learn of errors by themselves: leave the hook, after `error` as `__exit__` does, without one
-        as `close` does."""
+        """For trainers that learn of errors by themselves: leave the hook as `__exit__` does after `error`, or, without
+        one, as `close` does."""
         self._session.leave(error, early=early)
         if error is None and not self._options.keep:
             self.blocks.over(self._options.job_arena, self._block)
