@@ -118,12 +118,10 @@ class Reading:
         return {"now": self._generators(), "last": self._last, "skips": self._skips, "batches": "", "drawn": ""}
 
     def _generators(self) -> Tree:
-        """The states of the global generators, and of the loader's own."""
-        return {"global": rng.capture(), "own": rng.states(self._own)}
+        return rng.capture_with(self._own)
 
     def _put(self, generators: Tree) -> None:
-        rng.restore(generators["global"])
-        rng.put_back(self._own, generators["own"], "the trainer's data")
+        rng.restore_with(self._own, generators, "the trainer's data")
 
 
 class _Passed:

@@ -11,6 +11,7 @@ import random
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -95,16 +96,6 @@ def restore(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor(each), device)
 
 
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """What is drawn from the global generators in this block leaves them as they were."""
-    before = capture()
-    try:
-        yield
-    finally:
-        restore(before)
-
-
 def on_host(state: Mapping[str, Any]) -> list[Any]:
     """What `capture` gave, without the generators of devices: these may not be there yet."""
     return [state[name] for name in _on_host()]
@@ -181,6 +172,27 @@ def put_back(generators: Mapping[str, Any], states: Mapping[str, Any], owner: st
             raise StateMismatch(
                 f"{owner}: {path} is another kind of generator than in the snapshot: {error}"
             ) from error
+
+
+def capture_with(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of the global generators, and of a data source's `own`."""
+    return {"global": capture(), "own": states(own)}
+
+
+def restore_with(own: Mapping[str, Any], state: Mapping[str, Any], owner: str) -> None:
+    """Set both to what `capture_with` gave. Raises as `put_back`."""
+    restore(state["global"])
+    put_back(own, state["own"], owner)
+
+
+@contextmanager
+def undrawn(own: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+    """What is drawn in this block leaves the global generators, and a data source's `own`, as they were."""
+    before = capture_with(own)
+    try:
+        yield
+    finally:
+        restore_with(own, before, "data")
 
 
 def check(generators: Mapping[str, Any], states: Mapping[str, Any], owner: str) -> None:

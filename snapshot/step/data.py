@@ -368,37 +368,36 @@ class Data:
     def _leads_to(self, expected: str) -> bool:
         """Whether a copy that is told the place goes on with the expected batch. The source itself stays unmoved: it
         may have to be read again."""
-        source, before, drawn = meaning.copy_of(self._source), rng.capture(), self._place.drawn
-        try:
+        source, drawn = meaning.copy_of(self._source), self._place.drawn
+        with rng.undrawn():
             if self._place.under_way:
                 iterator = self._rebuild(source, told=True, checked=True)
             else:
                 self._between(source, told=True)
                 iterator, self._indices = open_pass(source, self._place.epoch)
-            return self._compare(iterator, expected)[1] == ""
-        finally:
-            rng.restore(before)
-            self._place.drawn = drawn
+            _, problem = self._compare(iterator, expected)
+        self._place.drawn = drawn
+        return not problem
 
     def _between(self, source: Any, *, told: bool) -> None:
         """Bring `source` between two passes."""
+        self._tell(source, self._place.counted, told=told)
+        rng.put_back(rng.find(source), self._place.own, f"data {self.name!r}")
+
+    def _tell(self, source: Any, counted: Tree, *, told: bool) -> None:
+        """Tell `source` its place, or give it the numbers that it had `counted`."""
         if told:
             source.load_state_dict(unpacked(copy.deepcopy(self._place.loader)))
         else:
-            self._numbers.put_back(source, self._place.counted)
-        rng.put_back(rng.find(source), self._place.own, f"data {self.name!r}")
+            self._numbers.put_back(source, counted)
 
     def _rebuild(self, source: Any, *, told: bool, checked: bool) -> Iterator[Any]:
         """An iterator of `source`, in the middle of a pass. `checked`: whether its next batch will be compared."""
         place, owner, own = self._place, f"data {self.name!r}", rng.find(source)
-        before = rng.capture()
-        try:
+        with rng.undrawn():
             rng.put_back(own, place.own_start, owner)
             rng.restore(place.start)
-            if told:
-                source.load_state_dict(unpacked(copy.deepcopy(place.loader)))
-            else:
-                self._numbers.put_back(source, place.counted_start)
+            self._tell(source, place.counted_start, told=told)
             iterator, self._indices = open_pass(source, self._place.epoch)
             if not told:
                 self._read_again(iterator, checked)
@@ -406,8 +405,6 @@ class Data:
             elif self._indices is not None:
                 self._indices.history = place.history
             rng.put_back(own, place.own, owner)
-        finally:
-            rng.restore(before)
         return iterator
 
     def _read_again(self, iterator: Iterator[Any], checked: bool) -> None:

@@ -46,13 +46,8 @@ def examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
 
     Leaves `source` and all random generators as they are. Errors while batches are read are raised.
     """
-    own = rng.find(source)  # a copy may share the data set, and with it its generators
-    before, own_before = rng.capture(), rng.states(own)
-    try:
+    with rng.undrawn(rng.find(source)):  # a copy may share the data set, and with it its generators
         return _examine(source, heartbeat)
-    finally:
-        rng.restore(before)
-        rng.put_back(own, own_before, "data")
 
 
 def copy_of(source: Any) -> Any:
@@ -108,11 +103,11 @@ class _Trial:
         self._at_start = self.generators()
         self._iterators: list[Any] = []  # all of them: to end one may move the source
 
-    def generators(self) -> tuple[Tree, Tree]:
+    def generators(self) -> Tree:
         """The states of the global generators, and of the source's own."""
-        return rng.capture(), rng.states(rng.find(self.source))
+        return rng.capture_with(rng.find(self.source))
 
-    def begin(self, generators: tuple[Tree, Tree] | None = None) -> str:
+    def begin(self, generators: Tree | None = None) -> str:
         """The first batch of a new iterator, which is made with the generators as they were at first. `generators`: as
         they are to be after that."""
         self._put(self._at_start)
@@ -132,6 +127,5 @@ class _Trial:
     def state(self) -> Any:
         return self.source.state_dict()
 
-    def _put(self, generators: tuple[Tree, Tree]) -> None:
-        rng.restore(generators[0])
-        rng.put_back(rng.find(self.source), generators[1], "data")
+    def _put(self, generators: Tree) -> None:
+        rng.restore_with(rng.find(self.source), generators, "data")
