@@ -44,7 +44,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import plan_restore
-from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.collective.mesh import Mesh
 from holdfast.snapshot.collective.routes import distances, sockets_needed
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
@@ -231,7 +231,7 @@ class CountingMesh(Mesh):
         return super()._start(name, tensor, rank, tag)
 
 
-class MeshAgreement(Alone):
+class MeshAgreement(Agreement):
     """The part of an agreement that `exchange` needs, over a mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -402,7 +402,7 @@ def round_trip_ms(here: tuple[str, str], there: tuple[str, str]) -> float:
 # ---------------------------------------------------------------------- what one rank of a large job receives
 
 
-class PlayedAgreement(Alone):
+class PlayedAgreement(Agreement):
     """An agreement that replays prepared messages of all other ranks, and counts the bytes that rank 0 receives."""
 
     def __init__(self, ranks: int, gathered: Sequence[list[bytes]]) -> None:

@@ -32,7 +32,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_record
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.connect import connect, job_from_environment
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
 from holdfast.snapshot.resume.arrange import parse_protect
@@ -92,7 +92,7 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         self._inventory()
         if self._writer is None:
             deadline_s = timeout.total_seconds()
-            self._writer = SlotWriter(self._client, Alone(), self._job, COORD, parse_protect("none"), deadline_s)
+            self._writer = SlotWriter(self._client, Agreement(), self._job, COORD, parse_protect("none"), deadline_s)
         tensors: dict[str, torch.Tensor] = {}
         state = encode(state_dict, "state", tensors)
         sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,15 @@ Values = Sequence[int] | Callable[[], Sequence[int]]
 T = TypeVar("T")
 
 
-class Agreement(Protocol):
-    """Collectives that every rank calls in the same order. Not thread-safe.
+class Agreement:
+    """Collectives that every rank calls in the same order: of a job of one process, or, as a `Group`, of several. Not
+    thread-safe.
 
     Attributes:
         rank: the caller's index in the results of `gather`.
     """
 
-    rank: int
+    rank = 0
 
     def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
         """The data of every rank, in rank order. Blocks; raises `AgreementLost`.
@@ -55,11 +56,11 @@ class Agreement(Protocol):
             among: gather among these ranks only, in this order. The caller must be one of them, and every other rank
                 must gather among others.
         """
-        ...
+        return [data]
 
     def tell(self, data: bytes, root: int) -> bytes:
         """The data of rank `root`. Blocks; raises `AgreementLost`."""
-        ...
+        return data
 
     def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
         """Start an element-wise minimum over all ranks. Calling the result, in any thread, waits for it.
@@ -68,7 +69,7 @@ class Agreement(Protocol):
             values: the values, or a function that returns them; it may block, and be called in another thread.
             among: see `gather`.
         """
-        ...
+        return lambda: list(values() if callable(values) else values)
 
     def patiently(self, work: Callable[[], T]) -> T:
         """Run `work`, and return its result or raise its error once every rank has finished its own. Blocks.
@@ -77,7 +78,7 @@ class Agreement(Protocol):
         others. It must make no collective call, and may run in another thread. Raises `AgreementLost` as soon as a rank
         is gone.
         """
-        ...
+        return work()
 
     def spread(
         self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
@@ -90,7 +91,6 @@ class Agreement(Protocol):
             pieces: (rank, flat tensor), the same on every rank of the caller's set, in the same order.
             nodes: the node of every rank.
         """
-        ...
 
     def leave(self) -> None:
         """Close the connections, so that nobody waits for this rank: it will not take part in the next collective call,
@@ -99,60 +99,23 @@ class Agreement(Protocol):
         The other ranks' next call fails at once, and every call on this rank raises `AgreementLost`, until all have
         met. No collective call; may be repeated.
         """
-        ...
 
     def meet(self, step: int) -> bool:
         """Whether all ranks are together again. A rank that has left calls this after every step, with the step number.
 
         Blocks for seconds at most, and only once all ranks have left, have agreed on a step and have reached it.
         """
-        ...
+        return True
 
     def meet_at_end(self, deadline_s: float) -> bool:
         """Like `meet`, but called once, by a rank that has ended well; waits for the others until the deadline."""
-        ...
+        return True
 
     def close(self) -> None:
         """Release all connections. No collective call; nothing may be called afterwards."""
-        ...
 
 
-class Alone:
-    """A job of one process."""
-
-    rank = 0
-
-    def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
-        return [data]
-
-    def tell(self, data: bytes, root: int) -> bytes:
-        return data
-
-    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
-        return lambda: list(values() if callable(values) else values)
-
-    def patiently(self, work: Callable[[], T]) -> T:
-        return work()
-
-    def spread(
-        self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
-    ) -> None:
-        """There is nobody to spread to."""
-
-    def leave(self) -> None:
-        """Nobody waits."""
-
-    def meet(self, step: int) -> bool:
-        return True
-
-    def meet_at_end(self, deadline_s: float) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class Group:
+class Group(Agreement):
     """All ranks of an initialised `torch.distributed`, with connections of their own.
 
     Not thread-safe. A thread of the `Mesh` sends and receives.
@@ -288,8 +251,8 @@ def job_deadline_s() -> float:
 
 
 def default_agreement() -> Agreement:
-    """A `Group` if the job has several ranks, else `Alone`."""
-    return Group() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else Alone()
+    """A `Group` if the job has several ranks, else an `Agreement` of one."""
+    return Group() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else Agreement()
 
 
 def work_in_rounds(agreement: Agreement, work: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.spawn import find_leftovers
 from holdfast.snapshot.collective import agreement
-from holdfast.snapshot.collective.agreement import Alone, Result, Values, work_in_rounds
+from holdfast.snapshot.collective.agreement import Agreement, Result, Values, work_in_rounds
 from holdfast.snapshot.collective.mesh import AgreementLost
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_replicas import Rank, together
@@ -22,7 +22,7 @@ from tests.unit.test_replicas import Rank, together
 ROUNDS = 5
 
 
-class Counting(Alone):
+class Counting(Agreement):
     """A rank that counts its agreements with the others; `enough` is set after `ROUNDS`."""
 
     def __init__(self, member: Rank) -> None:
@@ -75,7 +75,7 @@ def test_who_fails_raises_once_all_are_done_and_nobody_else_does() -> None:
 def test_a_rank_that_is_gone_is_noticed_while_others_work() -> None:
     never = threading.Event()
 
-    class Lonely(Alone):
+    class Lonely(Agreement):
         def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
             raise AgreementLost("another rank is gone")
 
@@ -85,7 +85,7 @@ def test_a_rank_that_is_gone_is_noticed_while_others_work() -> None:
 
 
 def test_alone_nobody_is_waited_for() -> None:
-    assert Alone().patiently(lambda: 7) == 7
+    assert Agreement().patiently(lambda: 7) == 7
 
 
 # ---------------------------------------------------------------------- real ranks that lose each other

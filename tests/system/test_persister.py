@@ -28,7 +28,7 @@ from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume import own_run
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, Trainer, flip_a_byte, playground, run_on
@@ -360,7 +360,7 @@ def test_a_start_goes_on_although_storage_does_not_say_what_it_has(
     snapshot = run.protect(1)
     monkeypatch.setattr(own_run, "LOOK_DEADLINE_S", 0.2)
     at.goes_on.clear()
-    told = own_run.ask_persisted_runs(client, Alone())
+    told = own_run.ask_persisted_runs(client, Agreement())
     assert told.problem and not told.runs
     assert (snapshot, "dp0") in client.inventory().shards, "the trainer has a connection that works"
 

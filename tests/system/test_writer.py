@@ -8,7 +8,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected
-from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.writer import SlotWriter
 from tests.deadlines import DEADLINE_S
@@ -16,7 +16,7 @@ from tests.smp_kit import Ground, SmpProcess
 
 
 def writer(smp: SmpProcess) -> SlotWriter:
-    return SlotWriter(smp.client(), Alone(), smp.job, "rank0", parse_protect("none"), DEADLINE_S)
+    return SlotWriter(smp.client(), Agreement(), smp.job, "rank0", parse_protect("none"), DEADLINE_S)
 
 
 def write(writer: SlotWriter) -> SnapshotId:

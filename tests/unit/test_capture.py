@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
-from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
@@ -110,7 +110,7 @@ class Rig:
         self.engine = Noting()
         self.loop: dict[str, Any] = {}
         self.notes: dict[str, Any] | None = None
-        self.capture = Capture(adapter, Alone(), self.engine, "run", "dp0", lambda: self.loop, lambda: self.notes)
+        self.capture = Capture(adapter, Agreement(), self.engine, "run", "dp0", lambda: self.loop, lambda: self.notes)
         self.slots = slots or Slots()
         client = cast(SmpClient, self.slots)
         self.copier = Copier(client, client, self.engine, Pace(), lambda: None)

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.collective.agreement import Result, T, Values
+from holdfast.snapshot.collective.agreement import Agreement, Result, T, Values
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.replicas import (
     ALONE,
@@ -39,7 +39,7 @@ class Table:
         return everything
 
 
-class Rank:
+class Rank(Agreement):
     """`snapshot.collective.agreement.Agreement` at a `Table`."""
 
     def __init__(self, table: Table, rank: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.collective.reports import ALL, ANY, LEAST, MOST, SAME, reduced
 
 
@@ -31,7 +31,7 @@ class Report:
     agreed: bool | None = field(metadata=SAME)
 
 
-class Sent(Alone):
+class Sent(Agreement):
     """One of several ranks: notes what it sends, and is answered with the `answer`."""
 
     def __init__(self) -> None:
@@ -91,4 +91,4 @@ def test_every_field_comes_to_what_it_says_on_every_rank(data: st.DataObject, ra
 
 def test_a_rank_alone_hears_itself() -> None:
     mine = Report((Colour.GREEN,), -2, 3, True, False, 5, False)
-    assert reduced(Alone(), mine)() == mine
+    assert reduced(Agreement(), mine)() == mine

@@ -18,7 +18,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError, failure_of
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
-from holdfast.snapshot.collective.agreement import Result, T, Values
+from holdfast.snapshot.collective.agreement import Agreement, Result, T, Values
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.engines import CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
@@ -77,7 +77,7 @@ class Circle:
         return [values[rank] for rank in range(self.size)]
 
 
-class SimMember:
+class SimMember(Agreement):
     """`snapshot.collective.agreement.Agreement` of one rank."""
 
     def __init__(self, circle: Circle, rank: int) -> None:
