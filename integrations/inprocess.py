@@ -1,39 +1,172 @@
-"""Recovery in processes that stay alive: giving up the process groups of a job that has lost a rank.
+"""Recovery in processes that stay alive: when a rank dies the others keep theirs, and it alone is replaced.
 
-Let the failed collective's exception leave the block. Call `abandon_process_groups` and ``init_process_group``, wrap
-the model in DDP again if it was, and enter a new `holdfast.InMemorySnapshot` with the same model and optimizer: it
-rolls them back in place, in a new epoch. docs/restarts.md has the loop.
+`survive` does all of it. `abandon_process_groups` and `forget` are for a loop of one's own: let the failed collective's
+exception leave the block, call them, ``init_process_group`` with a new prefix, and enter a new
+`holdfast.InMemorySnapshot`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, ParamSpec
+
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from holdfast.integrations.survivors.attempts import JobAttempt, JobPlace, hindrance, parse_lines, to_line
+from holdfast.integrations.survivors.children import leave
+from holdfast.integrations.survivors.rendezvous import join
+from holdfast.integrations.survivors.supervisor import Supervisor
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.collective.mesh import AgreementLost
+from holdfast.snapshot.hook import SnapshotHook
 
 RANK_LOST = (RuntimeError, AgreementLost)
 """What torch's collectives and holdfast's own raise when another rank is gone. Errors of the device and of the model
-are `RuntimeError`, too; ``HOLDFAST_MAX_REPEATS`` stops a job that such an error restarts again and again."""
+are `RuntimeError`, too."""
+
+PATIENCE_S = 10.0
+"""How long a trainer waits, after such an error, to hear that a rank has died. Its supervisor sees that at once."""
+
+CUDA_ERROR_NOT_INITIALIZED = 3
 
 log = get_log(__name__)
+P = ParamSpec("P")
+
+
+def survive(main: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> NoReturn:
+    """Call ``main(*args, **kwargs)`` so that it survives the death of other ranks; the last line of a script.
+
+    `main` makes the process group, the model and the optimizer, and enters `holdfast.InMemorySnapshot`. This process
+    becomes the supervisor of a trainer, which it forks, so imports are done. If the trainer is killed, another is
+    forked at once. In the trainers of the other ranks a collective fails; what `main` raises is caught, and `main` is
+    called again in the same process, which keeps imports, CUDA context and compiled code. ``init_process_group()``
+    without arguments, or with the address from the environment, finds a new store each time.
+
+    Does not return: the process ends as if `main` were the whole script, with its output and exit code. Any other
+    failure of a trainer than by a signal ends the process, too, and the launcher does what it always does. Call it in
+    the main thread, before CUDA is initialised and before threads are started. Where survivors cannot be kept, it says
+    why and calls `main` in this process.
+
+    Raises:
+        DeadlineExceeded: rank 0 did not come within ten minutes.
+        OSError: rank 0 cannot listen at the port that the launcher chose.
+    """
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if reason := hindrance(os.environ, threads, _uses_cuda()):
+        log.warning("survivors of a lost rank will not keep their processes: %s", reason)
+        main(*args, **kwargs)
+        sys.exit()
+    place = JobPlace.from_environment(os.environ)
+    patience_s = PATIENCE_S if place.world > 1 else 0.0
+    leave(Supervisor(join(place), partial(_train, partial(main, *args, **kwargs), patience_s)).run())
 
 
 def abandon_process_groups() -> None:
     """Give up every process group of this process, so that ``init_process_group`` can be called again.
 
-    Not a collective call. Does not wait for ranks that are gone: NCCL communicators are aborted first, which ends
-    kernels that wait for such ranks. Ranks that still wait for this one see that it has left. Does nothing if there are
-    no groups. First release whatever uses the groups, such as DDP.
+    Not a collective call. Does not wait for ranks that are gone: communicators are aborted, which ends kernels that
+    wait for such ranks. Ranks that still wait for this one see that it has left once nothing, such as DDP, uses the
+    groups any more; see `forget`. Does nothing if there are no groups.
     """
     if not dist.is_initialized():
         return
-    backends = {str(dist.get_backend(group)) for group in distributed_c10d._world.pg_map}
     try:
-        if "nccl" in backends:
-            distributed_c10d._abort_process_group()
+        distributed_c10d._abort_process_group()
     except RuntimeError as error:
         log.warning("a process group could not be aborted and is destroyed as it is: %s", error)
-    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def forget(error: BaseException | None) -> None:
+    """Free what the frames of `error`, and of the errors that led to it, still hold, such as a model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+def _uses_cuda() -> bool:
+    """Whether this process has initialised CUDA's driver, as ``torch.cuda.is_available()`` does."""
+    if "libcuda.so" not in Path("/proc/self/maps").read_text():
+        return False
+    count = ctypes.c_int()
+    return bool(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) != CUDA_ERROR_NOT_INITIALIZED)
+
+
+class _News:
+    """What the supervisor tells its trainer: the newest attempt, and whether others may follow."""
+
+    def __init__(self, first: JobAttempt, channel: socket.socket) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self.attempt = self._newest = first
+        """The attempt that was taken last."""
+        self._is_open = True
+        threading.Thread(target=self._listen, name="holdfast-attempts", daemon=True).start()
+
+    def _listen(self) -> None:
+        buffer = b""
+        while data := self._channel.recv(4096):
+            messages, buffer = parse_lines(buffer + data)
+            with self._changed:
+                for message in messages:
+                    self._newest = JobAttempt.from_message(message)
+                # A kernel of NCCL waits for a rank that is gone until somebody aborts it; gloo sees by itself. Under
+                # the lock, or this might hit the process groups of the attempt that is taken meanwhile.
+                if self._newest is not self.attempt and _uses_nccl():
+                    abandon_process_groups()
+                self._changed.notify_all()
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+
+    def take(self, patience_s: float) -> bool:
+        """Leave the attempt for a newer one, which may be announced within `patience_s`. Returns whether there is one.
+
+        Blocks. This process's groups are abandoned.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not self.attempt or not self._is_open, patience_s)
+            if self._newest is self.attempt:
+                return False
+            abandon_process_groups()
+            self.attempt = self._newest
+            self._channel.sendall(to_line({"taken": self.attempt.number}))
+            return True
+
+
+def _uses_nccl() -> bool:
+    if not dist.is_initialized():
+        return False
+    return any("nccl" in str(dist.get_backend(group)) for group in distributed_c10d._world.pg_map)
+
+
+def _train(main: Callable[[], object], patience_s: float, first: JobAttempt, channel: socket.socket) -> None:
+    """What a trainer does: call `main` in one attempt after another, until it returns or raises for another reason."""
+    news = _News(first, channel)
+    started = dict(os.environ)
+    os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # of torchrun's store, and attempts have stores of their own
+    while True:
+        os.environ |= news.attempt.environment(started)
+        SnapshotHook.blocks.start_over()
+        try:
+            main()
+            return
+        except Exception as error:
+            if not news.take(patience_s if isinstance(error, RANK_LOST) else 0.0):
+                raise
+            log.warning(
+                "a rank was lost; attempt %d begins in the same process: %s: %s",
+                *(news.attempt.number, type(error).__name__, str(error)[:200]),
+            )
+            forget(error)

@@ -1,7 +1,9 @@
-"""A job whose ranks survive each other's death: survivors leave the block, join a new process group, and enter again.
+"""A script that changed by one line, its last: ``survive(main)`` instead of ``main()``. Every rank is a node.
 
-``python -m tests.survivors ORDERS``: JSON with ``port`` (of the launcher's store), ``rank``, ``world``, ``turn``,
-``out`` (a file for events as lines of JSON), ``kills`` ({turn: [rank, point, step]}).
+``python tests/survivors.py FOLDER KILLS``: each rank writes what happens as lines of JSON into the folder. KILLS is
+JSON, ``[[attempt, rank, point, step], ...]``: where a trainer kills itself, as torchrun or `survive` number attempts.
+Points are *entered*, *joined*, *top*, *middle* and *stepped*. In place of a point, *bug* raises in the middle of a
+step, *exit* ends the process with code 7, and *hang* says so on standard output and sleeps.
 """
 
 from __future__ import annotations
@@ -11,33 +13,51 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import InMemorySnapshot
-from holdfast.integrations.inprocess import RANK_LOST, abandon_process_groups
+from holdfast.integrations.inprocess import survive
 
-STEPS = 8
-TURNS = 6
-TIMEOUT_S = 200
-"""Timeout of the process group: survivors wait for the replacement's imports, even on a busy machine."""
+STEPS = 10
 
 
-class Rank:
-    """One rank, in this process."""
+class Script:
+    """What one rank does."""
 
-    def __init__(self, orders: dict[str, Any]) -> None:
-        self.rank: int = orders["rank"]
-        self.world: int = orders["world"]
-        self.kills: dict[str, list[Any]] = orders["kills"]
-        self.turn: int = orders["turn"]
-        self.out = Path(orders["out"]).open("a")  # noqa: SIM115  # for as long as the process lives
-        self.store = TCPStore("127.0.0.1", orders["port"], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    def __init__(self, folder: str, kills: str) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.folder = Path(folder)
+        self.kills = json.loads(kills)
+
+    @property
+    def attempt(self) -> int:
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def say(self, kind: str, **what: Any) -> None:
+        what |= {"kind": kind, "attempt": self.attempt, "pid": os.getpid(), "at": time.monotonic()}
+        with (self.folder / f"{self.rank}.json").open("a") as out:
+            out.write(json.dumps(what) + "\n")
+
+    def reach(self, point: str, step: int = 0) -> None:
+        for attempt, rank, what, when in self.kills:
+            if (attempt, rank, when) != (self.attempt, self.rank, step):
+                continue
+            if what == point:
+                self.say("killed")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if point == "middle" and what == "bug":
+                raise ValueError(f"a bug at step {step}")
+            if point == "middle" and what == "exit":
+                sys.exit(7)
+            if point == "middle" and what == "hang":
+                print(os.getpid(), "hangs", flush=True)
+                time.sleep(600)
 
     def make(self) -> None:
         """Make the initial state of the job."""
@@ -48,20 +68,10 @@ class Rank:
         self.optim = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         torch.manual_seed(1 + self.rank)
 
-    def say(self, kind: str, **what: Any) -> None:
-        what |= {"kind": kind, "turn": self.turn, "pid": os.getpid(), "at": time.monotonic()}
-        self.out.write(json.dumps(what) + "\n")
-        self.out.flush()
-
-    def reach(self, point: str, step: int) -> None:
-        if self.kills.get(str(self.turn)) == [self.rank, point, step]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def join(self, name: str) -> torch.nn.Module:
-        store = PrefixStore(name, self.store)
-        timeout = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
-        return torch.nn.parallel.DistributedDataParallel(self.net, find_unused_parameters=True)
+    def wrap(self) -> torch.nn.Module:
+        """The model for this process group. DDP would order its sums anew after its first step otherwise, and so round
+        differently."""
+        return DistributedDataParallel(self.net, find_unused_parameters=True)
 
     def loss(self, model: torch.nn.Module) -> torch.Tensor:
         self.optim.zero_grad()
@@ -76,20 +86,25 @@ class Rank:
     def undisturbed(self) -> None:
         """Run the same steps without snapshots and kills."""
         self.make()
-        model, losses = self.join("undisturbed"), []
+        model, losses = self.wrap(), []
         for _ in range(STEPS):
             loss = self.loss(model)
             torch.autograd.backward(loss)
             self.optim.step()
             losses.append(float(loss.item()).hex())
         self.say("undisturbed", losses=losses, **self.end())
-        del model
-        abandon_process_groups()
 
-    def train(self) -> None:
-        """Train in one turn. Raises the error of a collective when another rank has died."""
-        model = self.join(f"turn{self.turn}")
-        self.reach("joined", 0)
+    def main(self) -> None:
+        self.reach("entered")
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo")
+        else:
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        self.reach("joined")
+        if not self.attempt:
+            self.undisturbed()
+        self.make()
+        model = self.wrap()
         with InMemorySnapshot(self.net, self.optim) as snap:
             self.say("entered", step=snap.step, epoch=snap.restored.epoch, how=snap.restored.how)
             for step in snap.steps(STEPS):
@@ -101,24 +116,13 @@ class Rank:
                 self.optim.step()
                 self.reach("stepped", step)
                 self.say("step", step=step, loss=float(loss.item()).hex())
-
-    def run(self) -> None:
-        self.say("begun")
-        if not self.turn:
-            self.undisturbed()
-        self.make()
-        while self.turn < TURNS:
-            try:
-                self.train()
-                break
-            except RANK_LOST as error:
-                self.say("lost", error=type(error).__name__)
-            abandon_process_groups()
-            self.turn += 1
         self.say("done", **self.end())
-        abandon_process_groups()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Rank(json.loads(sys.argv[1])).run()
+    script = Script(*sys.argv[1:])
+    node = f"node{script.rank}"
+    os.environ |= {"HOLDFAST_ARENA": str(script.folder / node), "HOLDFAST_NODE": node}
+    survive(script.main)

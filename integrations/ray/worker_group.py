@@ -8,10 +8,8 @@ dead worker, the next attempt begins, from the newest snapshot in memory.
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from holdfast.integrations.survivors.attempts import JobAttempt
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, Repeated, StateMismatch, Unrecoverable
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.connect import job_from_environment, node_from_environment
@@ -242,49 +241,26 @@ class Worker:
         """Take part in an attempt, like a worker that torchrun started with its agent's store."""
         import torch.distributed as dist
 
+        from holdfast.integrations.inprocess import abandon_process_groups, forget
         from holdfast.snapshot.hook import SnapshotHook
         from holdfast.snapshot.state.audit import StepsDone, raise_at_the_end
 
         raise_at_the_end()
         SnapshotHook.blocks.start_over()
         self._attempts += 1
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": store[0],
-            "MASTER_PORT": str(store[1]),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(number),
-        }
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)} | JobAttempt(number, *store).environment({})
         try:
             done = train(*args)
             if dist.is_initialized():
                 dist.destroy_process_group()
             return done
         except StepsDone:
-            hang_up()
+            abandon_process_groups()
             return None
         except BaseException as error:
-            hang_up()
+            abandon_process_groups()
             forget(error)
             raise
-
-
-def hang_up() -> None:
-    """Break this process's `torch.distributed` connections, if any, so that no other rank keeps waiting for it."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _abort_process_group
-
-    if dist.is_initialized():
-        _abort_process_group()
-
-
-def forget(error: BaseException | None) -> None:
-    """Free what the frames of `error`, and of the errors that led to it, still hold, such as a model."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    gc.collect()
 
 
 def by_node(nodes: Sequence[str], per_node: int) -> list[int]:

@@ -23,8 +23,9 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from holdfast.integrations.inprocess import forget
 from holdfast.integrations.ray import nodes as ray_nodes
-from holdfast.integrations.ray.worker_group import WorkerGroup, by_node, forget, worse
+from holdfast.integrations.ray.worker_group import WorkerGroup, by_node, worse
 from tests.proof.ray.cluster import ACTIONS, RayFault, VirtualRay
 from tests.proof.ray.drill import SCENARIOS, plan, run, undisturbed
 

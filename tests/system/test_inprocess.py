@@ -1,13 +1,16 @@
-"""Survivors keep their processes: only the dead rank is restarted, and all continue bit for bit."""
+"""Survivors keep their processes: a script that changed by one line, under torchrun, whose trainers are killed."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
-from datetime import timedelta
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,105 +18,116 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import abandon_process_groups
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
+from holdfast.smp_daemon.shared.pidfds import await_end
 
+SCRIPT = Path(__file__).parents[1] / "survivors.py"
 WORLD = 3
 DEADLINE_S = 300.0
-LAST = 7
+STEPS = 10
 
 Event = dict[str, Any]
+Kill = tuple[int, int, str, int]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", "--max-restarts=9")
 
 
 class Survival:
-    """A launcher that restarts a dead rank and no other. Every rank is a node with its own SMP."""
+    """One run of `tests/survivors.py`, under a launcher if `launch` has one."""
 
-    def __init__(self, base: Path, kills: dict[int, list[Any]]) -> None:
+    def __init__(self, base: Path, *kills: Kill, launch: tuple[str, ...] = ()) -> None:
         self.base = base
-        self._kills = kills
-        self._store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S)
-        )
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        base.mkdir(mode=0o700)
-
-    def _start(self, rank: int, turn: int) -> None:
-        own = self.base / f"node{rank}"
-        own.mkdir(exist_ok=True, mode=0o700)
-        orders = {"port": self._store.port, "rank": rank, "world": WORLD, "turn": turn, "kills": self._kills}
-        names = {ARENA_ENV: str(own), "HOLDFAST_NODE": f"node{rank}", "HOLDFAST_JOB": "survivors"}
-        self._processes[rank] = subprocess.Popen(
-            [sys.executable, "-m", "tests.survivors", json.dumps(orders | {"out": str(self.base / f"{rank}.json")})],
-            env={**os.environ, **names, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stderr=(self.base / f"{rank}.log").open("ab"),
+        self.world = WORLD if launch else 1
+        self.process = subprocess.Popen(
+            [sys.executable, *launch, str(SCRIPT), str(base), json.dumps(kills)],
+            env={**os.environ, "HOLDFAST_JOB": "survivors", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=(base / "log").open("ab"),
+            text=True,
         )
 
-    def run(self) -> list[list[Event]]:
-        """Run to the end; return the events of each rank."""
-        for rank in range(WORLD):
-            self._start(rank, 0)
-        for turn, (victim, *_) in sorted(self._kills.items()):
-            assert self._processes[victim].wait(DEADLINE_S) == -9
-            self._start(victim, turn + 1)
-        for rank, process in self._processes.items():
-            assert process.wait(DEADLINE_S) == 0, (self.base / f"{rank}.log").read_text()[-3000:]
-        return [
-            [json.loads(line) for line in (self.base / f"{rank}.json").read_text().splitlines()]
-            for rank in range(WORLD)
-        ]
+    def line(self) -> str:
+        """The next line of standard output."""
+        assert self.process.stdout is not None
+        timer = threading.Timer(DEADLINE_S, self.process.kill)
+        timer.start()
+        try:
+            return self.process.stdout.readline()
+        finally:
+            timer.cancel()
 
-    def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait(DEADLINE_S)
-        for owner in filter(None, (read_owner(self.base / f"node{rank}" / "survivors") for rank in range(WORLD))):
-            if psutil.pid_exists(owner.pid):
-                smp = psutil.Process(owner.pid)
-                smp.kill()
-                smp.wait(DEADLINE_S)
-        shutil.rmtree(self.base)
+    def end(self) -> int:
+        """Wait for the end; returns the exit code."""
+        return self.process.wait(DEADLINE_S)
 
+    @property
+    def log(self) -> str:
+        return (self.base / "log").read_text()
 
-def survive(name: str, kills: dict[int, list[Any]]) -> list[list[Event]]:
-    run = Survival(Path(f"/dev/shm/holdfast-survive-{os.getpid()}-{name}"), kills)
-    try:
-        return run.run()
-    finally:
-        run.close()
+    @property
+    def events(self) -> list[list[Event]]:
+        """What each rank has said."""
+        files = [self.base / f"{rank}.json" for rank in range(self.world)]
+        return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def losses(events: list[Event]) -> dict[int, str]:
-    """The loss of each step, as it was last computed."""
-    return {event["step"]: event["loss"] for event in events if event["kind"] == "step"}
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A folder on tmpfs for one run; whatever the run has left is killed."""
+    base = Path(f"/dev/shm/holdfast-survive-{os.getpid()}")
+    base.mkdir(mode=0o700)
+    yield base
+    for process in psutil.process_iter():
+        try:
+            if str(base) in process.cmdline():
+                process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    for owner in filter(None, (read_owner(base / f"node{rank}" / "survivors") for rank in range(WORLD))):
+        if psutil.pid_exists(owner.pid):
+            smp = psutil.Process(owner.pid)
+            smp.kill()
+            smp.wait(DEADLINE_S)
+    shutil.rmtree(base)
 
 
-def check(events: list[list[Event]], kills: dict[int, list[Any]]) -> None:
+def pids(events: list[Event]) -> list[int]:
+    """The processes of one rank, in order."""
+    return list(dict.fromkeys(event["pid"] for event in events))
+
+
+def check(run: Survival) -> None:
     """Compare all ranks with what the first process of each saw undisturbed."""
-    victims = [victim for victim, *_ in kills.values()]
-    for rank, found in enumerate(events):
+    assert run.end() == 0, run.log[-8000:]
+    for found in run.events:
         [expected] = [event for event in found if event["kind"] == "undisturbed"]
-        assert len({event["pid"] for event in found}) == 1 + victims.count(rank), "who survives keeps its process"
-        assert [losses(found)[step] for step in range(LAST + 1)] == expected["losses"]
+        losses = {event["step"]: event["loss"] for event in found if event["kind"] == "step"}
+        assert [losses[step] for step in range(STEPS)] == expected["losses"]
         assert [found[-1][key] for key in ("state", "random")] == [expected[key] for key in ("state", "random")]
         epochs = [event["epoch"] for event in found if event["kind"] == "entered"]
         assert epochs == sorted(set(epochs)), "each entering is an epoch of its own"
 
 
+def check_processes(run: Survival, kills: list[Kill]) -> None:
+    """Whoever was not killed kept its process, and whoever was has one more."""
+    victims = [rank for _, rank, *_ in kills]
+    assert [len(pids(events)) for events in run.events] == [1 + victims.count(rank) for rank in range(WORLD)]
+
+
 @pytest.mark.cluster
 @pytest.mark.slow  # four processes that import torch
 @pytest.mark.proves("survivors")
-def test_survivors_keep_their_processes_and_go_on_bit_for_bit() -> None:
-    kills = {0: [1, "middle", 4]}
-    events = survive("middle", kills)
-    check(events, kills)
-    for rank in (0, 2):
-        kinds = [event["kind"] for event in events[rank]]
-        assert kinds.count("lost") == 1 and kinds.count("begun") == 1
-    entered = [event for event in events[0] if event["kind"] == "entered"]
-    assert [event["step"] for event in entered] == [0, 4] and entered[1]["how"] == "held"
+def test_survivors_keep_their_processes_and_go_on_bit_for_bit(base: Path) -> None:
+    kills: list[Kill] = [(0, 1, "middle", 4)]
+    run = Survival(base, *kills, launch=TORCHRUN)
+    check(run)
+    check_processes(run, kills)
+    entered = [event for event in run.events[0] if event["kind"] == "entered"]
+    assert [event["attempt"] for event in entered] == [0, 1]
+    assert entered[1]["step"] in (3, 4) and entered[1]["how"] == "held"
 
 
 @pytest.mark.cluster
@@ -121,16 +135,82 @@ def test_survivors_keep_their_processes_and_go_on_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "kills",
     [
-        {0: [0, "top", 3]},
-        {0: [2, "stepped", 5]},
-        {0: [1, "middle", 2], 1: [1, "middle", 4], 2: [0, "stepped", 6]},
-        {0: [1, "middle", 3], 1: [2, "top", 3]},
+        [(0, 0, "top", 3)],
+        [(0, 0, "middle", 5), (0, 2, "middle", 5)],
+        [(0, 1, "middle", 2), (1, 1, "middle", 4), (2, 0, "stepped", 6)],
     ],
-    ids=["rank 0", "after a step", "one after the other", "again at once"],
+    ids=["rank 0", "two at once", "one after the other"],
 )
 @pytest.mark.proves("survivors")
-def test_whoever_dies_and_whenever(kills: dict[int, list[Any]]) -> None:
-    check(survive("slow", kills), kills)
+def test_whoever_dies_and_whenever(base: Path, kills: list[Kill]) -> None:
+    run = Survival(base, *kills, launch=TORCHRUN)
+    check(run)
+    check_processes(run, kills)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [970_200, 970_201])
+def test_kills_that_are_drawn(base: Path, seed: int) -> None:
+    """Replacements die, too, before they have joined and after; survivors that wait for them may be replaced then."""
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    kills: list[Kill] = [(0, draw.randrange(WORLD), draw.choice(["top", "middle", "stepped"]), draw.randrange(1, 9))]
+    for attempt in range(1, 4):
+        point = draw.choice(["entered", "joined", "top"])
+        kills.append((attempt, draw.randrange(WORLD), point, 9 if point == "top" else 0))
+    print(kills)
+    check(Survival(base, *kills, launch=TORCHRUN))
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_survivor_that_hangs_is_replaced_too(base: Path) -> None:
+    run = Survival(base, (0, 2, "hang", 4), launch=TORCHRUN)
+    hanging = int(run.line().split()[0])
+    victim = pids(run.events[1])[0]
+    os.kill(victim, signal.SIGKILL)
+    check(run)
+    processes = [pids(events) for events in run.events]
+    assert processes[2][0] == hanging
+    assert [len(each) for each in processes] == [1, 2, 2]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_bug_is_left_to_the_launcher(base: Path) -> None:
+    once = (*TORCHRUN[:-1], "--max-restarts=1")
+    run = Survival(base, (0, 1, "bug", 4), (1, 1, "exit", 5), launch=once)
+    assert run.end() == 1
+    assert "ValueError: a bug at step 4" in run.log and "exitcode: 7" in run.log.replace(" ", "").replace(
+        "exitcode:", "exitcode: "
+    )
+    assert "--max-restarts" in run.log  # torchrun has restarted all once, and may not do so again
+    assert all(len(pids(events)) == 2 for events in run.events)
+
+
+def test_without_a_launcher_a_killed_trainer_is_replaced_until_it_fails_in_another_way(base: Path) -> None:
+    run = Survival(base, (0, 0, "middle", 3), (1, 0, "middle", 5), (2, 0, "exit", 7))
+    assert run.end() == 7, run.log
+    [events] = run.events
+    assert len(pids(events)) == 3
+    assert [event["step"] for event in events if event["kind"] == "entered"] == [0, 3, 5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_supervisor_leaves_no_process_behind(base: Path, number: signal.Signals) -> None:
+    run = Survival(base, (0, 0, "hang", 2))
+    trainer = int(run.line().split()[0])
+    children = [child.pid for child in psutil.Process(run.process.pid).children()]
+    assert trainer in children
+    ends = [os.pidfd_open(pid) for pid in children]
+    try:
+        run.process.send_signal(number)
+        assert run.end() == -number
+        assert all(await_end(end, DEADLINE_S) for end in ends)
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(

@@ -1,0 +1,202 @@
+"""Where supervisors meet: a process beside rank 0's supervisor counts attempts, and hosts the store of each.
+
+Supervisors send lines of JSON: ``{"start", "rank"}`` first, then ``{"lost": number}`` or ``{"done": number}`` of their
+trainer. They are sent ``{"attempt": number, "host", "port"}`` when they come and whenever an attempt begins,
+``{"end": true}`` when all have finished, and ``{"over": true}`` when no other attempt will follow. Whoever reads the
+end of the stream knows that, too.
+
+A store is closed as its attempt ends, so that whoever waits in it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from holdfast.integrations.survivors.attempts import Attempts, JobAttempt, JobPlace, parse_lines, to_line
+from holdfast.integrations.survivors.children import die_with
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError
+
+JOIN_DEADLINE_S = 600.0
+"""How long the other ranks may take with their imports."""
+
+RETRY_S = 0.05
+
+
+def join(place: JobPlace) -> socket.socket:
+    """Meet the other supervisors; returns the connection. Blocks until rank 0's can be reached.
+
+    Raises:
+        OSError: rank 0 cannot listen where the launcher said.
+        DeadlineExceeded: rank 0 was not there within `JOIN_DEADLINE_S`.
+    """
+    deadline = time.monotonic() + JOIN_DEADLINE_S
+    found = _Agent(place) if place.agents_store else None
+    if place.rank == 0:
+        own = _host(place, found)
+        if found is not None:
+            found.publish(own)
+    while True:
+        address = own if place.rank == 0 else (place.host, place.port) if found is None else found.published()
+        try:
+            connection = socket.create_connection(address, timeout=RETRY_S + JOIN_DEADLINE_S / 10)
+        except OSError as error:  # rank 0 still imports, or what torchrun's store says is of an earlier start
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"rank 0's supervisor cannot be reached at {address[0]}:{address[1]}") from error
+            time.sleep(RETRY_S)
+            continue
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(to_line({"start": place.start, "rank": place.rank}))
+        return connection
+
+
+class _Agent:
+    """The store of torchrun's agents, in which rank 0 says where it listens. A client: it starts no thread."""
+
+    def __init__(self, place: JobPlace) -> None:
+        self._place = place
+        self._key = f"holdfast survivors {place.start}"
+        timeout = timedelta(seconds=JOIN_DEADLINE_S)
+        self._store: Store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+
+    def own_host(self) -> str:
+        """This host's address as other hosts reach it. The agents' store may be on another host."""
+        master = self._place.host
+        try:
+            with socket.create_server((master, 0)):
+                return master
+        except OSError:
+            with socket.create_connection((master, self._place.port)) as connection:
+                return str(connection.getsockname()[0])
+
+    def publish(self, address: tuple[str, int]) -> None:
+        self._store.set(self._key, f"{address[1]} {address[0]}")
+
+    def published(self) -> tuple[str, int]:
+        port, _, host = self._store.get(self._key).decode().partition(" ")
+        return host, int(port)
+
+
+def _host(place: JobPlace, agent: _Agent | None) -> tuple[str, int]:
+    """Listen, and fork the process that serves. Returns its address."""
+    if not place.host:
+        listening = socket.create_server(("127.0.0.1", 0))
+    else:  # without an agent's store this port is rank 0's
+        listening = socket.create_server(("", 0 if agent else place.port), backlog=min(place.world, 4096))
+    host = agent.own_host() if agent else place.host
+    own = host or "127.0.0.1", listening.getsockname()[1]
+    parent = os.getpid()
+    if os.fork():
+        listening.close()
+        return own
+    status = 1
+    try:
+        die_with(parent)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)  # sent to the whole group; it ends with the supervisor
+        _Rendezvous(listening, host, place).run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@dataclass(slots=True)
+class _Caller:
+    """A connection; of a supervisor once it has said its rank."""
+
+    socket: socket.socket
+    rank: int | None = None
+    buffer: bytes = b""
+
+
+class _Rendezvous:
+    """The loop of the process that serves. One thread, besides the store's."""
+
+    def __init__(self, listening: socket.socket, host: str, place: JobPlace) -> None:
+        self._listening, self._host, self._start = listening, host, place.start
+        self._ranks = range(place.world)
+        self._attempts = Attempts(place.world, place.limit)
+        self._members: dict[int, _Caller] = {}
+        self._selector = selectors.DefaultSelector()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin an attempt, with a new store; whoever waits in the old one gets an error."""
+        self._store: Any = None
+        port = 0
+        if self._host:
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        self._attempt = JobAttempt(self._attempts.number, self._host, port)
+
+    def run(self) -> None:
+        """Serve until every supervisor has left. Rank 0's, which started this process, does so last or ends it."""
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    accepted, _ = self._listening.accept()
+                    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    self._selector.register(accepted, selectors.EVENT_READ, _Caller(accepted))
+                else:
+                    self._hear(key.data)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            data = caller.socket.recv(4096)
+            messages, caller.buffer = parse_lines(caller.buffer + data)
+            for message in messages:
+                self._take(caller, message)
+        except (OSError, ProtocolError):
+            data = b""
+        if not data:
+            self._selector.unregister(caller.socket)
+            caller.socket.close()
+            if caller.rank is not None:
+                del self._members[caller.rank]
+                self._attempts.left()
+                self._tell_of_end()
+
+    def _take(self, caller: _Caller, message: dict[str, Any]) -> None:
+        if caller.rank is None:
+            rank: Any = message.get("rank")
+            if message.get("start") != self._start or rank not in self._ranks or rank in self._members:
+                raise ProtocolError("no supervisor of this start")
+            caller.rank = rank
+            self._members[rank] = caller
+            self._send([caller], self._attempt.to_line())
+        elif "lost" in message:
+            if self._attempts.lost(message["lost"]):
+                self._begin()
+                self._send(self._members.values(), self._attempt.to_line())
+        elif "done" in message:
+            self._attempts.done(caller.rank, message["done"])
+        self._tell_of_end()
+
+    def _tell_of_end(self) -> None:
+        if self._attempts.has_ended:
+            self._send(self._members.values(), to_line({"end": True}))
+        elif self._attempts.is_over:
+            self._send(self._members.values(), to_line({"over": True}))
+
+    def _send(self, members: Iterable[_Caller], line: bytes) -> None:
+        for member in members:
+            try:
+                member.socket.sendall(line)
+            except OSError:
+                pass  # it has left, which the next read of its connection says
