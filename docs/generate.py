@@ -284,7 +284,7 @@ INTEGRATIONS = {
     "ray.nodes": ("ray.md#node-agents", "start", "status", "stop"),
     "ray.worker_group": ("ray.md#a-worker-group", "WorkerGroup"),
     "ray.train": ("ray.md#ray-train", "GiveUp"),
-    "inprocess": ("restarts.md#survivors-keep-their-processes", "abandon_process_groups"),
+    "inprocess": ("restarts.md#survivors-keep-their-processes", "survive", "abandon_process_groups", "forget"),
 }
 """For each module of holdfast.integrations its guide, and what users call of it."""
 CALLED = {"close", "is_empty", "load", "load_data", "on_train_step_start", "run", "shutdown", "snapshot"}

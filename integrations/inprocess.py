@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
 import socket
 import sys
@@ -29,6 +30,7 @@ from holdfast.integrations.survivors.supervisor import Supervisor
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.state.audit import orders_from_environment
 
 RANK_LOST = (RuntimeError, AgreementLost)
 """What torch's collectives and holdfast's own raise when another rank is gone. Errors of the device and of the model
@@ -61,8 +63,11 @@ def survive(main: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> NoR
         DeadlineExceeded: rank 0 did not come within ten minutes.
         OSError: rank 0 cannot listen at the port that the launcher chose.
     """
+    importlib.import_module("torch._dynamo")  # or each trainer would import it, with its first optimizer
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-    if reason := hindrance(os.environ, threads, _uses_cuda()):
+    orders = orders_from_environment()
+    killed = "an audit kills and starts this process itself" if orders is not None and orders.kill else ""
+    if reason := killed or hindrance(os.environ, threads, _uses_cuda()):
         log.warning("survivors of a lost rank will not keep their processes: %s", reason)
         main(*args, **kwargs)
         sys.exit()
@@ -79,6 +84,7 @@ def abandon_process_groups() -> None:
     groups any more; see `forget`. Does nothing if there are no groups.
     """
     if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0  # a failed init_process_group has counted, and names must agree
         return
     try:
         distributed_c10d._abort_process_group()
@@ -91,6 +97,8 @@ def forget(error: BaseException | None) -> None:
     """Free what the frames of `error`, and of the errors that led to it, still hold, such as a model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            len(frame.f_locals)  # until Python 3.13 this empties a copy of the variables that the hook has asked for
         error = error.__cause__ or error.__context__
     gc.collect()
 

@@ -231,18 +231,6 @@ def training(rate):
     torch.save(model.state_dict(), saved(rate))
 """
 
-INPROCESS = f"""{PLAIN}
-from torch.distributed import PrefixStore
-from torch.nn.parallel import DistributedDataParallel
-step_of, store, rank, world, build = train_step, dist.HashStore(), 0, 1, make
-n_steps = 10
-
-def train_step(ddp, optim):
-    optim.zero_grad()
-    loss_of(ddp(torch.randn(8, 8)), torch.arange(8) % 4).backward()
-    optim.step()
-"""
-
 DATA = "from holdfast.integrations.batches import GlobalBatches\nbatches = GlobalBatches(samples=32, batch=8, seed=1)\n"
 
 RECIPES: dict[str, Recipe] = {
@@ -259,7 +247,6 @@ RECIPES: dict[str, Recipe] = {
     "trainer": after(TRAINER),
     "accelerate": after(ACCELERATE),
     "lightning": after(LIGHTNING),
-    "inprocess": lambda block: INPROCESS + block.replace("turn = ...", "turn = 0"),
 }
 
 NEEDS = {"trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
