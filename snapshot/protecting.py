@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome
@@ -279,11 +279,12 @@ class Protecting:
 
     def _catch_up(self) -> None:
         """Wait until pending snapshots are protected here, and tell the other ranks, so that one more finds a slot. A
-        collective call; blocks, for `deadline_s` at most."""
+        collective call; blocks, for `deadline_s` at most. It is to be protected, whatever `protect_every` says."""
         limit_s = self._rank.system.monotonic() + self._options.deadline_s
         self.drain(limit_s)
         self.report()
         self.apply_reports()
+        self.ledger = replace(self.ledger, until=0)
 
     def _report_of_this_rank(self) -> StepReport:
         # Only copies of this epoch count: what did not fit an earlier epoch's layout was the reason for this one.

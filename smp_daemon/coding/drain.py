@@ -142,14 +142,15 @@ class Draining:
         start = self._store.record.start
 
         def attempt(limit: float) -> Drained | str:
+            mine = self._inventory()
+            if mine.trainers and not wait and mine.record.start != start:
+                raise ConfigError(f"the job was started again with {mine.node}: start it without that node, then drain")
+            if mine.trainers and not any(epoch == mine.epoch for epoch, _ in mine.layouts):
+                return "the job has only just begun, and its nodes do not know each other yet"
             found = self._attempt(limit, still=False)
             if not self._inventory().trainers:
                 return found
             if not wait:
-                if self._store.record.start != start:
-                    raise ConfigError(
-                        f"the job was started again with {self._store.node}: start it without that node, then drain"
-                    )
                 self._store.say_leaving(start)
             return f"trainers are connected to {self._store.node}, and have not ended yet"
 

@@ -47,6 +47,7 @@ from holdfast.snapshot.connect import start_here
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.loop import Loop
+from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.resume.attempt import SameWorld
 from holdfast.snapshot.resume.choice import RestoreAttempts
@@ -238,6 +239,15 @@ def _one_of_many(plan: SeedPlan) -> SeedPlan:
 
 
 # ---------------------------------------------------------------------- broken functions
+
+_end = Protecting.end_if_agreed
+
+
+def _end_late(protecting: Protecting) -> None:
+    due, protecting._last = protecting._last, vars(protecting).get("_late")
+    vars(protecting)["_late"] = due
+    _end(protecting)
+
 
 _accumulate = ParityGathering.accumulate
 _after = Ledger.after
@@ -638,6 +648,12 @@ MUTANTS: dict[str, SimMutant] = {
         "sealed",
         ((SnapshotCopy, "fence", lambda copy, patience_s, deadline_s: True),),
         _restless,
+    ),
+    "a-step-too-many": SimMutant(
+        "a job from which a node is taken ends one step late",
+        "announced",
+        ((Protecting, "end_if_agreed", _end_late),),
+        lambda plan: replace(plan, final="drain"),
     ),
     "no-reserver": SimMutant(
         "memory that is planned is never reserved",

@@ -31,6 +31,7 @@ CHECKS = {
     "ends": "every life of a job ends",
     "returns": "once the faults are over, the job comes back and goes on",
     "progress": "once the faults are over, snapshots become protected",
+    "announced": "a node that is drained while the job trains costs no step, and is not needed any more",
     "free": "a job that has ended leaves nothing behind",
     "lock": "the store's lock is not held for as long as there are bytes to reserve, map, digest or overwrite",
     "calm": "while nothing has struck, nothing warns, is given up, times out or is started again",

@@ -227,7 +227,7 @@ class SeedPlan:
         state: the state of real modules; None: a few bytes instead, which is a hundred times as fast.
         lives, gaps: the faults of each start of the job, and what surrounds it.
         quiet: how many snapshots must become protected once the faults are over; 0: the job must only come back.
-        final: what is done after that; one of `FINALS`.
+        final: what is done after that; one of `FINALS`, or ``drain``.
         generations: how many protected snapshots are kept.
         links: number of connections from an SMP to each of its peers.
         protect_every: which of the snapshots are protected.
@@ -275,6 +275,9 @@ class SeedPlan:
         """Whether anything but a fault happens to machines, memory or runs."""
         return any(gap.moves for gap in self.gaps)
 
+
+OF_DRAINS = 1 / 8
+"""The share of seeds at whose end a node is drained while the job trains, of those that would just stop there."""
 
 FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "regroup")
 
@@ -400,6 +403,8 @@ def draw(seed: int) -> SeedPlan:
     moving = random.Random(f"runs {seed}")
     if moving.random() < OF_RUNS:
         return with_runs(plan, moving)
+    if plan.final == "stop" and random.Random(f"drain {seed}").random() < OF_DRAINS:
+        plan = replace(plan, final="drain")
     reserving = random.Random(f"reserving {seed}")
     if reserving.random() < OF_BESIDE:
         plan = beside_training(plan, reserving)

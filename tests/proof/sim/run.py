@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+from holdfast.smp_daemon.coding.drain import Drained
 from holdfast.smp_daemon.shared import limits
-from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, StateMismatch
 from tests.proof.sim.faults import Faults
 from tests.proof.sim.moves import Moves
 from tests.proof.sim.plan import SeedPlan, draw
@@ -37,6 +38,18 @@ TURNS_A_RANK = 8_000
 
 LONGER = 8
 """How many times as many turns a run may take whose bytes cost time, as it lasts days."""
+
+DRAIN_S = 600.0
+"""How long a node may take to be drained while nothing strikes, in simulated seconds."""
+
+DRAINED_STEPS = 100
+"""More steps than a job takes until it has heard of a node that leaves."""
+
+DRAINED_STEP_S = 0.1
+"""The longest time that one of them takes at least, in simulated seconds."""
+
+LOOK_AWAITS = 20
+"""Awaits between two looks whether all trainers have begun."""
 
 DECISIONS = 2
 """How often the user chooses a run or gives one up, before the job must go on."""
@@ -298,7 +311,51 @@ class _Driver:
             self._pass(self._plan.regroup_after_s * 8)
             if not self._recover(1, "after a regrouping"):
                 return
+        if final == "drain" and len({trainer.node.name for trainer in world.trainers}) > 1:
+            self._drain()
         self._end(final == "finish")
+
+    def _drain(self) -> None:
+        """Take a node away while the job trains, and lose as many others as the rest promises to stand."""
+        world, scheduler = self._world, self._scheduler
+        node = scheduler.random.choice(world.trainers).node
+        smp, process = node.smp, node.smp_process
+        assert smp is not None and process is not None  # no fault has struck since the job came back
+        before, answers = world.promptness.starts, list[Drained | HoldfastError]()
+
+        def drain() -> None:
+            try:
+                answers.append(smp.drain(DRAIN_S, (), wait=False))
+            except HoldfastError as error:
+                answers.append(error)
+            world.changed.notify()
+
+        def announce() -> None:
+            if world.promptness.starts > before and all(trainer.entered for trainer in world.trainers):
+                scheduler.spawn(process, "drain", drain)
+            else:
+                scheduler.call_at(scheduler.awaits + LOOK_AWAITS, announce)
+
+        world.promptness.calm = False  # a job that ends for a node warns
+        world.step_s = max(world.step_s, DRAINED_STEP_S)
+        announce()
+        self._live(DRAINED_STEPS)
+        self._until(lambda: bool(answers), scheduler.now + DRAIN_S)
+        hooks = [trainer.hook for trainer in world.trainers if trainer.hook is not None]
+        trained = {hook._session.progress.step for hook in hooks}
+        world.oracle.checks["announced"] += 1
+        (answer,) = answers
+        if not isinstance(answer, Drained) or answer.snapshot is None:
+            raise Violation("announced", f"a node is drained while the job trains: {answer}")
+        world.oracle.protected(answer.snapshot)
+        world.lose(node, silent=scheduler.random.random() < 0.5, drained=True)
+        self._lose(min(answer.tolerates, world.oracle.survivable()))
+        self._replace(True)
+        if not self._recover(1, "after a drain"):
+            raise Violation("announced", f"{answer} was promised, and cannot be restored")
+        restored = {trainer.restored for trainer in world.trainers}
+        if restored != {answer.snapshot} or trained != {answer.snapshot.step}:
+            raise Violation("announced", f"ranks ended after steps {trained}, and go on from {restored}")
 
     def _calm(self) -> None:
         """End all faults: repair the network, thaw what hangs, end hung trainers later, and give every place a serving

@@ -133,6 +133,7 @@ class World:
 
     def __init__(self, plan: SeedPlan, scheduler: Scheduler) -> None:
         self.plan = plan
+        self.step_s = plan.step_s
         self.scheduler = scheduler
         disk = Disk()
         self.network = Network(scheduler, disk)
@@ -339,14 +340,20 @@ class World:
         """`smp_daemon.shared.spawn.start_smp`."""
         self.ensure_smp(next(node for node in self.nodes if node.arena == arena))
 
-    def lose(self, node: SimNode, *, silent: bool) -> None:
-        """Lose a node, with its memory and all its processes. `silent`: its connections are not closed."""
+    def lose(self, node: SimNode, *, silent: bool, drained: bool = False) -> None:
+        """Lose a node, with its memory and all its processes.
+
+        Args:
+            silent: its connections are not closed.
+            drained: it says that nothing there is needed, so its loss must cost nothing.
+        """
         if not node.up:
             return
-        self.scheduler.tell(node.name, "is lost")
+        self.scheduler.tell(node.name, "is taken away" if drained else "is lost")
         self.promptness.calm = False
         node.up = False
-        self.oracle.node_lost(node.name)
+        if not drained:
+            self.oracle.node_lost(node.name)
         if silent:
             self.network.lose_host(node.host)
         for process in node.trainers:
@@ -534,7 +541,7 @@ class World:
         return meet
 
     def _work_a_while(self) -> None:
-        self.scheduler.sleep(self.plan.step_s * self.scheduler.random.random())
+        self.scheduler.sleep(self.step_s * self.scheduler.random.random())
 
     def _note_restored(
         self, trainer: SimTrainer, hook: SnapshotHook, floor: dict[str, Snapshot], content: Content | None
