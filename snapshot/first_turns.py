@@ -28,6 +28,12 @@ change none; an evaluation with other weights may, now and then."""
 COMPARED = 16
 """So many parameters are compared for that, since reading one may wait for a GPU."""
 
+AMOUNTS = (
+    "%d numbers were drawn from torch's random generator before the first step, and %d before the next. If something "
+    "draws after optim.step(), such as noise on the weights, a restart does not draw it again, and is refused: use "
+    "`snap.steps(n)`, or call `snap.begin()` at the top of the loop"
+)
+
 log = get_log(__name__)
 
 
@@ -92,6 +98,10 @@ class FirstTurns:
         return self._restored.snapshot is None and self._progress.step < FIRST_TURNS
 
     @property
+    def _reads(self) -> bool:
+        return bool(self._position.sources)
+
+    @property
     def _is_among_first(self) -> bool:
         """Whether this is one of the first turns since the loop was entered."""
         restored = self._restored.snapshot
@@ -105,11 +115,13 @@ class FirstTurns:
 
     def step_begins(self) -> None:
         """A step has begun. Raises as `Script.check`."""
-        self._script.step_begins(is_new=self.is_new, declared=self._position.declared)
+        if self._unstepped is not None and self._unstepped.is_first() and self._unstepped.changed():
+            self._script.parameters_changed()
+        self._script.step_begins(is_new=self.is_new, declared=self._position.declared, reads=self._reads)
 
     def check_script(self) -> None:
         """An optimizer is about to step. Raises as `Script.check`."""
-        self._script.check(is_new=self.is_new, declared=self._position.declared)
+        self._script.check(is_new=self.is_new, declared=self._position.declared, reads=self._reads)
 
     def stop_watching(self) -> None:
         """Stop watching the script."""
@@ -133,6 +145,8 @@ class FirstTurns:
             return
         if self.is_new and (moved := rehearsal.moved()):
             yield Event.MOVED, moved
+        if self.is_new and (amounts := rehearsal.amounts()):
+            log.warning(AMOUNTS, *amounts)
         if (self._is_among_first or is_due) and (uneven := rehearsal.uneven()):
             yield Event.UNEVEN, uneven
 
@@ -194,12 +208,13 @@ class FirstTurns:
     def _warn_of_what_was_read(self) -> None:
         """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
         another."""
-        unchecked = self._position.sources or not self._checks.reading
-        if not unchecked and (drawn := self.drawn()):
+        made = all(type(data.source) in (list, tuple) for data in self._position.sources.values())
+        if made and self._checks.reading and (drawn := self.drawn()):
             log.warning(
                 "something drew from the random generators of %s between entering and the first step; if it read a "
                 "batch ahead, or shuffled data, that is not captured, and a restart will read other data: go through "
-                "data by `snap.data`, or `track` what was read",
+                "data by `snap.data`, give it a function that makes the batches of a pass, `snap.data(lambda: ...)`, "
+                "or `track` what was read",
                 ", ".join(drawn),
             )
 
@@ -214,6 +229,17 @@ class Unstepped:
         self._given = type(adapter.optimizers()[0]).__qualname__
         self._before = self._samples()
         self._turns = 0
+        self._has_begun = False
+
+    def is_first(self) -> bool:
+        """Whether this is called for the first time."""
+        self._has_begun, before = True, self._has_begun
+        return not before
+
+    def changed(self) -> bool:
+        """Whether parameters have changed since this was made or last asked."""
+        before, self._before = self._before, self._samples()
+        return before != self._before
 
     def look(self) -> bool:
         """A turn has ended, and no optimizer has stepped so far. Returns whether to look again.
@@ -221,9 +247,8 @@ class Unstepped:
         Raises:
             ConfigError: parameters have changed in each of the first `UNSTEPPED_TURNS` turns.
         """
-        before, self._before = self._before, self._samples()
         self._turns += 1
-        if before == self._before:
+        if not self.changed():
             return False
         if self._turns == UNSTEPPED_TURNS:
             raise ConfigError(

@@ -21,6 +21,7 @@ from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.blocks import describe, to_tree
 from holdfast.snapshot.resume.restore import Restored, restore
+from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.reach import Theirs
@@ -40,6 +41,7 @@ def enter(
         HoldfastError: as `restore`, and as making a `Rank`. Nothing stays open.
     """
     rank = Rank(adapter, options, system)
+    drawn = rng.capture()
     rank.heartbeat()
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
@@ -58,6 +60,10 @@ def enter(
         raise
     if restored.snapshot is not None and rank.agreement.rank == 0:
         log.info("%s", restored, extra=about(restored.snapshot, tier=restored.tier, how=restored.how))
+    if restored.snapshot is not None and restored.began is None and checks.reading:
+        # They are put back as the first step begins. What the script draws before that, such as noise that it uses in
+        # all steps, it draws again as at its first start.
+        rng.restore(drawn)
     return Session(adapter, options, rank, restored, statistics, checks)
 
 
@@ -102,7 +108,11 @@ class Session:
         statistics.interval = self.intervals.rule.interval
         self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
         self.script = Script(
-            restored.loop, adapter.modules(), is_watched=checks.reading, is_plain=restored.began is not None
+            restored.loop,
+            adapter.modules(),
+            is_watched=checks.reading,
+            is_plain=restored.began is not None,
+            is_first=options.for_start.block == 1,
         )
         self.capture = Capture(
             adapter,
@@ -149,7 +159,7 @@ class Session:
     @property
     def step(self) -> int:
         """See `SnapshotHook.step`."""
-        self.script.asked = True
+        self.script.asked = self.script.asked_for_step = True
         return self.position.number(self.progress.step)
 
     @property

@@ -29,6 +29,8 @@ class Rehearsal:
         self._adapter = adapter
         self._more = more
         self._before = self._generators()
+        self._torch: bytes = rng.capture()["torch"]
+        self._amount: int | None = None  # of numbers that the first turn drew from torch's generator
         self._values: dict[str, object] = {}
         self._drew: set[str] | None = None  # the generators that the first turn drew from
         self._changed: set[str] | None = None  # the values that the first turn changed
@@ -36,6 +38,7 @@ class Rehearsal:
     def note(self) -> None:
         """A step has ended: note how the generators are."""
         self._before = self._generators()
+        self._torch = rng.capture()["torch"]
 
     def note_values(self) -> None:
         """Note how values are: as the loop is entered, or as the first step ends."""
@@ -53,6 +56,14 @@ class Rehearsal:
         if self._drew is None:
             self._drew = drew
         return sorted((drew ^ self._drew) & self._generators().keys())  # those that do not count any more are not there
+
+    def amounts(self) -> tuple[int, int] | None:
+        """How many numbers were drawn from torch's generator before the first step and since `note`, if these are not
+        alike. The first call is at the first step."""
+        first, amount = self._amount, rng.numbers_between(self._torch, rng.capture()["torch"])
+        if first is None:
+            self._amount = amount
+        return None if first is None or amount is None or amount == first else (first, amount)
 
     def moved(self) -> list[str]:
         """The values that have changed since `note_values`, if they have before the first step, too. The first call is

@@ -24,6 +24,12 @@ from holdfast.snapshot.state.walk import CLOSED, home_of, is_captured_as_such, i
 LONGEST = 256
 """Containers of a data source with more entries are taken for data and are not searched."""
 
+BLOCK = 624
+"""A Mersenne twister makes so many numbers at a time."""
+
+MOST_BLOCKS = 2000
+"""Between two states no more are counted."""
+
 _WORKERS = frozenset({"_iterator"})
 """Attributes of a loader that are not searched: workers and queues."""
 
@@ -123,6 +129,28 @@ def _on_host() -> dict[str, Any]:
 
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def numbers_between(before: bytes, after: bytes) -> int | None:
+    """How many numbers the CPU's generator of torch has drawn between two of its states, from `capture`; None:
+    more than some million, or it was seeded."""
+    (key, place), (key_after, place_after) = map(_twister, (before, after))
+    twister, blocks = np.random.MT19937(), 0
+    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": place}}
+    while not np.array_equal(key, key_after):
+        blocks += 1
+        if blocks > MOST_BLOCKS:
+            return None
+        twister.random_raw(BLOCK, output=False)
+        key = twister.state["state"]["key"]
+    return blocks * BLOCK + place_after - place
+
+
+def _twister(state: bytes) -> tuple[np.ndarray[Any, Any], int]:
+    """The block of numbers that a state of torch's generator holds, and the place of the next one."""
+    left, following = (int(np.frombuffer(state, kind, 1, at)[0]) for kind, at in ((np.int32, 8), (np.uint64, 16)))
+    key = np.frombuffer(state, np.uint64, BLOCK, 24).astype(np.uint32)
+    return key, BLOCK if left == 1 else following
 
 
 # ---------------------------------------------------------------------- those that somebody keeps

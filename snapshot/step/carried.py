@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -76,6 +76,8 @@ class Carries:
         updated: modules that a turn updates, and that are not captured, with the line.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
+        passes: whether a loop begins at the pass that the hook tells, as ``range(snap.epoch, n)`` does.
+        repeats: lines of loops over several trainings, each of which enters the hook without a name of its own.
         skips: whether the function passes over turns by what the hook tells, and so brings everything to its place.
     """
 
@@ -83,6 +85,8 @@ class Carries:
     updated: dict[str, int] = field(default_factory=dict)
     counts: set[int] = field(default_factory=set)
     numbered: bool = False
+    passes: bool = False
+    repeats: set[int] = field(default_factory=set)
     skips: bool = False
 
 
@@ -256,6 +260,8 @@ class Flow:
         calls = [each for each in ast.walk(node.iter) if isinstance(each, ast.Call)]
         if is_turn and not origins & KNOWN_TO_US and {"range", "trange"} & set(map(_name_of, calls)):
             self.found.counts.add(node.lineno)
+        if is_turn and any(isinstance(each, ast.Attribute) and each.attr == "epoch" for each in ast.walk(node.iter)):
+            self.found.passes |= bool(origins & KNOWN_TO_US)
         self._assign(node.target, origins)
         counted = next(filter(self._is_enumerate, calls), None)
         is_target = counted is not None and self._reads and node is self._turns[-1]
@@ -474,9 +480,20 @@ class CarriedVariables:
                 found.counts |= one.counts
                 found.numbered |= one.numbered
                 found.skips |= one.skips
+                found.passes |= one.passes
                 if within is not None:
+                    if not _is_named(function, within):
+                        found.repeats = _repeats(function, within.lineno) or self._called_in_loop(frame)
                     break  # what is further out trains more than once
         return found
+
+    @staticmethod
+    def _called_in_loop(frame: FrameType) -> set[int]:
+        caller = frame.f_back
+        if caller is None or not is_users_frame(caller):
+            return set()
+        function = function_of(caller.f_code, caller)
+        return set() if function is None else _repeats(function, caller.f_lineno)
 
     def _look_into(self, function: Function, frame: FrameType, begun: int | None) -> Carries:
         turns: list[ast.For | ast.While] = []
@@ -563,7 +580,7 @@ class _Named:
     """What is captured, or is no state."""
 
     def __init__(self, adapter: Adapter) -> None:
-        self._memory = {memory_of(item.tensor) for item in adapter.tensors()}
+        self._adapter = adapter
         named = adapter.named()
         self._objects = {id(each) for root in named for each in (root, getattr(root, "__self__", root))}
         self._names: set[str] = set()
@@ -571,6 +588,10 @@ class _Named:
             code = getattr(each, "__code__", None)
             if code is not None:
                 self._names.update(code.co_freevars, code.co_names)
+
+    @cached_property
+    def _memory(self) -> set[int]:
+        return {memory_of(item.tensor) for item in self._adapter.tensors()}
 
     def is_foreign(self, value: Any) -> bool:
         """Whether a value is a module that nothing captures."""
@@ -626,6 +647,24 @@ def function_of(code: CodeType, frame: FrameType) -> Function | None:
         if each.name == code.co_name and code.co_firstlineno in begins:
             return each
     return None
+
+
+def _is_named(function: Function, block: ast.With | ast.AsyncWith) -> bool:
+    """Whether the hook that a block enters is given a job or a number."""
+    entered = [item.context_expr for item in block.items]
+    variables = {path_of(each) for each in entered} - {""}
+    assigned = [each for each in parts_of(function) if isinstance(each, ast.Assign)]
+    made = [each.value for each in assigned if variables & {path_of(target) for target in each.targets}]
+    words = [each.arg for call in (*entered, *made) if isinstance(call, ast.Call) for each in call.keywords]
+    return any(word in (None, "job", "block") for word in words)
+
+
+def _repeats(function: Function, line: int) -> set[int]:
+    """The lines of the loops around `line` that do not try the same again."""
+    tried = [each for each in parts_of(function) if isinstance(each, ast.Try)]
+    loops = [each for each in loops_at(function, line) if isinstance(each, ast.For) and each.lineno < line]
+    again = [each for each in tried if each.lineno <= line <= (each.end_lineno or 0)]
+    return {loop.lineno for loop in loops if not any(loop.lineno <= each.lineno for each in again)}
 
 
 def _enters(function: Function, frame: FrameType, line: int) -> ast.With | ast.AsyncWith | None:

@@ -44,6 +44,19 @@ NUMBERED = (
     "steps depend on the number that enumerate() gives a batch, and it begins at 0 again when a restart goes on in the "
     "middle of a pass: write `for i, batch in snap.data(loader).enumerate():`, which goes on counting"
 )
+REPEATED = (
+    "the loop at line %s makes several trainings under one job: if one after the first is killed, the script begins "
+    "with the first one again, and is refused. Give each a name of its own, InMemorySnapshot(..., job=...), or skip "
+    "what is finished and give each its number, block=..."
+)
+PASSES = (
+    "a loop begins at snap.epoch, which counts passes over data that is read by `for batch in snap.data(loader)`, and "
+    "this loop reads none so: after a restart it would be 0. Count steps: `for step in snap.steps(n)`"
+)
+CHANGED = (
+    "parameters were changed between entering and the first step. A restart would change what it has restored, and be "
+    "refused: do that before entering, or only `if snap.step == 0:`"
+)
 FIX = "go through data by `for batch in snap.data(loader)`"
 
 log = get_log(__name__)
@@ -56,16 +69,22 @@ class Script:
         modules: the models.
         is_watched: whether the loop is the user's own; a trainer's restores what it keeps by itself.
         is_plain: whether the earlier run's loop did not say where its steps begin.
+        is_first: whether this is the first training of the script.
 
     Attributes:
-        asked: whether the script has asked for its step: only then can it find its place in its data by itself.
+        asked: whether the script has asked for its step or epoch: only then can it find its place in its data by
+            itself.
+        asked_for_step: whether it has asked for its step.
     """
 
-    def __init__(self, held: Tree, modules: Sequence[torch.nn.Module], *, is_watched: bool, is_plain: bool) -> None:
-        self.asked = False
+    def __init__(
+        self, held: Tree, modules: Sequence[torch.nn.Module], *, is_watched: bool, is_plain: bool, is_first: bool = True
+    ) -> None:
+        self.asked = self.asked_for_step = False
         self._modules = modules
         self._is_watched = is_watched
         self._is_plain = is_plain
+        self._is_first = is_first
         self._iterators = Iterators(held.get("workers", {}), self._is_training)
         self._variables = Variables(held.get("variables", {}))
         self._changing: ChangingVariables | None = None
@@ -112,28 +131,29 @@ class Script:
         """A step of a plain loop is about to begin."""
         self._variables.turn_begins()
 
-    def step_begins(self, *, is_new: bool, declared: bool) -> None:
+    def step_begins(self, *, is_new: bool, declared: bool, reads: bool) -> None:
         """A step begins. Arguments and errors: as for `check`."""
-        self.check(is_new=is_new, declared=declared)
+        self.check(is_new=is_new, declared=declared, reads=reads)
         self._iterators.begin()
         if self._carried is not None:
             self._carried.step_begins()
         if self._changing is not None and (found := self._changing.look()):
             log.warning(CHANGES, some([name for name, _ in found]), some([line for _, line in found]))
 
-    def check(self, *, is_new: bool, declared: bool) -> None:
+    def check(self, *, is_new: bool, declared: bool, reads: bool) -> None:
         """A step begins, or is about to end: name what a restart would begin anew, as soon as it is seen.
 
         Args:
             is_new: whether the job is in its first turns.
             declared: whether the loop says where its steps begin.
+            reads: whether it reads data by `snap.data`.
 
         Raises:
             ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself; or its
-                steps depend on the numbers of batches, which begin anew.
+                steps depend on the numbers of batches, which begin anew, or on a number of passes that nobody counts.
         """
         if self._carried is not None and (found := self._carried.look()) is not None and not found.skips:
-            self._name(found, is_new=is_new)
+            self._name(found, is_new=is_new, reads=reads)
         for kept in self._iterators.kept() if self._is_watched else ():
             if not kept.trains:
                 log.warning(EVALUATED_ON, kept.where)
@@ -142,17 +162,24 @@ class Script:
             else:
                 log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {FIX}", kept.where)
 
-    def _name(self, found: Carries, *, is_new: bool) -> None:
+    def _name(self, found: Carries, *, is_new: bool, reads: bool) -> None:
         """Raises `ConfigError`, see `check`."""
-        if found.numbered and is_new:
-            raise ConfigError(NUMBERED)
-        if found.numbered:
-            log.warning(NUMBERED)
+        for wrong in [*[NUMBERED] * found.numbered, *[PASSES] * (found.passes and not reads)]:
+            if is_new:
+                raise ConfigError(wrong)
+            log.warning("%s", wrong)
+        if found.repeats and is_new and self._is_first:
+            log.warning(REPEATED, some([str(line) for line in sorted(found.repeats)]))
         if found.counts:
             log.warning(COUNTS, some([str(line) for line in sorted(found.counts)]))
         if found.carried or found.updated:
             names = [f"{name} (line {line})" for name, line in (found.carried | found.updated).items()]
             log.warning(CARRIED, some(names), some(lines_for(found)))
+
+    def parameters_changed(self) -> None:
+        """The script has changed parameters between entering and the first step of a new job."""
+        if self._is_watched and not self.asked_for_step:
+            log.warning(CHANGED)
 
     def _put_back(self) -> None:
         if gone := self._variables.put_back():

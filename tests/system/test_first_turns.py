@@ -1,0 +1,241 @@
+"""What a restart would begin anew, or be refused for, is told in a loop's first turns. With the line that the message
+gives, the loop is exact."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from holdfast import ConfigError
+from tests.system.test_public_loops import Job, Life, check, live, loss_of, net, table, warned
+
+Parts = tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
+
+
+def parts() -> Parts:
+    model = net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(table(24), batch_size=8, shuffle=True)
+
+
+def train(life: Life, optim: torch.optim.Optimizer, key: object, loss: torch.Tensor) -> None:
+    optim.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    life.lose(key, loss)
+    optim.step()
+
+
+def passes(life: Life, snap: Any, made: Parts) -> Iterator[int]:
+    """Two passes over the data. Gives the number of each as it ends."""
+    model, optim, loader = made
+    for epoch in range(snap.epoch, 2):
+        batches = snap.data(loader)
+        for x, y in batches:
+            train(life, optim, (epoch, batches.position - 1), loss_of(model, x, y))
+        yield epoch
+
+
+# ---------------------------------------------------------------------- what is told
+
+
+def initialised_inside(life: Life) -> None:
+    made = parts()
+    with life.snapshot(*made[:2]) as snap:
+        for parameter in made[0].parameters():
+            nn.init.normal_(parameter, std=0.1)
+        list(passes(life, snap, made))
+
+
+def counted_from_zero(life: Life) -> None:
+    model, optim, loader = parts()
+    with life.snapshot(model, optim) as snap:
+        for epoch in range(2):
+            batches = snap.data(loader)
+            for x, y in batches:
+                train(life, optim, (epoch, batches.position - 1), loss_of(model, x, y))
+
+
+def several_trainings(life: Life) -> None:
+    for _ in range(2):
+        made = parts()
+        with life.snapshot(*made[:2]) as snap:
+            list(passes(life, snap, made))
+
+
+def listed_anew(life: Life) -> None:
+    model, optim, _ = parts()
+    inputs, labels = table(24).tensors
+    with life.snapshot(model, optim) as snap:
+        for epoch in range(snap.epoch, 2):
+            batches = snap.data(list(torch.randperm(24).view(3, 8)))
+            for which in batches:
+                loss = loss_of(model, inputs[which], labels[which])
+                train(life, optim, (epoch, batches.position - 1), loss)
+
+
+def noise_after_steps(life: Life) -> None:
+    model, optim, _ = parts()
+    with life.snapshot(model, optim) as snap:
+        for step in range(snap.step, 6):
+            train(life, optim, (step,), loss_of(model, torch.randn(8, 16)))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.01 * torch.randn_like(parameter))
+
+
+def averaged_after_passes(life: Life) -> None:
+    made = parts()
+    average = torch.optim.swa_utils.AveragedModel(made[0])
+    with life.snapshot(*made[:2]) as snap:
+        model, optim, loader = made
+        for epoch in range(snap.epoch, 2):
+            batches = snap.data(loader)
+            for x, y in batches:
+                train(life, optim, (epoch, batches.position - 1), loss_of(model, x, y))
+            average.update_parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (initialised_inside, "if snap.step == 0"),
+        (counted_from_zero, "range(snap.epoch"),
+        (several_trainings, "several trainings"),
+        (listed_anew, "snap.data(lambda"),
+        (averaged_after_passes, 'snap.track("average", tensors=average)'),
+    ],
+)
+def test_what_a_restart_would_not_find_again_is_told(
+    arena: Path, job: Job, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    live(job, dies=(0, 2))
+    assert [line for line in warned(caplog) if words in line]
+
+
+def test_noise_after_the_step_of_a_plain_loop_is_told(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live(noise_after_steps, dies=(3,))
+    assert [line for line in warned(caplog) if "after optim.step()" in line]
+
+
+def test_passes_that_nobody_counts_are_refused(arena: Path) -> None:
+    def job(life: Life) -> None:
+        model, optim, _ = parts()
+        inputs, order = torch.randn(24, 16), list(range(24))
+        with life.snapshot(model, optim) as snap:
+            for epoch in range(snap.epoch, 2):
+                random.shuffle(order)
+                for first in range(0, 24, 8):
+                    snap.begin()
+                    train(life, optim, (epoch, first), loss_of(model, inputs[order[first : first + 8]]))
+
+    with pytest.raises(ConfigError, match=r"snap\.epoch"):
+        live(job)
+
+
+# ---------------------------------------------------------------------- what is exact
+
+
+def noise_made_inside(life: Life) -> None:
+    model, optim, loader = parts()
+    with life.snapshot(model, optim) as snap:
+        fixed = torch.randn(8, 16)
+        for epoch in range(snap.epoch, 2):
+            batches = snap.data(loader)
+            for x, y in batches:
+                loss = loss_of(model, x, y) + 0.1 * model(fixed).square().mean()
+                train(life, optim, (epoch, batches.position - 1), loss)
+        life.close(model, optim)
+
+
+def stopped_early(life: Life) -> None:
+    """With the dict that the message advises."""
+    model, optim, loader = parts()
+    kept: dict[str, Any] = {"best": float("inf"), "weights": None, "waited": 0}
+    snap = life.snapshot(model, optim)
+    snap.track("kept", get=lambda: dict(kept), set=kept.update)
+    with snap:
+        for epoch in range(snap.epoch, 4):
+            batches = snap.data(loader)
+            for x, y in batches:
+                train(life, optim, (epoch, batches.position - 1), loss_of(model, x, y))
+            score = sum(float(parameter.detach().square().sum()) for parameter in model.parameters())
+            if score < kept["best"]:
+                kept.update(best=score, weights=copy.deepcopy(model.state_dict()), waited=0)
+            else:
+                kept["waited"] += 1
+                if kept["waited"] == 3:
+                    break
+        model.load_state_dict(kept["weights"])
+        life.close(model)
+
+
+class Training:
+    """A trainer that holds everything, with the line that the message advises."""
+
+    def __init__(self) -> None:
+        self.model, self.optim, self.loader = parts()
+        self.done = 0
+
+    def fit(self, life: Life) -> None:
+        snap = life.snapshot(self.model, self.optim)
+        snap.track("done", get=lambda: self.done, set=lambda value: setattr(self, "done", value))
+        with snap:
+            for epoch in range(snap.epoch, 2):
+                self.pass_over(life, snap.data(self.loader), epoch)
+            life.close(self.model, self.optim)
+
+    def pass_over(self, life: Life, batches: Any, epoch: int) -> None:
+        for x, y in batches:
+            for group in self.optim.param_groups:
+                group["lr"] = 1e-2 / (1 + self.done)
+            train(life, self.optim, (epoch, batches.position - 1), loss_of(self.model, x, y))
+            self.done += 1
+
+
+def annealed_in_a_class(life: Life) -> None:
+    Training().fit(life)
+
+
+@pytest.mark.parametrize(
+    ("job", "dies"), [(noise_made_inside, (1, 1)), (stopped_early, (2, 1)), (annealed_in_a_class, (1, 1))]
+)
+def test_a_loop_with_the_line_that_it_needs_is_exact_and_told_nothing(
+    arena: Path, job: Job, dies: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(job, dies)
+    assert not [line for line in warned(caplog) if "carries from turn to turn" in line]
+
+
+def logged_only(life: Life) -> None:
+    model, optim, loader = parts()
+    best, seen, mean, history = float("inf"), 0, None, []
+    with life.snapshot(model, optim) as snap:
+        for epoch in range(snap.epoch, 2):
+            total, batches = 0.0, snap.data(loader)
+            for number, (x, y) in enumerate(batches):
+                loss = loss_of(model, x, y)
+                train(life, optim, (epoch, batches.position - 1), loss)
+                total += loss.item()
+                seen += len(x)
+                mean = loss.item() if mean is None else 0.9 * mean + 0.1 * loss.item()
+                if number % 2 == 0:
+                    logging.getLogger("training").info("%d samples, %.3f, %.3f", seen, total / (number + 1), mean)
+            loss = total / len(loader)
+            history.append(loss)
+            if loss < best:
+                best = loss
+                logging.getLogger("training").info("best so far: %.3f", best)
+        life.close(model, optim)
+
+
+def test_numbers_that_are_only_logged_are_no_news(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check(logged_only, (1, 1))
+    assert not warned(caplog)
