@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from holdfast.integrations.accelerate import with_generator
-from holdfast.integrations.callbacks import Overlooked, keep_averages
+from holdfast.integrations.callbacks import Overlooked, keep_callbacks
 from holdfast.integrations.kept import SubclassState
 from holdfast.integrations.reading import Reading
 from holdfast.integrations.replacing import guarded
@@ -54,8 +54,11 @@ def protect(
     and operations added up since the last log; the attributes that stateful callbacks export; modules and dicts of
     tensors in attributes of callbacks, such as averages; the epoch, and how many of its steps are done.
 
-    Not restored: memory and speed metrics, which count from the last start, as when Trainer itself resumes; state that
-    other callbacks do not export: if they change tensors, one warning names these. The epoch's data loader is made
+    Restored as well are numbers, texts, tensors and containers of these in attributes of the user's own callbacks,
+    unless they set others to anything else meanwhile.
+
+    Not restored: memory and speed metrics, which count from the last start, as when Trainer itself resumes; any other
+    state of callbacks: if they change tensors, one warning names these. The epoch's data loader is made
     again from the same state of the random generators, and the trainer skips what was seen, by index where the data set
     has indices. If random numbers were drawn while batches were made, as by a collator that masks at random, or if
     there are workers, the epoch is read again instead. The first batches are compared with those of the earlier run.
@@ -134,10 +137,9 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._snap.track(NAME, get=self._get, set=self._set)
         if self._track is not None:
             self._track(self._snap, trainer)
-        self._kept = SubclassState(trainer, Trainer)
+        self._kept = SubclassState(trainer, Trainer, trainer.args.device)
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
-        keep_averages(self._snap, others)
-        self._overlooked = Overlooked(self._snap, others)
+        self._overlooked = keep_callbacks(self._snap, others, TrainerCallback, _state_of)
         self._snap.__enter__()
         if self._held is not None:
             self._load(self._held, state)
@@ -282,6 +284,10 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return False
         stopping = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         return all(each.early_stopping_patience_counter < each.early_stopping_patience for each in stopping)
+
+
+def _state_of(callback: Any) -> Any:
+    return callback.state()["attributes"] if isinstance(callback, ExportableState) else None
 
 
 class _LogHistory:

@@ -19,7 +19,7 @@ from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
-from holdfast.integrations.callbacks import Overlooked, keep_averages
+from holdfast.integrations.callbacks import Overlooked, keep_callbacks
 from holdfast.integrations.replacing import Replacements, before
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
@@ -35,9 +35,11 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     optimizers, schedules and the gradient scaler; the random generators; all counters of the fit loop (epoch, batch,
     global step, those of validation); ``callback_metrics``, ``should_stop`` and the states of the other callbacks and
     of the datamodule; modules and dicts of tensors that callbacks have before ``on_fit_start``, as `WeightAveraging`
-    has; the place in the training data. The epoch's iterator is made again from the same state of the random
-    generators, and the batches that were seen are read again and dropped, also if the loader has a ``state_dict``. The
-    first batch is compared with that of the earlier run. A data set with state of its own must be tracked.
+    has; numbers, texts, tensors and containers of these in attributes of callbacks of the user's own without a
+    ``state_dict``, unless they set others to anything else meanwhile; the place in the training data. The epoch's
+    iterator is made again from the same state of the random generators, and the batches that were seen are read again
+    and dropped, also if the loader has a ``state_dict``. The first batch is compared with that of the earlier run. A
+    data set with state of its own must be tracked.
 
     Not restored: accumulated metrics (``self.log(..., on_epoch=True)`` in ``training_step``, torchmetrics), which after
     a restart cover only the rest of the epoch, so nothing that steers training should monitor them; what loggers and
@@ -89,11 +91,11 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         if self._track is not None:
             self._track(snap, pl_module)
         others = [callback for callback in trainer.callbacks if callback is not self]
-        keep_averages(snap, others, _state_of)
+        overlooked = keep_callbacks(snap, others, Callback, _state_of)
         with rng.undrawn():  # so that a train_dataloader() that splits data at random splits it as before
             snap.__enter__()
         self._snap, self._fit = snap, fit
-        fit.begin(Overlooked(snap, others, _state_of))
+        fit.begin(overlooked)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._snap is not None and not _has_stopped_early(trainer):

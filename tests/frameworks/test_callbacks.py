@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,44 @@ import pytest
 import torch
 
 from holdfast.hook import SettledSnapshot
-from holdfast.integrations.callbacks import Overlooked, keep_averages
+from holdfast.integrations.callbacks import Overlooked, StateOf, keep_callbacks
 
 
-class Average:
+class Callback:
+    """Stands for the framework's class."""
+
+
+Callback.__module__ = "framework.callbacks"
+
+
+class Holder:
+    """Is no plain value."""
+
+    def __init__(self) -> None:
+        self.it = [torch.zeros(3)]
+
+
+class Average(Callback):
     """Keeps an average in one of several ways."""
 
     def __init__(self, model: torch.nn.Module, kind: str) -> None:
         self.model = model
         self.best_score: torch.Tensor | None = None
+        self.seen: list[int] = []
+        self.file: Any = None
         self.average: Any = copy.deepcopy(model)
         if kind == "dict":
             self.average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         if kind == "list":
             self.average = [self.average]
         if kind == "deeper":
-            self.average = {"of": {"it": [torch.zeros(3)]}}
+            self.average = Holder()
 
     def tensors(self) -> list[torch.Tensor]:
         average = self.average[0] if isinstance(self.average, list) else self.average
         if isinstance(average, torch.nn.Module):
             return list(average.parameters())
-        return [average["of"]["it"][0]] if "of" in average else list(average.values())
+        return average.it if isinstance(average, Holder) else list(average.values())
 
     def update(self, by: float) -> None:
         with torch.no_grad():
@@ -39,15 +56,18 @@ class Average:
                 tensor.add_(by)
 
 
-def entered(kind: str, callbacks: list[Average]) -> tuple[SettledSnapshot, torch.nn.Module, torch.optim.Optimizer]:
+Entered = tuple[SettledSnapshot, torch.nn.Module, torch.optim.Optimizer, Overlooked]
+
+
+def entered(kind: str, callbacks: list[Average], state_of: StateOf = lambda callback: None) -> Entered:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optim = torch.optim.Adam(model.parameters())
     callbacks += [Average(model, kind), Average(model, kind)]
     snap = SettledSnapshot(model, optim)
-    keep_averages(snap, callbacks)
+    overlooked = keep_callbacks(snap, callbacks, Callback, state_of)
     snap.__enter__()
-    return snap, model, optim
+    return snap, model, optim, overlooked
 
 
 @pytest.mark.parametrize("kind", ["module", "dict", "list"])
@@ -55,8 +75,7 @@ def test_an_average_goes_with_the_snapshot_and_is_not_overlooked(
     arena: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first: list[Average] = []
-    snap, model, optim = entered(kind, first)
-    overlooked = Overlooked(snap, first)
+    snap, model, optim, overlooked = entered(kind, first)
     for _ in range(4):
         snap.settle()
         overlooked.look()
@@ -72,11 +91,39 @@ def test_an_average_goes_with_the_snapshot_and_is_not_overlooked(
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 
     second: list[Average] = []
-    snap, _, _ = entered(kind, second)
+    snap, *_ = entered(kind, second)
     assert snap.step == 4
     for ended, found in zip(first, second, strict=True):
         for before, after in zip(ended.tensors(), found.tensors(), strict=True):
             assert torch.equal(before, after)
+    snap.close()
+
+
+def test_what_a_callback_counts_goes_with_the_snapshot_unless_it_tells_of_a_file(
+    arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first: list[Average] = []
+    snap, model, optim, overlooked = entered("module", first)
+    counting, writing = first
+    for step in range(4):
+        snap.settle()
+        overlooked.look()
+        model(torch.ones(1, 3)).sum().backward()
+        snap.drain(60)  # without this, such short steps would be skipped while snapshots are being sealed
+        optim.step()
+        optim.zero_grad()
+        counting.best_score = torch.tensor(float(step))
+        counting.seen = [*counting.seen, step]
+        writing.seen, writing.file = [step], io.StringIO()
+    snap.settle()
+    assert snap.drain(60)
+    assert "by no snapshot" not in caplog.text
+    snap.__exit__(RuntimeError, RuntimeError("killed"), None)
+
+    second: list[Average] = []
+    snap, *_ = entered("module", second)
+    assert second[0].seen == [0, 1, 2, 3] and second[0].best_score == 3.0
+    assert second[1].seen == [] and second[1].file is None
     snap.close()
 
 
@@ -85,8 +132,7 @@ def test_what_changes_and_is_held_by_no_snapshot_is_named_once(
     arena: Path, look: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     callbacks: list[Average] = []
-    snap, _, _ = entered("deeper", callbacks)
-    overlooked = Overlooked(snap, callbacks)
+    snap, _, _, overlooked = entered("deeper", callbacks)
     for turn in range(1, 40):
         if turn == look:
             assert "by no snapshot" not in caplog.text
@@ -95,14 +141,13 @@ def test_what_changes_and_is_held_by_no_snapshot_is_named_once(
             callbacks[0].update(1)
         overlooked.look()
     assert caplog.text.count("by no snapshot") == 1
-    assert "Average-2.average['of']['it'][0]: " in caplog.text
+    assert "Average-2.average.it[0]: " in caplog.text
     snap.close()
 
 
 def test_what_a_callback_says_of_itself_is_not_overlooked(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
     callbacks: list[Average] = []
-    snap, _, _ = entered("module", callbacks)
-    overlooked = Overlooked(snap, callbacks, lambda callback: {"best": callback.best_score})
+    snap, _, _, overlooked = entered("module", callbacks, lambda callback: {"best": callback.best_score})
     for turn in range(8):
         callbacks[0].best_score = torch.tensor(float(turn))
         overlooked.look()

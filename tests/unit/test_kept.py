@@ -103,7 +103,7 @@ def test_what_holds_batches_and_is_not_captured_is_refused_by_name(make: Any) ->
         kept.check(set())
     SubclassState(trainer, Base).check(set())  # it was there before
     again = SubclassState(Generating(), Base)
-    again._trainer.buffered = make()
+    again._owner.buffered = make()
     again.check({"buffered"})
 
 
