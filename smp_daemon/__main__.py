@@ -97,7 +97,10 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
     log_to(
-        arguments.arena / "smp.log", job=arguments.job, node=arguments.node, epoch=lambda: epoch_text(smp.store.epoch)
+        arguments.arena / "smp.log",
+        job=arguments.job,
+        node=arguments.node,
+        epoch=lambda: epoch_text(smp.store.state.epoch),
     )
     threading.excepthook = _log_bug
     web = show(smp, http)

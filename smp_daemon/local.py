@@ -121,7 +121,7 @@ class TrainerConversation:
             self._smp.watchdog.connected(self._pid, self._hang_up)
         request: TrainerRequest = read_trainer_request(message)
         if isinstance(request, InEpoch) and request.epoch is not None:
-            self._store.check_epoch(request.epoch)
+            self._store.state.check_epoch(request.epoch)
         self._lent = None
         return to_plain(self._handlers[type(request)](request)) or {}, self._lent
 
@@ -176,7 +176,7 @@ class TrainerConversation:
     def _join(self, request: Join) -> None:
         self._store.join(request.epoch, request.start)
         if self._coord is not None:
-            self._store.goes_on(request.epoch, self._coord)
+            self._store.state.goes_on(request.epoch, self._coord)
             self._smp.recoveries.goes_on(self._coord)
             self._store.place(self._coord, request.near)
             self._smp.watchdog.joined(self._pid, self._coord)
@@ -196,7 +196,7 @@ class TrainerConversation:
         return SlotFiles(slots=tuple(_slot_file(pool, slot) for pool, slot in found))
 
     def _seal(self, request: Seal) -> None:
-        self._store.seal(
+        self._store.sealing.seal(
             request.snapshot,
             request.coord,
             request.slot,
@@ -220,7 +220,7 @@ class TrainerConversation:
         else:
             recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, request.check)
         self._smp.recoveries.restored(
-            self._store.epoch, sources.snapshot, coord, recovered.how, recovered.bytes_fetched
+            self._store.state.epoch, sources.snapshot, coord, recovered.how, recovered.bytes_fetched
         )
         if len(recovered.digests) > MAX_DIGESTS:
             raise ConfigError(
@@ -259,7 +259,7 @@ class TrainerConversation:
         self._lent = unit
         fetched = self._lender.bytes_fetched - before
         if self._coord is not None:
-            epoch, of = self._store.epoch, self._lender.snapshot
+            epoch, of = self._store.state.epoch, self._lender.snapshot
             self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
         return LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_fetched)
 
@@ -280,7 +280,7 @@ class TrainerConversation:
         self._end(request.epoch, request.coord, TrainerEnd(request.step, request.failure))
 
     def _end(self, epoch: int, coord: str, end: TrainerEnd) -> None:
-        self._store.ended(epoch, coord, end)
+        self._store.state.ended(epoch, coord, end)
         if end.failure != WELL:
             self._smp.recoveries.lost(coord)
 
@@ -306,7 +306,7 @@ class TrainerConversation:
             self._smp.stop(remove=request.remove)
 
     def _finish(self, request: Finish) -> None:
-        self._store.check_epoch(request.epoch)
+        self._store.state.check_epoch(request.epoch)
         self._smp.finish()
 
 

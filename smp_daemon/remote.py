@@ -56,9 +56,9 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
     store, monitor = smp.store, smp.monitor
     match request:
         case Ping():
-            layout = store.newest_layout()
-            revision = layout.revision if layout is not None and layout.epoch == store.epoch else 0
-            return Pong(job=store.job, node=store.node, epoch=store.epoch, revision=revision)
+            layout = store.state.newest_layout()
+            revision = layout.revision if layout is not None and layout.epoch == store.state.epoch else 0
+            return Pong(job=store.job, node=store.node, epoch=store.state.epoch, revision=revision)
         case ParityDone():
             store.codings.parity_done(request.epoch, Coding(request.snapshot, request.tag), request.position)
         case PeerInventory():
@@ -72,8 +72,8 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
         case Enlist():
             monitor.enlist(request.epoch, request.start)
         case GiveUpRuns():
-            if smp.trainers and store.run is not None and store.run.id in request.runs:
-                raise ConfigError(f"trainers of run {store.run} are connected to {store.node}: end them first")
+            if smp.trainers and store.state.run is not None and store.state.run.id in request.runs:
+                raise ConfigError(f"trainers of run {store.state.run} are connected to {store.node}: end them first")
             store.give_up(request.runs)
         case Adopt() | Encode() | Release():
             return smp.reconciler.obey(request)
@@ -121,7 +121,7 @@ class PeerConversation:
 
     def _pass_over(self, message: Message, payload: int, stream: SocketStream) -> None:
         """Discard the unit of a refused message. Close the connection if the unit cannot be one of this job's."""
-        if message.get("op") != "accumulate" or payload > self._store.longest_unit():
+        if message.get("op") != "accumulate" or payload > self._store.state.longest_unit():
             stream.close()
             return
         stream.set_deadline(CALL_DEADLINE_S)
@@ -140,7 +140,7 @@ class PeerConversation:
         Waits for the parity slot before it takes a buffer, so that a buffer is held only while a unit arrives and is
         added.
         """
-        limit = self._store.longest_unit()
+        limit = self._store.state.longest_unit()
         if payload > limit:
             stream.close()
             raise ProtocolError(f"a unit of {payload} bytes; this job's have at most {limit}")
@@ -171,7 +171,7 @@ class PeerConversation:
 
     def _shard(self, coord: str) -> HeldShard:
         holdings = self._store.holdings
-        run = self._store.run
+        run = self._store.state.run
         held = [key for key in holdings.held() if isinstance(key, ShardKey) and key.coord == coord]
         opened = [(key, holdings.open(key)[1]) for key in held]
         own = [(key, record) for key, record in opened if run is not None and record.run == run.id]
@@ -189,7 +189,7 @@ class PeerConversation:
 
     def _partial(self, request: AskPartialSum) -> tuple[SumReply, memoryview]:
         """Ask the rest of the chain for its partial sum, and add this node's term to it."""
-        length, longest = request.length, self._store.longest_unit()
+        length, longest = request.length, self._store.state.longest_unit()
         if length > longest:
             raise ProtocolError(f"a sum of {length} bytes; this job's units have at most {longest}")
         own = request.terms[0]

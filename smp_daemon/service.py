@@ -131,7 +131,7 @@ class Smp(Core):
         except ProtocolError as error:
             log.warning("%s; the ports are taken from the layout", error)
             before = None
-        layout = self.store.newest_layout()
+        layout = self.store.state.newest_layout()
         known = {each.name: each for each in layout.nodes}.get(node) if layout is not None else None
         if before is not None or known is None:
             return before

@@ -116,7 +116,7 @@ class Draining:
     @property
     def leaving(self) -> bool:
         """Whether this node is being drained, or has been and no later start has trainers here."""
-        return self._running > 0 or self._drained_in == (self._store.record.start,)
+        return self._running > 0 or self._drained_in == (self._store.state.record.start,)
 
     def end(self) -> None:
         """The SMP is stopping: make `run` return soon, with an error unless the node is drained."""
@@ -139,7 +139,7 @@ class Draining:
         """
         with self._lock:
             self._spares |= frozenset(spares)
-        start = self._store.record.start
+        start = self._store.state.record.start
 
         def attempt(limit: float) -> Drained | str:
             mine = self._inventory()
@@ -172,7 +172,7 @@ class Draining:
         """Repeat an attempt until it succeeds. It is called with the time at which that must be, and returns or raises
         why it has not succeeded yet."""
         limit, last, pause_s = self._network.monotonic() + deadline_s, "", FIRST_S
-        start = self._store.record.start
+        start = self._store.state.record.start
         with self._lock:
             self._running += 1
         try:

@@ -103,7 +103,7 @@ class Protector:
                 if snapshot.epoch != epoch:
                     sender.close()  # `hang_up` may have broken its connections
                     epoch = snapshot.epoch
-                layout = self._store.layout
+                layout = self._store.state.layout
                 if layout is None or layout.epoch != snapshot.epoch or not self._store.outcomes.is_wanted(snapshot):
                     continue
                 try:

@@ -116,7 +116,7 @@ class Sender:
         supply = _Supply(_outbound_units(store, snapshot, layout), self._lanes, check, pace, slots_by_s, store)
         while True:
             try:
-                store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
+                store.codings.await_gathering(store.state.epoch, Coding(snapshot, layout.tag(group)))
                 break
             except NoFreeSlot as error:
                 supply.put_off(error)
@@ -410,7 +410,7 @@ def _outbound_units(store: Store, snapshot: SnapshotId, layout: Layout) -> Itera
         view, digest = store.holdings.shard_unit(ShardKey(snapshot, coord), index)
         message = Accumulate(
             job=layout.job,
-            epoch=store.epoch,
+            epoch=store.state.epoch,
             snapshot=snapshot,
             tag=layout.tag(group),
             stripe=stripe,

@@ -164,7 +164,7 @@ class Core:
 
     def _shard_bytes(self, coord: str) -> int:
         """The length of a trainer's shard, in bytes; 0: no layout of this epoch has it yet."""
-        layout = self.store.layout
+        layout = self.store.state.layout
         try:
             return layout.shard_bytes(coord) if layout is not None else 0
         except ProtocolError:
@@ -180,17 +180,17 @@ class Core:
                 control_port=self.owner.control_port,
                 bulk_port=self.owner.bulk_port,
                 more_bulk=self.owner.more_bulk,
-                epoch=self.store.epoch,
-                protected=self.store.protected,
+                epoch=self.store.state.epoch,
+                protected=self.store.state.protected,
                 trainers=self.trainers,
                 layouts=dict(self.arena.layouts),
                 shards=frozenset((key.snapshot, key.coord) for key in keys if isinstance(key, ShardKey)),
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
                 never_acknowledged=frozenset(self.store.never_acknowledged()),
                 leaving=self.drainer.leaving,
-                record=self.store.record,
-                run=self.store.run,
-                given_up=self.store.given_up,
+                record=self.store.state.record,
+                run=self.store.state.run,
+                given_up=self.store.state.given_up,
             )
 
     def record_http_address(self, host: str, port: int) -> None:
@@ -218,8 +218,8 @@ class Core:
     def trainerless_s(self) -> float | None:
         """How many seconds no trainer has been connected; None: none ever was, or all have ended well."""
         with self.store.changed:
-            ends = self.store.record.ends.values()
-            if not self.store.epoch or (ends and all(end.failure == WELL for end in ends)):
+            ends = self.store.state.record.ends.values()
+            if not self.store.state.epoch or (ends and all(end.failure == WELL for end in ends)):
                 return None
             return 0.0 if self.trainers else self.system.monotonic() - self._trained_s
 

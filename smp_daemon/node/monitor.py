@@ -101,8 +101,8 @@ class Monitor:
 
     def _watch(self) -> None:
         while not self._rest():
-            layout = self._store.newest_layout()
-            if layout is None or layout.epoch != self._store.epoch or not layout.parity:
+            layout = self._store.state.newest_layout()
+            if layout is None or layout.epoch != self._store.state.epoch or not layout.parity:
                 continue
             try:
                 if self._is_incomplete(layout) or self._is_cluttered(layout):
@@ -159,7 +159,7 @@ class Monitor:
 
     def leases(self) -> dict[str, float]:
         """How long ago each other member of the group was last heard of, in seconds."""
-        layout, now = self._store.newest_layout(), self._network.monotonic()
+        layout, now = self._store.state.newest_layout(), self._network.monotonic()
         if layout is None or self._store.node not in {node.name for node in layout.nodes}:
             return {}
         group, _ = layout.place(self._store.node)
@@ -179,7 +179,7 @@ class Monitor:
             SmpUnavailable: no node of the layout answers.
             HoldfastError: the regrouping failed, as the node in charge reports. Nothing that was held is lost.
         """
-        layout = self._store.newest_layout()
+        layout = self._store.state.newest_layout()
         if layout is None:
             return
         message = Move(job=layout.job, spares=tuple(spares), still=still)
@@ -240,7 +240,7 @@ class Monitor:
     def _regroup(self, still: bool) -> Regrouping | None:
         store = self._store
         with store.changed:
-            layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == store.epoch]
+            layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == store.state.epoch]
         if not layouts:
             return None
         self._enlist_spares()
@@ -253,8 +253,8 @@ class Monitor:
             failpoint("regroup.declined", self._declined)
             return None
         self._episodes.end("declined", "no trainer is connected any more")
-        present = [inventory for inventory in inventories if inventory.epoch == store.epoch]
-        regrouping = plan_regroup(own_inventories(present, store.run))
+        present = [inventory for inventory in inventories if inventory.epoch == store.state.epoch]
+        regrouping = plan_regroup(own_inventories(present, store.state.run))
         if regrouping is None:
             return None
         extra = about(regrouping.snapshot, revision=regrouping.layout.revision)
@@ -265,14 +265,14 @@ class Monitor:
             # A barrier: parity is computed from shards that other nodes have just taken over, and the old parity is all
             # that protects the snapshot until the new one is whole on every node. So whichever node fails, and when,
             # either the old groups can still lose what they could, or the new ones can.
-            self._everywhere(regrouping, phase(job=store.job, epoch=store.epoch, sources=sources, layout=layout))
+            self._everywhere(regrouping, phase(job=store.job, epoch=store.state.epoch, sources=sources, layout=layout))
         return regrouping
 
     def _enlist_spares(self) -> None:
         for address in sorted(self._spares):
             try:
                 store = self._store
-                message = Enlist(job=store.job, epoch=store.epoch, start=store.record.start)
+                message = Enlist(job=store.job, epoch=store.state.epoch, start=store.state.record.start)
                 self._peers.ask(address, message, PING_DEADLINE_S)
             except HoldfastError as error:
                 log.warning("%s:%d is not a spare: %s", *address, error)

@@ -128,7 +128,7 @@ class Persister:
         with self._store.changed, self._changed:  # in this order everywhere, or two threads could deadlock
             if snapshot == self._accepted:
                 return True  # another rank of this node was faster
-            layout = self._store.layout
+            layout = self._store.state.layout
             due = self._state is not None and self._state.state == "due"
             if not due or layout is None or layout.epoch != snapshot.epoch or not self._store.hold(snapshot):
                 log.info("this node does not persist %s: none is due, or not all of its shards are held", snapshot)

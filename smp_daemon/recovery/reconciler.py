@@ -117,14 +117,14 @@ class Reconciler:
         and the newest that the job knows to be protected. Returns at once.
         """
         if self._store.holdings.held() and REJOIN.value():
-            self._begin(Wish("what the last SMP held", self._store.epoch, self._rejoin))
+            self._begin(Wish("what the last SMP held", self._store.state.epoch, self._rejoin))
 
     def order_parity(self, sources: Sources, group: int, position: int) -> None:
         """Get the parity of that position, and post on the board how far that is. Returns at once; does nothing if it
         was ordered in this epoch before."""
         key = ParityKey(sources.snapshot, sources.layout.tag(group), position)
         with self._store.changed:
-            epoch = self._store.epoch
+            epoch = self._store.state.epoch
             if (epoch, key) in self._parities:
                 return
             self._parities = {each: state for each, state in self._parities.items() if each[0] == epoch}
@@ -173,7 +173,7 @@ class Reconciler:
     def _level(self, wish: Wish) -> int:
         """How a failed attempt is logged. A snapshot that nobody was promised gives its slot to the next one, on some
         nodes before others."""
-        protected = self._store.protected
+        protected = self._store.state.protected
         if wish.parity is None or protected is None or wish.parity.snapshot <= protected:
             return logging.WARNING
         return logging.INFO
@@ -183,7 +183,7 @@ class Reconciler:
 
     def _is_over(self, wish: Wish) -> bool:
         given_up = wish.parity is not None and self._store.outcomes.is_given_up(wish.parity.snapshot)
-        return self._closed or given_up or wish.epoch != self._store.epoch
+        return self._closed or given_up or wish.epoch != self._store.state.epoch
 
     def _go_on(self, wish: Wish) -> None:
         if self._is_over(wish):
@@ -191,7 +191,7 @@ class Reconciler:
 
     def _post(self, wish: Wish, state: RepairState) -> None:
         with self._store.changed:
-            if wish.parity is not None and wish.epoch == self._store.epoch:
+            if wish.parity is not None and wish.epoch == self._store.state.epoch:
                 self._parities[wish.epoch, wish.parity] = state
                 self._store.outcomes.board.post_repair(min(self._parities.values()))
 
@@ -204,7 +204,7 @@ class Reconciler:
         failpoint("rejoin.before")
         store = self._store
         newest = max((key.snapshot for key in store.own_keys()), default=None)
-        snapshots = sorted({snapshot for snapshot in (newest, store.protected) if snapshot is not None})
+        snapshots = sorted({snapshot for snapshot in (newest, store.state.protected) if snapshot is not None})
         whole = self._bring_back(snapshots, go_on)  # first what is missing, which is known without reading
         for key in store.holdings.unverified():
             if key.snapshot in snapshots:
@@ -233,14 +233,15 @@ class Reconciler:
             if sources is None:
                 whole = False
                 continue
-            encoded = snapshot == store.protected or any(sources.parities.values())  # else it was to be sealed only
+            # Else it was to be sealed only.
+            encoded = snapshot == store.state.protected or any(sources.parities.values())
             try:
                 for action in self._lacks(sources):
                     if encoded or action.stage is not Stage.PARITY:
                         go_on()
                         self._carry_out(action, sources, go_on)
             except Unrecoverable as error:
-                if snapshot == store.protected:
+                if snapshot == store.state.protected:
                     raise
                 log.info("%s cannot be recovered: %s", snapshot, error, extra=about(snapshot))
         return whole
@@ -298,21 +299,21 @@ class Reconciler:
             order.ended.set()
 
     def _next_unit(self, order: Order) -> None:
-        self._store.check_epoch(order.phase.epoch)
+        self._store.state.check_epoch(order.phase.epoch)
         if self._closed or self._current is not order:
             raise StaleEpoch("the SMP ends, or another order has come")
         order.moved += 1
 
     def _carry_out_phase(self, phase: Phase, go_on: GoOn) -> None:
         store, layout, snapshot, stage = self._store, phase.layout, phase.sources.snapshot, STAGES[type(phase)]
-        store.check_epoch(phase.epoch)
+        store.state.check_epoch(phase.epoch)
         if layout.job != store.job or not layout.epoch == phase.sources.layout.epoch == snapshot.epoch <= phase.epoch:
             raise ProtocolError(
                 f"a layout of job {layout.job!r} in epoch {epoch_text(layout.epoch)} is not for {snapshot}"
             )
         layout.node(store.node)
         with store.changed:
-            store.check_epoch(phase.epoch)
+            store.state.check_epoch(phase.epoch)
             if stage is Stage.SHARDS:
                 store.keep_layout(layout)
             elif store.arena.layouts.get((layout.epoch, layout.revision)) != layout:

@@ -10,35 +10,27 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
-from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import REFUSED, Board
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
-    HoldfastError,
-    NotOurs,
     ProtocolError,
     StaleEpoch,
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.identity import Run, epoch_text
+from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
-from holdfast.smp_daemon.shared.logs import about, get_log
-from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
-from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
-from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
+from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.codings import Coding, Codings
-from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ShardKey
-from holdfast.smp_daemon.storage.node_file import NODE_FILE, NodeFile, read_node_file
+from holdfast.smp_daemon.storage.codings import Codings
+from holdfast.smp_daemon.storage.holdings import Holdings, Key, ShardKey
+from holdfast.smp_daemon.storage.job_state import JobState
 from holdfast.smp_daemon.storage.outcomes import Outcomes
-from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
-
-log = get_log(__name__)
+from holdfast.smp_daemon.storage.sealing import Sealing
 
 
 class Store:
@@ -94,13 +86,10 @@ class Store:
         self.outcomes = Outcomes(
             self.changed,
             Board(arena.path / "board", create=True, files=arena.files),
-            epoch=lambda: self.epoch,
+            epoch=lambda: self.state.epoch,
             on_protected=on_protected,
         )
-        self.epoch = 0
-        self.protected: SnapshotId | None = None
-        self.record = Record()
-        self.given_up: frozenset[str] = frozenset()
+        self.state = JobState(arena, job, node, self.changed)
         self._never_acknowledged: set[SnapshotId] = set()
         self.codings = Codings(
             arena,
@@ -108,16 +97,26 @@ class Store:
             self.changed,
             self.holdings,
             self.receiving,
-            epoch=lambda: self.epoch,
+            epoch=lambda: self.state.epoch,
             on_own=on_parity,
-            on_done=self._post_if_protected,
+            on_done=lambda snapshot: self.sealing.post_if_protected(snapshot),
             clocks=network,
         )
-        self._on_sealed = on_sealed
+        self._held: set[SnapshotId] = set()
+        self.sealing = Sealing(
+            arena,
+            node,
+            self.state,
+            self.holdings,
+            self.codings,
+            self.receiving,
+            self.reserver,
+            self.outcomes,
+            self._held,
+            on_sealed,
+        )
         self._on_epoch = on_epoch
         self._spare = spare
-        self._held: set[SnapshotId] = set()
-        self._checked_headers: dict[str, tuple[int, bytes]] = {}
         with self.changed:  # the reserver's thread may begin before all is adopted
             self._adopt()
             self.arena.reserve_rest()
@@ -125,48 +124,12 @@ class Store:
 
     # ------------------------------------------------------------------ epochs and layouts
 
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of the current epoch as the trainers arranged it, once it is configured."""
-        return self.arena.layouts.get((self.epoch, 0))
-
-    def newest_layout(self) -> Layout | None:
-        """The newest layout known: of the newest epoch, as its SMPs last regrouped it."""
-        with self.changed:
-            return self.arena.layouts.newest
-
-    def longest_unit(self) -> int:
-        """The greatest length of a unit of this job, in bytes, as far as this node knows."""
-        with self.changed:
-            return max((layout.unit_bytes for layout in self.arena.layouts.values()), default=MAX_UNIT_BYTES)
-
-    @property
-    def run(self) -> Run | None:
-        """The run that this node takes part in, or took part in last; None: none.
-
-        An SMP that was told of no start, as it came later or has lost ``node.json``, knows it by its newest layout.
-        """
-        with self.changed:
-            if self.record.start is not None:
-                return self.record.start.run
-            newest = self.newest_layout()
-            return newest.run if newest is not None else None
-
     def own_keys(self) -> list[Key]:
         """The keys of everything held here of this node's run."""
         with self.changed:
-            run = self.run
+            run = self.state.run
             own = {at.epoch for at in self.arena.layouts.values() if run is not None and at.run.id == run.id}
             return [key for key in self.holdings.held() if key.snapshot.epoch in own]
-
-    def check_epoch(self, epoch: int) -> None:
-        """Raise `StaleEpoch` unless `epoch` is the current one."""
-        if epoch != self.epoch:
-            raise StaleEpoch(f"epoch {epoch_text(epoch)} may not write: {self._where}")
-
-    @property
-    def _where(self) -> str:
-        return f"job {self.job!r} is in epoch {epoch_text(self.epoch)}"
 
     def join(self, epoch: int, start: Start | None = None) -> None:
         """Enter `epoch`. A newer epoch takes every slot that is being written away from its writer.
@@ -178,9 +141,9 @@ class Store:
             StaleEpoch: a newer epoch has begun here.
         """
         with self.changed:
-            if epoch < self.epoch:
-                raise StaleEpoch(f"epoch {epoch_text(epoch)} is over: {self._where}")
-            if epoch == self.epoch:
+            if epoch < self.state.epoch:
+                raise StaleEpoch(f"epoch {epoch_text(epoch)} is over: {self.state.where}")
+            if epoch == self.state.epoch:
                 return
             self._never_acknowledged = self.never_acknowledged()
             self.codings.forget(lambda snapshot: True)
@@ -188,14 +151,7 @@ class Store:
             self.arena.fence(epoch)
             self.holdings.look()
             failpoint("join.fenced")
-            self.epoch = epoch
-            if start is not None:
-                run = self.run
-                if run is not None and run.id != start.run.id:
-                    self.protected = None  # what was promised of another run says nothing of this one
-                self.record = Record(start)
-                self.given_up -= {start.run.id}  # somebody has chosen it again
-            self._write_node()
+            self.state.begin(epoch, start)
             failpoint("join.noted")
             self.outcomes.enter()
             if start is not None:
@@ -203,29 +159,6 @@ class Store:
             failpoint("join.done")
             self.changed.notify_all()
         self._on_epoch(epoch)
-
-    def ended(self, epoch: int, coord: str, end: TrainerEnd) -> None:
-        """Record how the trainer `coord` of this epoch ended; the first report counts. Raises `StaleEpoch`."""
-        with self.changed:
-            self.check_epoch(epoch)
-            if self.record.start is None or coord in self.record.ends:
-                return
-            end = TrainerEnd(max(end.step, self.record.start.base), end.failure)
-            self.record = self.record.ended(coord, end)
-            self._write_node()
-        if end.failure != WELL:
-            text, extra = "%s ended at step %d: %s", {"coord": coord, "reason": end.failure}
-            log.warning(text, coord, end.step, end.failure, extra=about(SnapshotId(epoch, end.step), **extra))
-
-    def goes_on(self, epoch: int, coord: str) -> None:
-        """Note that the trainer `coord` of this epoch lives: a record that it was killed is removed. Raises
-        `StaleEpoch`."""
-        with self.changed:
-            self.check_epoch(epoch)
-            record = self.record.goes_on(coord)
-            if record != self.record:
-                self.record = record
-                self._write_node()
 
     def configure(self, layout: Layout) -> int:
         """Reserve the slots that this node needs in `layout`; many bytes are reserved in the background. Harmless if
@@ -237,13 +170,13 @@ class Store:
             ProtocolError: the layout is of another job, does not name this node, or differs from the epoch's layout.
         """
         with self.changed:
-            self.check_epoch(layout.epoch)
+            self.state.check_epoch(layout.epoch)
             if layout.job != self.job:
                 raise ProtocolError(f"this SMP serves job {self.job!r}, not {layout.job!r}")
-            if self.record.start is not None and self.record.start.run.id != layout.run.id:
-                raise ProtocolError(f"this node takes part in run {self.record.start.run}, not in {layout.run}")
-            if self.layout is not None:
-                if self.layout != layout:
+            if self.state.record.start is not None and self.state.record.start.run.id != layout.run.id:
+                raise ProtocolError(f"this node takes part in run {self.state.record.start.run}, not in {layout.run}")
+            if self.state.layout is not None:
+                if self.state.layout != layout:
                     raise ProtocolError(f"epoch {epoch_text(layout.epoch)} has another layout already")
                 return self._ready(layout)
             self._reserve(layout)
@@ -263,17 +196,18 @@ class Store:
             ArenaTooSmall: there was no memory for them.
         """
         with self.changed:
-            layout = self._configured(epoch)
+            layout = self.state.configured(epoch)
             self.changed.wait_for(
-                lambda: self.epoch != epoch or bool(self.reserver.error) or self._ready(layout) >= count, deadline_s
+                lambda: self.state.epoch != epoch or bool(self.reserver.error) or self._ready(layout) >= count,
+                deadline_s,
             )
-            self.check_epoch(epoch)
+            self.state.check_epoch(epoch)
             return self._ready(layout)
 
     def _post_ready(self) -> None:
         """Post how many slots trainers may use. The caller holds the lock, or no other thread has the store yet."""
-        if self.layout is not None:
-            self.outcomes.board.post_ready(REFUSED if self.reserver.error else self._ready(self.layout))
+        if self.state.layout is not None:
+            self.outcomes.board.post_ready(REFUSED if self.reserver.error else self._ready(self.state.layout))
 
     def _ready(self, layout: Layout) -> int:
         if self.reserver.error:
@@ -300,82 +234,9 @@ class Store:
             ProtocolError: the job has no such shard.
         """
         with self.changed:
-            self._configured(epoch).shard_bytes(coord)
+            self.state.configured(epoch).shard_bytes(coord)
             pool = self.arena.shard_pool(coord)
             return [(pool, slot) for slot in self.arena.reserved(pool)]
-
-    def seal(
-        self,
-        snapshot: SnapshotId,
-        coord: str,
-        slot_file: str,
-        taken: int,
-        keep: Collection[SnapshotId],
-        protected: SnapshotId | None = None,
-        with_parity: Collection[SnapshotId] | None = None,
-        *,
-        encode: bool = True,
-        digests: tuple[int, ...] = (),
-    ) -> None:
-        """Free older snapshots that are not in `keep`; check what the trainer of `coord` has written, and commit it.
-        Without `digests` blocks for about one read of the bytes.
-
-        Args:
-            slot_file, taken: the slot, and by which mark the trainer owns it.
-            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
-            with_parity: the snapshots of `keep` that keep their parity, or are still to get it; None: all.
-            encode: whether the snapshot is to be protected; the same for every shard of the job.
-            digests: digests of all units, taken by the writer while it wrote them: they are compared with the bytes
-                when these are first sent, restored or scrubbed. Empty: the bytes are read for them now.
-
-        Raises:
-            StaleEpoch: the slot was taken away, by a newer epoch for example.
-            ProtocolError: header, stamp or the number of digests do not fit; the slot is free again.
-        """
-        with self.changed:
-            layout = self._configured(snapshot.epoch)
-            layout.shard_bytes(coord)  # raises if the job has no such shard
-            if protected is not None and protected not in keep:
-                raise ProtocolError(f"{protected} is protected and must be kept")
-            pool = self.arena.shard_pool(coord)
-            self.holdings.look()
-            slot = pool.hand_over(slot_file, taken, snapshot)
-            self._note_protected(protected)
-            self._release(keep, keep if with_parity is None else with_parity, snapshot)
-            failpoint("seal.released", snapshot.step)
-            for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
-                self.arena.take_away(pool, other)
-                self.reserver.make_good()
-            self.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
-            self.outcomes.expect(snapshot)
-            view = pool.view(slot)
-        failpoint("seal.before", snapshot.step)
-        try:
-            self._check_slot(view, snapshot, coord, layout)
-            if digests and len(digests) != (count := -(-slot.bytes // layout.unit_bytes)):
-                raise ProtocolError(f"{len(digests)} digests for {coord}, which has {count} units")
-            found = digests or digest_units(view, layout.unit_bytes)
-            commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
-            failpoint("seal.digested", snapshot.step)
-            with self.changed:
-                if not pool.is_at(slot, view) or slot.snapshot != snapshot:
-                    raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
-                self.holdings.commit(pool, slot, commit)
-                self.outcomes.note_sealed(snapshot, coord)
-                whole = self._is_sealed(snapshot, layout)
-        except HoldfastError as error:
-            with self.changed:
-                if pool.is_at(slot, view) and slot.snapshot == snapshot:
-                    pool.discard(slot)
-            self.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
-            raise
-        failpoint("seal.committed", snapshot.step)
-        if whole:
-            failpoint("seal.done", snapshot.step)
-            group, _ = layout.place(self.node)
-            self._on_sealed(snapshot, encode and layout.protects(group))
-            if encode:
-                self._post_if_protected(snapshot)
 
     def never_acknowledged(self) -> set[SnapshotId]:
         """Snapshots held here that cannot have been reported to trainers as protected, because this node never posted
@@ -386,7 +247,7 @@ class Store:
         with self.changed:
             held = {key.snapshot for key in self.holdings.held()}
             current = {
-                snapshot for snapshot in held if snapshot.epoch == self.epoch and self.outcomes.is_open(snapshot)
+                snapshot for snapshot in held if snapshot.epoch == self.state.epoch and self.outcomes.is_open(snapshot)
             }
             return current | self._never_acknowledged & held
 
@@ -400,7 +261,9 @@ class Store:
 
     def receiving_shard(self, key: ShardKey, layout: Layout) -> AbstractContextManager[memoryview]:
         """See `Receiving.shard`."""
-        return self.receiving.shard(key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord, layout))
+        return self.receiving.shard(
+            key, layout, lambda view: self.sealing.check_slot(view, key.snapshot, key.coord, layout)
+        )
 
     def keep_layout(self, layout: Layout) -> None:
         """Remember a layout that was not configured here, because this node is about to hold bytes coded in it."""
@@ -415,7 +278,7 @@ class Store:
         Holding needs a spare slot: see `Store`.
         """
         with self.changed:
-            wanted = self.layout.node(self.node).shards if self.layout is not None else ()
+            wanted = self.state.layout.node(self.node).shards if self.state.layout is not None else ()
             if self._held or not all(self.holdings.holds(ShardKey(snapshot, shard.coord)) for shard in wanted):
                 return False
             if not self.holdings.hold([ShardKey(snapshot, shard.coord) for shard in wanted]):
@@ -433,7 +296,7 @@ class Store:
         """Ask the trainers of this start to end at a boundary, because this node is to be taken away; not those of a
         later one."""
         with self.changed:
-            if self.record.start == start:
+            if self.state.record.start == start:
                 self.outcomes.board.post_leaving(True)
 
     def say_staying(self) -> None:
@@ -444,10 +307,8 @@ class Store:
     def give_up(self, runs: Collection[str]) -> None:
         """Give these runs up: drop what is held of them here, and tell every later start that they are over."""
         with self.changed:
-            if not set(runs) <= self.given_up:
-                self.given_up |= set(runs)
-                self._write_node()  # first, so that what is left after a crash between is not taken for a run's state
-            epochs = {layout.epoch for layout in self.arena.layouts.values() if layout.run.id in self.given_up}
+            self.state.note_given_up(runs)  # first, so that what is left after a crash is not taken for a run's state
+            epochs = {layout.epoch for layout in self.arena.layouts.values() if layout.run.id in self.state.given_up}
             for key in [key for key in self.holdings.held() if key.snapshot.epoch in epochs]:
                 self.holdings.drop(key)
             self.changed.notify_all()
@@ -455,8 +316,8 @@ class Store:
     def retire(self) -> None:
         """Remove everything, because the job is over. Later calls that name an epoch fail with `StaleEpoch`."""
         with self.changed:
-            self._forget(lambda snapshot: True)
-            self.epoch = sys.maxsize
+            self.sealing.forget(lambda snapshot: True)
+            self.state.epoch = sys.maxsize
             self.arena.empty()
             self.changed.notify_all()
         self.arena.deleted.free(self.changed)
@@ -476,117 +337,32 @@ class Store:
         self.arena.reserve(wanted)
         self.reserver.start()
 
-    def _configured(self, epoch: int) -> Layout:
-        self.check_epoch(epoch)
-        if self.layout is None:
-            raise ProtocolError(f"epoch {epoch_text(epoch)} is not configured yet")
-        return self.layout
-
-    def _check_slot(self, view: memoryview, snapshot: SnapshotId, coord: str, layout: Layout) -> None:
-        """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
-        length = 8 + int.from_bytes(view[:8], "little")
-        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
-        checked = (layout.epoch, unstamped)
-        if self._checked_headers.get(coord) != checked:
-            believe_slot(view, Claim.of_shard(snapshot, coord, layout))
-            self._checked_headers[coord] = checked
-        elif read_stamp(view) != snapshot:
-            raise NotOurs(f"{coord} is stamped {read_stamp(view)}, not {snapshot}")
-
-    def _post_if_protected(self, snapshot: SnapshotId) -> None:
-        """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
-        committed."""
-        with self.changed:
-            layout = self.layout
-            if layout is None or not self.outcomes.is_wanted(snapshot):
-                return
-            group, _ = layout.place(self.node)
-            everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
-            done = self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone)
-            if done and self._is_sealed(snapshot, layout):
-                self.outcomes.protect(snapshot)
-
-    def _is_sealed(self, snapshot: SnapshotId, layout: Layout) -> bool:
-        return self.outcomes.is_sealed(snapshot, [shard.coord for shard in layout.node(self.node).shards])
-
-    def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
-        parities = set(keep) & set(with_parity)
-
-        def stays(key: Key) -> bool:
-            wanted = {*keep, *self._held} if isinstance(key, ShardKey) else parities
-            return key.snapshot in wanted or key.snapshot >= before
-
-        self.holdings.look()
-        self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
-        self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
-        self.arena.release(keep, before, self._held, parities)
-        self.reserver.make_good()
-        self.holdings.keep_only(stays)
-        self.changed.notify_all()
-
-    def _leave_unprotected(self, given_up: Callable[[SnapshotId], bool]) -> None:
-        """Stop making and repairing parity of these snapshots; those that are pending fail. Their sealed shards
-        stay."""
-        self.codings.forget(given_up)
-        self.receiving.stop_repairs(given_up)
-        self.outcomes.give_up(given_up)
-
-    def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Stop all work for snapshots for which `gone` is True: they are given up."""
-        self.codings.forget(gone)
-        self.outcomes.forget(gone)
-
-    def _note_protected(self, snapshot: SnapshotId | None) -> None:
-        if snapshot is not None and (self.protected is None or snapshot > self.protected):
-            self.protected = snapshot
-            self.record = self.record.protected(snapshot)
-            self._write_node()
-
-    def _write_node(self) -> None:
-        known = NodeFile(self.job, self.node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
-        known.write(self.arena.path)
-
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
         failpoint("adopt.before")
-        try:
-            known = read_node_file(self.arena.path, self.job, self.node, self.arena.files)
-            damaged = known is None and NODE_FILE in self.arena.directory.lost
-        except ProtocolError as error:
-            path = self.arena.path / NODE_FILE
-            log.warning("%s is lost, and is written anew: %s", path, error, extra=about(file=NODE_FILE))
-            known, damaged = None, True
-        if known is not None or damaged:
-            self.arena.layouts.adopt(self.arena.directory.note_lost)
-        if known is None and not self._is_ours():
+        known = self.state.adopt()
+        if known is None:
             self.arena.clear()
             return
-        if known is not None:
-            self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
-            self.given_up = frozenset(known.given_up)
+        if known:
             self.outcomes.adopt()
         self.holdings.adopt()
-        if known is None:
+        if not known:
             # What is held has records and digests of its own, so it stays. Lost are: the epoch, the newest protected
             # snapshot, and the record of the last start. All other nodes were told the same, and a start takes the
             # newest that any of them knows. The newest epoch of what is left is never newer than the lost one. If it is
             # older, a late writer of it may write here, as it may on a node that has lost all its memory: nothing of
             # that counts, since the other nodes do not let it in. The board's epoch has no digest and is not believed.
             held = [key.snapshot.epoch for key in self.holdings.held()]
-            self.epoch = max([*held, *(epoch for epoch, _ in self.arena.layouts)])
+            self.state.epoch = max([*held, *(epoch for epoch, _ in self.arena.layouts)])
             self.outcomes.adopt()
-            self._write_node()
-        self.arena.own(self.epoch)
+            self.state.write()
+        self.arena.own(self.state.epoch)
         failpoint("adopt.done")
         self.arena.budget.check_limit(self.arena.room())  # refused before anything is deleted
-        if self.layout is not None:
+        if self.state.layout is not None:
             try:
-                self._reserve(self.layout)
+                self._reserve(self.state.layout)
             except ArenaTooSmall as error:  # go on: other nodes need the shards and parity that are held here
                 self.reserver.give_up(str(error))
         self._post_ready()
-
-    def _is_ours(self) -> bool:
-        """Whether a layout in the arena names this job and this node, as ``node.json`` would."""
-        layouts = self.arena.layouts.values()
-        return any(each.job == self.job and self.node in {node.name for node in each.nodes} for each in layouts)

@@ -240,7 +240,7 @@ def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pyt
         if line["at"] == "holdfast.smp_daemon.recovery.inventories"
     )
     assert all(count == 1 for count in by_peer.values()), by_peer
-    failed = [line for line in found if line["at"] == "holdfast.smp_daemon.storage.store"]
+    failed = [line for line in found if line["at"] == "holdfast.smp_daemon.storage.job_state"]
     assert len(failed) <= 1
     assert all(int(line["epoch"]) == epoch and line["step"] is not None for line in failed)
     assert len(found) < 20, found

@@ -268,8 +268,7 @@ class Ordered:
         self.began = 0
         self.go = threading.Event()
         store: Any = SimpleNamespace(
-            epoch=1,
-            protected=None,
+            state=SimpleNamespace(epoch=1, protected=None),
             changed=threading.Condition(threading.RLock()),
             holdings=SimpleNamespace(holds=lambda key: key in self.held),
             outcomes=SimpleNamespace(board=Board(board, create=True), is_given_up=lambda snapshot: self.given_up),
@@ -295,7 +294,7 @@ class Ordered:
         return self.state()
 
     def state(self) -> RepairState:
-        return self.store.outcomes.board.repair(self.store.epoch)  # type: ignore[no-any-return]
+        return self.store.outcomes.board.repair(self.store.state.epoch)  # type: ignore[no-any-return]
 
     def finish(self) -> RepairState:
         """Let the repairs that are running end."""
@@ -343,7 +342,7 @@ def test_a_repair_that_misses_somebody_is_tried_for_ever_and_one_that_lacks_byte
 def test_a_repair_in_vain_is_a_warning_where_the_snapshot_was_promised(
     ordered: Ordered, protected: SnapshotId | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ordered.store.protected = protected
+    ordered.store.state.protected = protected
     ordered.outcomes = [Unrecoverable("too little") for _ in range(3)]
     with caplog.at_level("INFO"):
         ordered.order()
@@ -353,7 +352,7 @@ def test_a_repair_in_vain_is_a_warning_where_the_snapshot_was_promised(
 
 
 def test_a_repair_that_fails_once_is_no_warning(ordered: Ordered, caplog: pytest.LogCaptureFixture) -> None:
-    ordered.store.protected = SnapshotId(1, 5)
+    ordered.store.state.protected = SnapshotId(1, 5)
     ordered.outcomes = [Unrecoverable("the others have given it up"), None]
     with caplog.at_level("INFO"):
         ordered.order()
@@ -365,7 +364,7 @@ def test_a_repair_that_fails_once_is_no_warning(ordered: Ordered, caplog: pytest
 def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(ordered: Ordered) -> None:
     ordered.outcomes = [SmpUnavailable("its slot was taken away"), None]
     ordered.order()
-    ordered.store.epoch = 2
+    ordered.store.state.epoch = 2
     ordered.store.outcomes.board.reset(2)
     assert ordered.finish() is RepairState.UNDER_WAY and ordered.began == 1
     ordered.go.clear()

@@ -112,7 +112,7 @@ call is short however much a node holds, or do it without the lock."""
 
 TAKERS = {
     *(
-        "storage.store.Store.seal",
+        "storage.sealing.Sealing.seal",
         "storage.store.Store.join",
         "storage.store.Store.retire",
     ),

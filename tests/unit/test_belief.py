@@ -19,7 +19,7 @@ READS = {"read_format", "read_stamp", "stored_record"}
 GIVES = {"view"}
 """Methods of an SMP's pools that give the bytes of a slot."""
 
-ASKS = {"believe", "believe_slot", "_believe", "_check_slot"}
+ASKS = {"believe", "believe_slot", "_believe", "check_slot"}
 
 ASKED_BEFORE = {
     "snapshot.step.reading._holds": "only asks whether another snapshot has the slot meanwhile",
@@ -79,7 +79,7 @@ def test_the_table_names_readers_only() -> None:
 def test_readers_are_found() -> None:
     stored = "smp_daemon.persist.reading.StoredShards._record"
     assert {"smp_daemon.storage.holdings.Holdings.open", stored} <= FOUND.keys()
-    seal = "smp_daemon.storage.store.Store.seal"
+    seal = "smp_daemon.storage.sealing.Sealing.seal"
     assert seal in FOUND
     [removed] = ast.parse("def seal(self, slot):\n    return self.pool.view(slot)").body
     assert not set.union(*called(removed)) & ASKS, "a reader that does not ask would fail here"

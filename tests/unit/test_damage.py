@@ -67,12 +67,12 @@ class Life:
         )
 
     def seal(self, snapshot: SnapshotId, keep: tuple[SnapshotId, ...] = (), digests: tuple[int, ...] = ()) -> None:
-        pool, owners = self.arena.shard_pool("dp0"), Owners(self.arena.path, self.store.epoch)
+        pool, owners = self.arena.shard_pool("dp0"), Owners(self.arena.path, self.store.state.epoch)
         marks = {file: owner for file, [(owner, _)] in owners.found().items()}
         file, owner = choices(marks, keep)[0]
         assert owners.change(file, owner, taken(1))
         pool.view(next(slot for slot in pool.slots if pool.path(slot).name == file))[:] = content_of(snapshot)
-        self.store.seal(snapshot, "dp0", file, 1, keep, max(keep, default=None), digests=digests)
+        self.store.sealing.seal(snapshot, "dp0", file, 1, keep, max(keep, default=None), digests=digests)
 
     def die(self) -> None:
         self.store.reserver.close()
@@ -189,11 +189,11 @@ def test_an_smp_starts_on_any_damage_and_holds_only_what_was_sealed(arena: Path,
     at_stake: dict[str, set[Key]] = {"shard": {ShardKey(SNAPSHOTS[1], "dp0")}, "parity": {PARITY_KEY}}
     lost = at_stake.get(file.split()[-1], set())
     if file == "node.json" and damage == "gone":  # the first file that goes when a job ends
-        assert (held, store.epoch, store.protected) == (set(), 0, None)
+        assert (held, store.state.epoch, store.state.protected) == (set(), 0, None)
     else:
         assert everything - lost <= held <= everything
-        assert store.epoch == 1
-        assert store.protected in ({None, SNAPSHOTS[0]} if file == "node.json" else {SNAPSHOTS[0]})
+        assert store.state.epoch == 1
+        assert store.state.protected in ({None, SNAPSHOTS[0]} if file == "node.json" else {SNAPSHOTS[0]})
     assert [path for path in arena.glob("*.*.json") if not path.with_suffix("").exists()] == [], "records without slots"
     for key in held:
         if isinstance(key, ShardKey) and not holdings.known_damage(key):
@@ -206,7 +206,7 @@ def test_an_smp_starts_on_any_damage_and_holds_only_what_was_sealed(arena: Path,
     life.die()
     after = Life(arena)
     assert after.arena.directory.lost == set()
-    assert (after.store.epoch, after.store.holdings.holds(ShardKey(SnapshotId(2, 3), "dp0"))) == (2, True)
+    assert (after.store.state.epoch, after.store.holdings.holds(ShardKey(SnapshotId(2, 3), "dp0"))) == (2, True)
     assert after.arena.budget.held == after.arena.budget.left
     after.die()
 
@@ -224,7 +224,7 @@ def test_every_flipped_bit_of_a_small_file_is_noticed(arena: Path, file: str, ca
         with caplog.at_level(logging.WARNING):
             life = Life(copy)
         assert path.name in caplog.text, f"bit {bit}"
-        assert life.store.epoch == 1
+        assert life.store.state.epoch == 1
         life.die()
         shutil.rmtree(copy)
 
@@ -256,7 +256,7 @@ def test_without_node_json_the_epoch_is_the_newest_of_what_is_left(arena: Path) 
         for name in ("node.json", *lost):
             flip(0.5)(arena / name)
         life = Life(arena)
-        assert life.store.epoch == 7
+        assert life.store.state.epoch == 7
         if not lost:
             life.seal(sealed, keep=SNAPSHOTS[1:])
         assert life.store.holdings.holds(ShardKey(sealed, "dp0"))
@@ -283,7 +283,7 @@ def test_without_node_json_what_is_not_known_to_be_of_this_job_and_node_is_not_u
     write_json(arena / "layout-1-0.json", to_plain(other))
     flip(0.5)(arena / "node.json")
     life = Life(arena)
-    assert (life.store.epoch, life.store.holdings.held(), dict(life.arena.layouts)) == (0, [], {})
+    assert (life.store.state.epoch, life.store.holdings.held(), dict(life.arena.layouts)) == (0, [], {})
     assert list(arena.glob("*.safetensors")) == []
     life.die()
 

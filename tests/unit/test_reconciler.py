@@ -33,7 +33,7 @@ class Ordered:
             job="job",
             node="node0",
             changed=threading.Condition(threading.RLock()),
-            check_epoch=lambda epoch: None,
+            state=SimpleNamespace(check_epoch=lambda epoch: None),
             arena=SimpleNamespace(layouts={(LAYOUT.epoch, LAYOUT.revision): LAYOUT}),
             holdings=SimpleNamespace(held=lambda: [ShardKey(SNAPSHOT, "dp0")], known_damage=lambda key: []),
         )

@@ -1,0 +1,160 @@
+"""What an SMP knows of its job: the epoch, the start that began it, the layouts, and which snapshot was promised.
+
+But for the layouts, which have files of their own, it is in ``node.json`` for a successor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.identity import Run, epoch_text
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
+from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.node_file import NODE_FILE, NodeFile, read_node_file
+
+log = get_log(__name__)
+
+
+class JobState:
+    """The job as one node knows it. Thread-safe; `changed` is the store's lock, which guards all here.
+
+    Attributes:
+        epoch: the newest that has begun here; 0: none.
+        protected: the newest snapshot of this node's run that the whole job knows to be protected.
+        record: the newest start, and how this node's trainers of it ended.
+        given_up: ids of the runs that are given up.
+    """
+
+    def __init__(self, arena: Arena, job: str, node: str, changed: threading.Condition) -> None:
+        self._arena = arena
+        self._job = job
+        self._node = node
+        self._changed = changed
+        self.epoch = 0
+        self.protected: SnapshotId | None = None
+        self.record = Record()
+        self.given_up: frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the current epoch as the trainers arranged it, once it is configured."""
+        return self._arena.layouts.get((self.epoch, 0))
+
+    def newest_layout(self) -> Layout | None:
+        """The newest layout known: of the newest epoch, as its SMPs last regrouped it."""
+        with self._changed:
+            return self._arena.layouts.newest
+
+    def longest_unit(self) -> int:
+        """The greatest length of a unit of this job, in bytes, as far as this node knows."""
+        with self._changed:
+            return max((layout.unit_bytes for layout in self._arena.layouts.values()), default=MAX_UNIT_BYTES)
+
+    @property
+    def run(self) -> Run | None:
+        """The run that this node takes part in, or took part in last; None: none.
+
+        An SMP that was told of no start, as it came later or has lost ``node.json``, knows it by its newest layout.
+        """
+        with self._changed:
+            if self.record.start is not None:
+                return self.record.start.run
+            newest = self.newest_layout()
+            return newest.run if newest is not None else None
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise `StaleEpoch` unless `epoch` is the current one."""
+        if epoch != self.epoch:
+            raise StaleEpoch(f"epoch {epoch_text(epoch)} may not write: {self.where}")
+
+    @property
+    def where(self) -> str:
+        """In which epoch the job is, in words."""
+        return f"job {self._job!r} is in epoch {epoch_text(self.epoch)}"
+
+    def configured(self, epoch: int) -> Layout:
+        """The layout of `epoch`. Raises `StaleEpoch` if that is not the current one, `ProtocolError` if it has none."""
+        self.check_epoch(epoch)
+        if self.layout is None:
+            raise ProtocolError(f"epoch {epoch_text(epoch)} is not configured yet")
+        return self.layout
+
+    def begin(self, epoch: int, start: Start | None) -> None:
+        """A newer epoch has begun, by `start`; None: only the layout changes."""
+        self.epoch = epoch
+        if start is not None:
+            run = self.run
+            if run is not None and run.id != start.run.id:
+                self.protected = None  # what was promised of another run says nothing of this one
+            self.record = Record(start)
+            self.given_up -= {start.run.id}  # somebody has chosen it again
+        self.write()
+
+    def ended(self, epoch: int, coord: str, end: TrainerEnd) -> None:
+        """Record how the trainer `coord` of this epoch ended; the first report counts. Raises `StaleEpoch`."""
+        with self._changed:
+            self.check_epoch(epoch)
+            if self.record.start is None or coord in self.record.ends:
+                return
+            end = TrainerEnd(max(end.step, self.record.start.base), end.failure)
+            self.record = self.record.ended(coord, end)
+            self.write()
+        if end.failure != WELL:
+            text, extra = "%s ended at step %d: %s", {"coord": coord, "reason": end.failure}
+            log.warning(text, coord, end.step, end.failure, extra=about(SnapshotId(epoch, end.step), **extra))
+
+    def goes_on(self, epoch: int, coord: str) -> None:
+        """Note that the trainer `coord` of this epoch lives: a record that it was killed is removed. Raises
+        `StaleEpoch`."""
+        with self._changed:
+            self.check_epoch(epoch)
+            record = self.record.goes_on(coord)
+            if record != self.record:
+                self.record = record
+                self.write()
+
+    def note_protected(self, snapshot: SnapshotId | None) -> None:
+        """The whole job knows that a snapshot is protected; None: it knows of none. The caller holds the lock."""
+        if snapshot is not None and (self.protected is None or snapshot > self.protected):
+            self.protected = snapshot
+            self.record = self.record.protected(snapshot)
+            self.write()
+
+    def note_given_up(self, runs: Collection[str]) -> None:
+        """Every later start is to be told that these runs are over. The caller holds the lock."""
+        if not set(runs) <= self.given_up:
+            self.given_up |= set(runs)
+            self.write()
+
+    def write(self) -> None:
+        """Write ``node.json``. Raises as `records.write`."""
+        known = NodeFile(self._job, self._node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
+        known.write(self._arena.path)
+
+    def adopt(self) -> bool | None:
+        """Take over what a predecessor knew. Returns whether it is known; False: ``node.json`` is lost, but what is
+        held may count; None: nothing counts. Raises as `read_node_file`, but for a damaged file."""
+        try:
+            known = read_node_file(self._arena.path, self._job, self._node, self._arena.files)
+            damaged = known is None and NODE_FILE in self._arena.directory.lost
+        except ProtocolError as error:
+            path = self._arena.path / NODE_FILE
+            log.warning("%s is lost, and is written anew: %s", path, error, extra=about(file=NODE_FILE))
+            known, damaged = None, True
+        if known is not None or damaged:
+            self._arena.layouts.adopt(self._arena.directory.note_lost)
+        if known is None:
+            return False if self._is_ours() else None
+        self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
+        self.given_up = frozenset(known.given_up)
+        return True
+
+    def _is_ours(self) -> bool:
+        """Whether a layout in the arena names this job and this node, as ``node.json`` would."""
+        layouts = self._arena.layouts.values()
+        return any(each.job == self._job and self._node in {node.name for node in each.nodes} for each in layouts)
