@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.rebuild import repair_units
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
@@ -94,21 +94,15 @@ def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
         pace: called with the length of each unit in bytes before it is read.
     """
     found = Pass()
+
+    def read(count: int) -> None:
+        pace(count)
+        found.units += 1
+        store.counters.add(bytes_scrubbed=count)
+
     for key in store.holdings.held():
-        damaged = []
         try:
-            _, record = store.holdings.open(key)
-            for index in range(len(record.digests)):
-                length = record.unit(index)[1]
-                if not length:
-                    continue
-                pace(length)
-                try:
-                    store.holdings.checked_unit(key, index)
-                except DamagedSnapshot:
-                    damaged.append(index)
-                found.units += 1
-                store.counters.add(bytes_scrubbed=length)
+            damaged = store.holdings.damaged_units(key, read)
         except ProtocolError:
             continue  # it was released meanwhile
         found.damaged += len(damaged)

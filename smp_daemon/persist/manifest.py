@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.identity import Run, is_run_id
@@ -27,6 +27,8 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, is_identifier
 from holdfast.smp_daemon.shared.plain import Address, Count, decode_digested, from_plain, to_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, record_name
+
+T = TypeVar("T")
 
 FORMAT = 2
 """Of the files here. No other is read."""
@@ -82,20 +84,21 @@ def node_name(index: int) -> str:
     return f"node-{index:05}.json"
 
 
-def read(content: bytes) -> Any:
-    """The JSON in a file of a snapshot. Raises `DamagedSnapshot` if it does not match its digest, or is not JSON."""
+def read(kind: type[T], content: bytes, name: str) -> T:
+    """What a file at a place says. Raises `DamagedSnapshot` if it does not match its digest, or is not `name`."""
     try:
-        return decode_digested(content)
+        data = decode_digested(content)
     except ProtocolError as error:
         raise DamagedSnapshot(str(error)) from error
+    try:
+        return from_plain(kind, data, name)
+    except HoldfastError as error:
+        raise DamagedSnapshot(f"it is {error}") from error
 
 
 def stored_record(content: bytes) -> ShardRecord:
     """The commit record in a shard's file. Raises `DamagedSnapshot` if it is none."""
-    try:
-        record = from_plain(ShardRecord, read(content), "a shard's commit record")
-    except ProtocolError as error:
-        raise DamagedSnapshot(f"its record is {error}") from error
+    record = read(ShardRecord, content, "a shard's commit record")
     if len(record.digests) != -(-record.bytes // record.unit_bytes):
         raise DamagedSnapshot(f"its record has {len(record.digests)} digests of {record.bytes} bytes")
     return record
@@ -131,25 +134,8 @@ class PersistManifest:
         return sum(map(self.layout.shard_bytes, self.layout.coords))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
+        """A JSON object that `read_manifest` reads back, once it has its digest."""
         return {"format": FORMAT, **to_plain(self)}
-
-    @classmethod
-    def from_json(cls, data: Any) -> PersistManifest:
-        """Undo `to_json`. Raises `DamagedSnapshot` if `data` has another form."""
-        version = data.get("format") if isinstance(data, dict) else None
-        if version != FORMAT:
-            raise DamagedSnapshot(
-                f"it is of format {version!r}, and this version of holdfast reads format {FORMAT} only: use the "
-                "version that wrote it"
-            )
-        try:
-            found = from_plain(cls, data, "a manifest")
-        except HoldfastError as error:
-            raise DamagedSnapshot(f"it is {error}") from error
-        if found.layout.epoch != found.snapshot.epoch:
-            raise DamagedSnapshot("its layout is of another epoch")
-        return found
 
     def missing(self, files: Mapping[str, int]) -> list[str]:
         """Reasons why `files`, the names and lengths in a directory, are not this snapshot; empty if they are."""
@@ -160,6 +146,20 @@ class PersistManifest:
             if files.get(name, length) != length:
                 reasons.append(f"{name} has {files[name]} bytes, not {length}")
         return reasons
+
+
+def read_manifest(content: bytes) -> PersistManifest:
+    """The manifest in a file. Raises `DamagedSnapshot` if it is none of this format."""
+    version = read(dict[str, Any], content, "a manifest").get("format")
+    if version != FORMAT:
+        raise DamagedSnapshot(
+            f"it is of format {version!r}, and this version of holdfast reads format {FORMAT} only: use the "
+            "version that wrote it"
+        )
+    found = read(PersistManifest, content, "a manifest")
+    if found.layout.epoch != found.snapshot.epoch:
+        raise DamagedSnapshot("its layout is of another epoch")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +180,6 @@ class NodePart:
         """The part of node `index` of the layout."""
         coords = tuple(shard.coord for shard in layout.nodes[index].shards)
         return cls(snapshot, coords, sum(bool(node.shards) for node in layout.nodes))
-
-    @classmethod
-    def read(cls, content: bytes) -> NodePart:
-        """The part in a node's file. Raises `DamagedSnapshot` if it is none."""
-        try:
-            return from_plain(cls, read(content), "the file of a node")
-        except ProtocolError as error:
-            raise DamagedSnapshot(f"a node's file is {error}") from error
 
 
 def combine(snapshot: SnapshotId, layout: Layout, parts: Collection[NodePart]) -> PersistManifest:

@@ -14,18 +14,19 @@ from holdfast.smp_daemon.persist.manifest import (
     NodePart,
     PersistManifest,
     RunFile,
+    read_manifest,
     stored_record,
 )
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.recovery.fetch import UnitSource, WantedUnit, Writing
 from holdfast.smp_daemon.shared.belief import Claim, believe, believe_unit
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotOurs, PlaceError, ProtocolError
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotOurs, PlaceError
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.inventory import PersistedRun
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.plain import Address, from_plain
+from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.records import ShardRecord, record_name
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.holdings import Key, ShardKey
@@ -94,11 +95,11 @@ def _told(place: PersistPlace, job: str, run: str) -> RunFile | None:
     """What the file of a run says; None if it is damaged."""
     path = manifest.run_file(job, run)
     try:
-        told = from_plain(RunFile, manifest.read(place.read(path, MAX_MANIFEST_BYTES)), "the file of a run")
+        told = manifest.read(RunFile, place.read(path, MAX_MANIFEST_BYTES), "the file of a run")
         if told.run.id == run:
             return told
         reason = f"it is of run {told.run}"
-    except (DamagedSnapshot, ProtocolError) as error:
+    except DamagedSnapshot as error:
         reason = str(error)
     log.warning("%s at %s is not used: %s", path, place.name, reason)
     return None
@@ -127,7 +128,7 @@ def look(place: PersistPlace, job: str, run: str, snapshot: SnapshotId) -> Found
             return Found(snapshot, None, f"all of its nodes have written their part, and {SNAPSHOT} is not there")
         return Found(snapshot, None, "not all of its nodes have written their part", unfinished=True)
     try:
-        whole = PersistManifest.from_json(manifest.read(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
+        whole = read_manifest(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES))
     except DamagedSnapshot as error:
         return Found(snapshot, None, f"{place.name}/{folder}/{SNAPSHOT} cannot be used: {error}")
     if whole.snapshot != snapshot or whole.layout.job != job or whole.layout.run.id != run:
@@ -143,10 +144,10 @@ def _all_have_written(place: PersistPlace, folder: str, files: Collection[str]) 
     if not names:
         return False
     try:
-        writers = NodePart.read(place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES)).writers
+        part = manifest.read(NodePart, place.read(f"{folder}/{names[0]}", MAX_MANIFEST_BYTES), "the file of a node")
     except (DamagedSnapshot, PlaceError):
         return True
-    return len(names) >= writers
+    return len(names) >= part.writers
 
 
 class StoredShards(UnitSource):

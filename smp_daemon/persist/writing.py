@@ -87,7 +87,8 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     if missing:
         return missing
     names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
-    parts = [NodePart.read(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
+    contents = [place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES) for name in names]
+    parts = [manifest.read(NodePart, content, "the file of a node") for content in contents]
     whole = manifest.combine(snapshot, layout, parts)
     if gone := whole.missing(files):
         raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,7 +145,7 @@ class Reconciler:
         self._network.Thread(target=self._run, args=(wish,), name="reconcile", daemon=True).start()
 
     def _run(self, wish: Wish) -> None:
-        in_vain, pause_s, first = 0, FIRST_S, True
+        failures, pause_s = Counter[bool](), FIRST_S  # by whether all holders answered, and too little is left
         extra = about(wish.parity.snapshot) if wish.parity is not None else {}
         while not self._is_over(wish):
             try:
@@ -156,13 +157,12 @@ class Reconciler:
                 if self._is_over(wish):
                     break
                 text, level = "this node does not hold %s yet: %s", self._level(wish)
-                if first:  # other nodes may have given it up for a newer one: this one hears that before it tries again
+                if not failures:  # other nodes may have given it up: this one hears that before it tries again
                     log.info(text, wish.name, error, extra=extra)
                 else:
                     self._episodes.begin(wish.name, text, wish.name, error, level=level, extra=extra)
-                first = False
-                in_vain += isinstance(error, Unrecoverable | DamagedSnapshot)
-                if wish.parity is not None and in_vain >= ATTEMPTS:  # its sources stay what they are
+                failures[isinstance(error, Unrecoverable | DamagedSnapshot)] += 1
+                if wish.parity is not None and failures[True] >= ATTEMPTS:  # its sources stay what they are
                     self._post(wish, RepairState.HOPELESS)
                     return
             with self._store.changed:

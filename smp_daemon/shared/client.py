@@ -118,9 +118,9 @@ class SmpClient(SmpConnection):
 
     def __init__(self, arena: Path, job: str, coord: str | None = None, system: System = MACHINE) -> None:
         """See `SmpConnection`."""
+        super().__init__(arena, job, coord, system)
         self.near: int | None = None
         self._slots = TrainerSlots(arena, system)
-        super().__init__(arena, job, coord, system)
 
     def close(self) -> None:
         """Close the connection and drop all mappings."""

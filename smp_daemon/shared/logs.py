@@ -191,18 +191,8 @@ class _LastEvents(logging.Handler):
 _last = _LastEvents()
 
 
-class _Early(logging.Handler):
-    """Keeps the lines of a process that has no log yet. The handler's own lock guards `records`."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-_early = _Early()
+_early = logging.handlers.BufferingHandler(sys.maxsize)
+"""Keeps the lines of a process that has no log yet."""
 
 
 def log_later() -> None:
@@ -281,10 +271,10 @@ def log_to(path: Path, **identity: Any) -> None:
     handler.setFormatter(Formatter(chosen_format()))
     logging.getLogger().removeHandler(_early)
     logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
-    for record in _early.records:
+    for record in _early.buffer:
         handler.handle(record)
         _last.handle(record)
-    _early.records.clear()
+    _early.buffer.clear()
     if _unopened:
         get_log(__name__).error(_unopened)
 

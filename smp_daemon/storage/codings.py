@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from holdfast.smp_daemon.shared.errors import NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import NoFreeSlot, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, Clocks
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, ParityKey
+from holdfast.smp_daemon.storage.job_state import JobState
 from holdfast.smp_daemon.storage.receiving import GatheringSlot, Receiving
 
 SLOT_WAIT_S = CALL_DEADLINE_S / 2
@@ -44,20 +44,19 @@ class Codings:
         holdings: Holdings,
         receiving: Receiving,
         *,
-        epoch: Callable[[], int],
+        state: JobState,
         on_own: Callable[[int, SnapshotId, Layout], None],
         on_done: Callable[[SnapshotId], None],
         clocks: Clocks = MACHINE,
     ) -> None:
         """
         Args:
-            epoch: returns the current epoch; calls that name another are refused.
             on_own: called once this node's own parity is committed in an epoch, to tell the group in that layout.
                 Without the store's lock: a message for each member takes a while.
             on_done: called whenever a member's parity of a snapshot is committed.
         """
         self._clocks = clocks
-        self._epoch = epoch
+        self._state = state
         self.changed = changed
         self._arena = arena
         self._node = node
@@ -80,7 +79,7 @@ class Codings:
         Raises:
             StaleEpoch, ProtocolError, NoFreeSlot.
         """
-        self._check_epoch(epoch)
+        self._state.check_epoch(epoch)
         gathering = self._gather(coding)
         if gathering is None:
             self._tell_group()
@@ -103,9 +102,9 @@ class Codings:
         deadline = self._clocks.monotonic() + SLOT_WAIT_S
         with self.changed:
             while True:
-                if epoch < self._epoch():
-                    self._check_epoch(epoch)
-                if epoch == self._epoch() and self.find_layout(coding) is not None:
+                if epoch < self._state.epoch:
+                    self._state.check_epoch(epoch)
+                if epoch == self._state.epoch and self.find_layout(coding) is not None:
                     try:
                         gathering = self._gather(coding)
                         break
@@ -138,7 +137,7 @@ class Codings:
     def parity_done(self, epoch: int, coding: Coding, position: int) -> None:
         """Note that the group member at `position` has committed its parity. Raises `StaleEpoch`, `ProtocolError`."""
         with self.changed:
-            self._check_epoch(epoch)
+            self._state.check_epoch(epoch)
             if coding not in self._done and len(self._done) >= MAX_CODINGS:
                 raise ProtocolError(f"node {self._node!r} tracks {MAX_CODINGS} parities already, which is the limit")
             self._done.setdefault(coding, set()).add(position)
@@ -165,12 +164,6 @@ class Codings:
             for coding in [coding for coding in self._gatherings if gone(coding.snapshot)]:
                 self._stop(coding)
             self._done = {coding: done for coding, done in self._done.items() if not gone(coding.snapshot)}
-
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch():
-            what = "is over" if epoch < self._epoch() else "has not begun"
-            now = epoch_text(self._epoch())
-            raise StaleEpoch(f"epoch {epoch_text(epoch)} {what}: node {self._node!r} is in epoch {now}")
 
     def _gather(self, coding: Coding) -> GatheringSlot | None:
         """The gathering of this node's parity, begun if needed; None if the parity is committed.
@@ -229,7 +222,7 @@ class Codings:
         if position not in done:
             done.add(position)
             self.changed.notify_all()
-            self._untold.append((self._epoch(), coding.snapshot, layout))
+            self._untold.append((self._state.epoch, coding.snapshot, layout))
 
     def _tell_group(self) -> None:
         """Tell the group of what `_own_parity_done` has noted. The caller does not hold the store's lock."""

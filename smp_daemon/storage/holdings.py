@@ -191,16 +191,22 @@ class Holdings:
             self._note_verified(key, index, record)
         return unit, record
 
-    def damaged_units(self, key: Key) -> list[int]:
+    def damaged_units(self, key: Key, pace: Callable[[int], None] = lambda count: None) -> list[int]:
         """Read and check all units; return those that do not match their digests. Blocks for about one read of the
-        bytes."""
+        bytes.
+
+        Args:
+            pace: called with the length of each unit in bytes before it is read. What it raises is raised.
+        """
         _, record = self.open(key)
         damaged = []
         for index in range(len(record.digests)):
-            try:
-                self.checked_unit(key, index)
-            except DamagedSnapshot:
-                damaged.append(index)
+            if length := record.unit(index)[1]:
+                pace(length)
+                try:
+                    self.checked_unit(key, index)
+                except DamagedSnapshot:
+                    damaged.append(index)
         return damaged
 
     def verify(self, key: Key, pace: Callable[[int], None]) -> None:

@@ -12,6 +12,7 @@ from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.storage.job_state import JobState
 
 log = get_log(__name__)
 
@@ -35,17 +36,13 @@ class Outcomes:
         self,
         changed: threading.Condition,
         board: Board,
-        epoch: Callable[[], int],
+        state: JobState,
         on_protected: Callable[[SnapshotId], None],
     ) -> None:
-        """
-        Args:
-            epoch: returns the current epoch; snapshots of another are over.
-            on_protected: called with the lock held once a snapshot is posted as protected.
-        """
+        """`on_protected`: called with the lock held once a snapshot is posted as protected."""
         self.board = board
         self._changed = changed
-        self._epoch = epoch
+        self._state = state
         self._on_protected = on_protected
         self._failures = Episodes(log)
         self._progress: dict[SnapshotId, SnapshotProgress] = {}
@@ -54,11 +51,11 @@ class Outcomes:
     def adopt(self) -> None:
         """Go on with the board of a predecessor. What it had not finished has failed."""
         self.board.post_leaving(False)  # nobody has asked this SMP yet
-        if self.board.epoch == self._epoch():
+        if self.board.epoch == self._state.epoch:
             self.board.fail_pending()
             self.board.post_repair(None)  # trainers order again what the predecessor had not done
         else:  # the predecessor wrote a new epoch to `node.json`, and died before the board
-            self.board.reset(self._epoch())
+            self.board.reset(self._state.epoch)
         failpoint("adopt.board")
 
     def leave(self) -> None:
@@ -70,7 +67,7 @@ class Outcomes:
     def enter(self) -> None:
         """Begin the board of the current epoch."""
         with self._changed:
-            self.board = self.board.succeeded(self._epoch())
+            self.board = self.board.succeeded(self._state.epoch)
 
     def expect(self, snapshot: SnapshotId) -> None:
         """The trainers have handed over a shard of a snapshot: it is pending."""
@@ -94,7 +91,7 @@ class Outcomes:
         with self._changed:
             progress = self._progress.get(snapshot)
             pending = progress is not None and progress.outcome is SnapshotOutcome.PENDING
-            return pending and snapshot.epoch == self._epoch()
+            return pending and snapshot.epoch == self._state.epoch
 
     def is_given_up(self, snapshot: SnapshotId) -> bool:
         """Whether the trainers of this epoch have said that a snapshot needs no parity any more."""
@@ -147,7 +144,7 @@ class Outcomes:
             progress = self._progress.get(snapshot)
             if progress is not None:
                 return progress.outcome
-            over = snapshot.epoch != self._epoch() or self._given_up(snapshot)
+            over = snapshot.epoch != self._state.epoch or self._given_up(snapshot)
             return SnapshotOutcome.FAILED if over else self.board.outcome(*snapshot)
 
         with self._changed:

@@ -83,13 +83,13 @@ class Store:
         self.reserver.on_ready = self._post_ready
         self.holdings = Holdings(arena, self.changed, self.counters)
         self.receiving = Receiving(arena, self.changed, self.holdings, self.reserver, backend, network)
+        self.state = JobState(arena, job, node, self.changed)
         self.outcomes = Outcomes(
             self.changed,
             Board(arena.path / "board", create=True, files=arena.files),
-            epoch=lambda: self.state.epoch,
+            self.state,
             on_protected=on_protected,
         )
-        self.state = JobState(arena, job, node, self.changed)
         self._never_acknowledged: set[SnapshotId] = set()
         self.codings = Codings(
             arena,
@@ -97,7 +97,7 @@ class Store:
             self.changed,
             self.holdings,
             self.receiving,
-            epoch=lambda: self.state.epoch,
+            state=self.state,
             on_own=on_parity,
             on_done=lambda snapshot: self.sealing.post_if_protected(snapshot),
             clocks=network,

@@ -366,7 +366,7 @@ class TestPeersOfAnotherJob:
         snapshot = run.write(1)
         run["dp0"].seal(snapshot)
         reasons: queue.Queue[str] = queue.Queue()
-        for epoch, message in ((0, "epoch 0 is over"), (2, "2 has not begun")):
+        for epoch, message in ((0, "epoch 0 may not write"), (2, "epoch 2 may not write")):
             peers.tell_parity_done(run.layout, "node1", epoch, snapshot, reasons.put)
             assert message in reasons.get(timeout=DEADLINE_S)
         assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
