@@ -39,19 +39,9 @@ class OwnSmp:
         SmpUnavailable, ConfigError: see `connect`.
     """
 
-    def __init__(
-        self,
-        arena: Path,
-        job: str,
-        coord: str,
-        *,
-        start: bool,
-        now: Callable[[], float] | None = None,
-        system: System = MACHINE,
-    ) -> None:
+    def __init__(self, arena: Path, job: str, coord: str, *, start: bool, system: System = MACHINE) -> None:
         self._arena, self._job, self._coord = arena, job, coord
         self._start = start
-        self._now = now or system.monotonic
         self._pause_s = LEAST_PAUSE_S
         self._not_before_s = 0.0
         self._system = system
@@ -74,7 +64,7 @@ class OwnSmp:
         Raises:
             SmpUnavailable: it does not answer, or no other could be started.
         """
-        if self._now() < self._not_before_s:
+        if self._system.monotonic() < self._not_before_s:
             raise SmpUnavailable("the SMP of this node did not answer, and is asked again later")
         try:
             went_away = failure_of(lambda: self.client.join(epoch, deadline_s=ATTACH_DEADLINE_S), SmpUnavailable)
@@ -90,7 +80,7 @@ class OwnSmp:
 
     def _put_off(self, error: DeadlineExceeded) -> SmpUnavailable:
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MOST_PAUSE_S)
-        self._not_before_s = self._now() + pause_s
+        self._not_before_s = self._system.monotonic() + pause_s
         return SmpUnavailable(f"the SMP of this node does not answer, and is asked again in {pause_s:.0f} s: {error}")
 
     def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float | None = None) -> None:

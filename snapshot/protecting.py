@@ -132,7 +132,7 @@ class Protecting:
         )
         self.copies: dict[SnapshotId, SnapshotCopy] = {}
         self.newest: SnapshotCopy | None = None
-        self.pace = Pace(system=rank.system)
+        self.pace = Pace(rank.system)
         self.episodes = Episodes(log)
         self._reported: Callable[[], StepReport] | None = None  # waits for what all ranks report
         self._persist_due = False

@@ -17,9 +17,8 @@ from benchmarks.fleet.progress import Save
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failures import NODE_LOST
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
-from holdfast.smp_daemon.shared.settings import PERSIST_EVERY
+from holdfast.smp_daemon.shared.settings import OVERHEAD_BUDGET, PERSIST_EVERY
 from holdfast.snapshot.collective.routes import distances
-from holdfast.snapshot.interval.control import DEFAULT_BUDGET
 from holdfast.snapshot.interval.rule import choose
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
@@ -317,7 +316,9 @@ def _in_memory(
     if every is None:
         rate = (1 + NODE_LOST * (wanted - 1)) / min(mtbf_s, NEVER_S)
         cost_s = seal_cost_s + send_cost_s / wanted
-        every = choose(step_s=job.step_s, cost_s=cost_s, failure_rate=rate, budget=DEFAULT_BUDGET, done=OLD).steps
+        every = choose(
+            step_s=job.step_s, cost_s=cost_s, failure_rate=rate, budget=OVERHEAD_BUDGET.value({}), done=OLD
+        ).steps
         if protect_every == 1:
             every = max(every, _at_least(protected_s, job) + 1)  # a step in between has none
     if protect_every == 1:

@@ -7,9 +7,10 @@ never more than one step apart. Nobody waits before that step.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
+
+from holdfast.smp_daemon.shared.system import MACHINE, Clocks
 
 LEAD_STEPS = 3
 """How many steps ahead the first meeting lies. Each meeting that fails doubles it."""
@@ -41,20 +42,11 @@ class RendezvousStore(Protocol):
 class Meeting:
     """One rank's part in all meetings of a group. Methods raise what the store raises. Not thread-safe."""
 
-    def __init__(
-        self,
-        store: RendezvousStore,
-        rank: int,
-        size: int,
-        *,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, store: RendezvousStore, rank: int, size: int, clock: Clocks = MACHINE) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        self._now = now
-        self._sleep = sleep
+        self._clock = clock
         self._round = 0
         self._failed = 0
         self._said = False
@@ -95,15 +87,15 @@ class Meeting:
         return [f"{kind} of {rank}" for rank in range(self._size)]
 
     def _all_here(self, kind: str, deadline_s: float) -> bool:
-        limit = self._now() + deadline_s
+        limit = self._clock.monotonic() + deadline_s
         over = f"{kind} over"
         if self._store.check([over]):
             return False
         self._store.set(f"{kind} of {self._rank}", "")
         keys: Sequence[str] = self._keys(kind)
         while not self._store.check(list(keys)):
-            if self._now() > limit or self._store.check([over]):
+            if self._clock.monotonic() > limit or self._store.check([over]):
                 self._store.set(over, "")  # ranks that come later must not wait for those that have gone
                 return False
-            self._sleep(LOOK_EVERY_S)
+            self._clock.sleep(LOOK_EVERY_S)
         return True

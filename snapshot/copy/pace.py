@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE, Threads
 
 SPREAD = 0.5
 """The fraction of the window that a copy is spread over."""
@@ -86,18 +86,11 @@ class Pace:
     time at most for `SPREAD` of a window.
 
     Args:
-        clock: gives seconds; the times that callers give are by the same clock.
-        wait: waits for an event, for at most the given seconds.
+        system: gives the clock, by which the times that callers give are, too, and events to wait for.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] | None = None,
-        wait: Callable[[threading.Event, float], bool] | None = None,
-        system: System = MACHINE,
-    ) -> None:
-        self._clock = clock or system.monotonic
-        self._wait = wait or (lambda event, seconds: event.wait(seconds))
+    def __init__(self, system: Threads = MACHINE) -> None:
+        self._clock = system.monotonic
         self._needed = system.Event()  # somebody waits for the copy
         self._quiet = system.Event()  # the step does not communicate
         self._quiet.set()
@@ -158,7 +151,7 @@ class Pace:
     def _hold(self, event: threading.Event, until_s: float) -> None:
         left_s = until_s - self._clock()
         if left_s > 0 and not event.is_set():
-            self._wait(event, left_s)
+            event.wait(left_s)
 
 
 def _quartile(samples: Iterable[float]) -> float:

@@ -16,7 +16,6 @@ from holdfast.snapshot.step.ledger import ProtectEvery
 if TYPE_CHECKING:
     from holdfast.snapshot.step.orders import SnapshotCopy
 
-DEFAULT_BUDGET = 0.01
 Every = int | Literal["auto"]
 log = get_log(__name__)
 

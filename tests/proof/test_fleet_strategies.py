@@ -19,12 +19,14 @@ from benchmarks.fleet.strategies import (
     Nothing,
     PairReplication,
 )
-from holdfast.snapshot.interval.control import DEFAULT_BUDGET
+from holdfast.smp_daemon.shared.settings import OVERHEAD_BUDGET
 from holdfast.snapshot.interval.rule import choose
 
 JOB = FleetJob(64, gpus_per_node=8, step_s=10.0, state_bytes=64 * 2e11)
 """200 GB per node: 1 s from its GPUs, 2 s to digest, 8 s over its network."""
 SITE = Site(gpu_rate=25e9, network_rate=25e9, storage_rate=64e9, rack=4, digest_rate=100e9)
+
+BUDGET = OVERHEAD_BUDGET.value({})
 
 
 def test_a_code_sends_a_copy_for_each_parity_and_keeps_a_share_of_one() -> None:
@@ -56,10 +58,14 @@ def test_the_default_interval_is_the_one_that_trainers_choose() -> None:
     for mtbf_s in (1.0, 1e4, 1e6):
         save = InMemoryCode(6, 2).design(JOB, SITE, mtbf_s).saves[0]
         rule = choose(
-            step_s=JOB.step_s, cost_s=save.stall_s, failure_rate=1 / mtbf_s, budget=DEFAULT_BUDGET, done=10**9
+            step_s=JOB.step_s,
+            cost_s=save.stall_s,
+            failure_rate=1 / mtbf_s,
+            budget=BUDGET,
+            done=10**9,
         )
         assert save.every == rule.steps > math.ceil(save.protected_s / JOB.step_s)
-        assert save.stall_s / (save.every * JOB.step_s) <= DEFAULT_BUDGET
+        assert save.stall_s / (save.every * JOB.step_s) <= BUDGET
     never = InMemoryCode(6, 2).design(JOB, SITE, math.inf).saves[0]
     assert never.every > save.every
 

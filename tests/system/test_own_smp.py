@@ -11,17 +11,25 @@ from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
-from holdfast.smp_daemon.shared.system import MACHINE
+from holdfast.smp_daemon.shared.system import MACHINE, Machine
 from holdfast.snapshot import own_smp
 from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, suspend
 
 
+class Ahead(Machine):
+    """A machine whose clock is ahead."""
+
+    by_s = 0.0
+
+    def monotonic(self) -> float:
+        return MACHINE.monotonic() + self.by_s
+
+
 def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) -> None:
-    smp = ground.smp()
-    now_s = 0.0
-    own = OwnSmp(smp.arena, smp.job, "dp0", start=False, now=lambda: now_s)
+    smp, ahead = ground.smp(), Ahead()
+    own = OwnSmp(smp.arena, smp.job, "dp0", start=False, system=ahead)
     own.attach(1, lambda: None)
     process = psutil.Process(own.client.pid)
     suspend(process.pid)
@@ -32,7 +40,7 @@ def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) 
             with patch.object(SmpClient, "join", side_effect=AssertionError("it is asked, and waited for")):
                 with pytest.raises(SmpUnavailable, match="asked again later"):
                     own.attach(2, lambda: None)
-            now_s += pause_s
+            ahead.by_s += pause_s
     finally:
         process.resume()
     own.attach(2, lambda: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,16 +41,18 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         return self.now_s
 
-    def sleep(self, seconds: float) -> None:
+    time = monotonic
+
+    def sleep(self, seconds: float, /) -> None:
         self.now_s += seconds
 
 
 def circle(size: int, board: Board | None = None, clock: Clock | None = None) -> list[Meeting]:
     board, clock = board or Board(), clock or Clock()
-    return [Meeting(board, rank, size, now=clock.now, sleep=clock.sleep) for rank in range(size)]
+    return [Meeting(board, rank, size, clock) for rank in range(size)]
 
 
 def all_come(ranks: list[Meeting], step: int) -> list[str | None]:
@@ -147,8 +148,6 @@ def test_a_rank_that_comes_later_is_waited_for(patient: list[Meeting]) -> None:
         rank.come(5)
     with ThreadPoolExecutor(2) as threads:
         early = [threads.submit(rank.come, 5 + LEAD_STEPS) for rank in patient[:2]]
-        waiting = threading.Event()
-        patient[2]._sleep = lambda seconds: waiting.set()
         assert patient[2].come(5 + LEAD_STEPS) == "round 0"
         assert [each.result(DEADLINE_S) for each in early] == ["round 0"] * 2
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
+from holdfast.smp_daemon.shared.system import Threads
 from holdfast.snapshot.copy.pace import EVIDENCE, REMEMBERED, SLACK, SPREAD, Pace, plan
 from tests.deadlines import DEADLINE_S
 
@@ -21,12 +25,25 @@ COPY_S = BATCHES * BATCH_S
 WINDOW_S = 8.0
 
 
+class _Awaited(threading.Event):
+    """Waits as it is told to."""
+
+    def __init__(self, how: Callable[[threading.Event, float], bool]) -> None:
+        super().__init__()
+        self._how = how
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        return self._how(self, timeout)
+
+
 class Loop:
     """A training loop and its copy thread, taking turns on one clock. `at` schedules what happens in the meantime."""
 
     def __init__(self, wait: Callable[[threading.Event, float], bool] | None = None) -> None:
         self.now = 5000.0
-        self.pace = Pace(lambda: self.now, wait or self._wait)
+        events = partial(_Awaited, wait or self._wait)
+        self.pace = Pace(cast(Threads, SimpleNamespace(monotonic=lambda: self.now, Event=events)))
         self.waits: list[float] = []
         self._events: list[tuple[float, Callable[[], None]]] = []
 
@@ -322,7 +339,7 @@ def test_the_training_thread_ends_a_wait_of_the_copy_thread(batches: int, end: C
 
     def wait(event: threading.Event, seconds: float) -> bool:
         waiting.set()
-        return event.wait(3600)
+        return threading.Event.wait(event, 3600)
 
     loop = Loop(wait)
 
