@@ -257,7 +257,7 @@ class MemoryReader(StorageReader):
         if [name for name, _ in requests].index(node) == agreement.rank:
             wanted = sorted(set().union(*here))
             problem = failure_of(lambda: [self._shard(coord) for coord in wanted], HoldfastError)
-        if agreement.minimum([int(problem is None)])() != [1]:
+        if not agreement.everywhere(problem is None):
             raise problem or HoldfastError(
                 "another node could not get its part of the checkpoint; see its rank's error"
             )

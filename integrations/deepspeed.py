@@ -142,7 +142,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         if memory.is_first_of_node:
             for path, text in texts.items():
                 _put(Path(path), text)
-        memory.agreement.minimum([1])()
+        memory.agreement.everywhere()
 
 
 def _put(path: Path, text: str) -> None:

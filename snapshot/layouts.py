@@ -112,7 +112,7 @@ class Layouts:
         """
         progress = self._progress
         failure = failure_of(lambda: self._rank.smp.attach(progress.epoch, self._wait_for_copies), SmpUnavailable)
-        if self._rank.agreement.minimum([int(failure is None)])() == [1]:
+        if self._rank.agreement.everywhere(failure is None):
             form = self._capture.plan(SnapshotId(progress.epoch, progress.step))
             if self._was_attempted:
                 progress.enter(progress.epoch + 1)

@@ -241,7 +241,7 @@ class Session:
 
     def _step_ended(self) -> None:
         if self._auditor is not None:
-            self._auditor.after_step(self.progress.step, lambda: self.rank.agreement.minimum([1])())
+            self._auditor.after_step(self.progress.step, self.rank.agreement.everywhere)
         if self._recording is not None and self._recording.over:
             self._end_recording()
 

@@ -65,7 +65,7 @@ class SlotWriter:
         self.epoch = next_epoch(max(inventory.epoch for inventory in entered.inventories), entered.drawn)
         self._step = self._kept.step if self._kept else 0
         client.join(self.epoch, Start(self.epoch, self._step, run=self._run))
-        agreement.minimum([1])()
+        agreement.everywhere()
         self._layout: Layout | None = None
         self._capacity = 0
         self._engine = DeviceEngines()
@@ -84,7 +84,7 @@ class SlotWriter:
         self._step += 1
         snapshot = SnapshotId(self.epoch, self._step)
         problem = failure_of(lambda: self._write(snapshot, form, tensors, record), HoldfastError)
-        if self._agreement.minimum([int(problem is None)])() != [1]:
+        if not self._agreement.everywhere(problem is None):
             raise problem or HoldfastError("another rank could not write its part; see its error")
         self._kept = self._protected = snapshot
         return snapshot
@@ -96,7 +96,7 @@ class SlotWriter:
     def _reserve(self, form: SlotFormat) -> None:
         """Make sure that there is a layout into which `form` fits on every rank."""
         fits = self._layout is not None and form.total_bytes == self._capacity
-        if self._agreement.minimum([int(fits)])() == [1]:
+        if self._agreement.everywhere(fits):
             return
         if self._layout is not None:
             self.epoch += 1

@@ -71,6 +71,10 @@ class Agreement:
         """
         return lambda: list(values() if callable(values) else values)
 
+    def everywhere(self, here: bool = True) -> bool:
+        """Whether it is so on every rank. Blocks until all have said; raises `AgreementLost`."""
+        return self.minimum([int(here)])() == [1]
+
     def patiently(self, work: Callable[[], T]) -> T:
         """Run `work`, and return its result or raise its error once every rank has finished its own. Blocks.
 
@@ -268,5 +272,5 @@ def work_in_rounds(agreement: Agreement, work: Callable[[], T]) -> T:
     threading.Thread(target=run, name="holdfast-work", daemon=True).start()
     while True:
         wait([outcome], PATIENCE_S)
-        if agreement.minimum([int(outcome.done())])() == [1]:
+        if agreement.everywhere(outcome.done()):
             return outcome.result()

@@ -177,7 +177,7 @@ class _Starting:
         base = plan.snapshot.step if plan is not None else 0
         client.join(epoch, Start(epoch, base, self._streak, self._choice, tuple(sorted(newcomers)), run, self._block))
         self._joined = True
-        agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
+        agreement.everywhere()  # every older writer is fenced on every node before anyone goes on
         return Restored(epoch, run, plan.snapshot if plan is not None else None), plan
 
     def _in_memory(self) -> tuple[RestorePlan | None, Unrecoverable | None]:
@@ -206,7 +206,7 @@ class _Starting:
         answers = _ask_what_is_persisted(self._client, self._agreement)
         while (snapshot := course.choose_persisted(answers, run)) is not None:
             layout, problem = _layout_of(self._client, run, snapshot)
-            if self._agreement.minimum([int(layout is not None)])() == [1] and layout is not None:
+            if self._agreement.everywhere(layout is not None) and layout is not None:
                 return plan_persisted(snapshot, layout, self._coords)
             course.passed(snapshot, problem or "another rank cannot see it")
         if lost is not None:

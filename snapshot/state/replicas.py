@@ -129,7 +129,7 @@ def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequenc
     names = sorted(mine)
     of_names = xxhash.xxh3_64_intdigest("\0".join(names).encode()) >> 2
     least, most = agreement.minimum([of_names, -of_names], members)()
-    if agreement.minimum([int(least == -most)])() == [1]:
+    if agreement.everywhere(least == -most):
         # A digest is alike everywhere if its minimum equals its maximum, so ranks need not exchange their digests.
         digests = [mine[name] >> 2 for name in names]
         found = agreement.minimum([*digests, *(-digest for digest in digests)], members)()
