@@ -138,28 +138,27 @@ class Mesh:
         return found
 
     def _gather(self, data: bytes, among: Sequence[int]) -> list[bytes]:
-        place = among.index(self.rank)
-        here = branch(place, 0, len(among))
+        here = branch(among.index(self.rank), 0, len(among))
         parts = [data]
         for child in here.children:
             parts += _unpack(self._take(among[child], _UP))
-        if here.parent is None:
-            whole = _pack(parts)
-        else:
-            self._give(_pack(parts), among[here.parent], _UP)
-            whole = self._take(among[here.parent], _DOWN)
-        for child in reversed(here.children):
-            self._give(whole, among[child], _DOWN)
-        return _unpack(whole)
+        packed = _pack(parts)
+        if here.parent is not None:
+            self._give(packed, among[here.parent], _UP)
+        return _unpack(self._broadcast(packed, among[0], among))
 
     def _tell(self, data: bytes, root: int, among: Sequence[int]) -> bytes:
-        here = branch(among.index(self.rank), among.index(root), len(among))
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return self._broadcast(content, root, among).numpy().tobytes()
+
+    def _broadcast(self, content: torch.Tensor, root: int, among: Sequence[int]) -> torch.Tensor:
+        """The bytes of `root`, whatever their number; other ranks' are not looked at."""
+        here = branch(among.index(self.rank), among.index(root), len(among))
         if here.parent is not None:
             content = self._take(among[here.parent], _DOWN)
         for child in reversed(here.children):
             self._give(content, among[child], _DOWN)
-        return content.numpy().tobytes()
+        return content
 
     def _spread(self, pieces: Iterable[tuple[torch.Tensor, Sequence[Hop]]]) -> None:
         for tensor, route in pieces:
