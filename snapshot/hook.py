@@ -65,13 +65,16 @@ class SnapshotHook:
             ConfigError: before entering. So do all other members except `protected_step`, `sealed_step`, `track`,
                 `untracked` and `statistics`.
         """
-        return self._session.step
+        session = self._session
+        session.script.asked = session.script.asked_for_step = True
+        return session.position.number(session.progress.step)
 
     @property
     def epoch(self) -> int:
         """How many passes over `data` are finished: the pass in which the loop goes on. 0 on a cold start. Of several
         sources with names of their own, that counts which the loop names first."""
-        return self._session.epoch
+        self._session.script.asked = True
+        return self._session.position.epoch
 
     def begin(self) -> None:
         """Say that the next step begins: call it at the top of the loop. Returns at once.
@@ -137,13 +140,16 @@ class SnapshotHook:
     def protected_step(self) -> int | None:
         """The newest step whose snapshot is protected on every node, as far as the ranks have agreed. None if there is
         none, and before entering."""
-        return self._entered.protected_step if self._entered is not None else None
+        protected = self._entered.protecting.ledger.protected if self._entered is not None else None
+        return protected.step if protected else None
 
     @property
     def sealed_step(self) -> int | None:
         """The newest step whose snapshot is sealed on every node, as far as the ranks have agreed: where a restart goes
         back to if only processes crashed. None if there is none, and before entering."""
-        return self._entered.sealed_step if self._entered is not None else None
+        ledger = self._entered.protecting.ledger if self._entered is not None else None
+        newest = ledger and (ledger.sealed or ledger.protected)
+        return newest.step if newest else None
 
     def track(
         self,

@@ -152,34 +152,14 @@ class Session:
         if orders is None:
             return None
         rank, at, modules = self.rank.agreement.rank, self.progress, self._adapter.modules()
-        return Auditor(orders, rank, at.epoch, at.step, modules, self.drain, lambda: self.protected_step, theirs)
+
+        def protected() -> int | None:
+            newest = self.protecting.ledger.protected
+            return newest.step if newest else None
+
+        return Auditor(orders, rank, at.epoch, at.step, modules, self.drain, protected, theirs)
 
     # ------------------------------------------------------------------ what users ask for
-
-    @property
-    def step(self) -> int:
-        """See `SnapshotHook.step`."""
-        self.script.asked = self.script.asked_for_step = True
-        return self.position.number(self.progress.step)
-
-    @property
-    def epoch(self) -> int:
-        """See `SnapshotHook.epoch`."""
-        self.script.asked = True
-        return self.position.epoch
-
-    @property
-    def protected_step(self) -> int | None:
-        """See `SnapshotHook.protected_step`."""
-        protected = self.protecting.ledger.protected
-        return protected.step if protected else None
-
-    @property
-    def sealed_step(self) -> int | None:
-        """See `SnapshotHook.sealed_step`."""
-        ledger = self.protecting.ledger
-        newest = ledger.sealed or ledger.protected
-        return newest.step if newest else None
 
     def finish(self) -> None:
         """See `SnapshotHook.finish`."""
