@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.credentials import access_of, current
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_later, log_to
-from holdfast.smp_daemon.shared.priority import make_idle, make_session_nice
+from holdfast.smp_daemon.shared.priority import make_idle, make_session_nice, take_normal_turns
 from holdfast.smp_daemon.shared.settings import (
     BACKEND,
     BANDWIDTH,
@@ -61,10 +61,11 @@ def main() -> None:
 
 def _serve(arguments: argparse.Namespace, out: int) -> int:
     environment = os.environ | settings.given(arguments, settings.SMP_OPTIONS)
+    take_normal_turns()  # before the first thread starts: the policy is per thread, and new threads inherit it
     if PRIORITY.text(environment) == "idle":
         if arguments.detach:
             make_session_nice()  # without --detach the session is the caller's
-        make_idle()  # before the first thread starts: the policy is per thread, and new threads inherit it
+        make_idle()
 
     from holdfast.smp_daemon.coding.drain import leave_on_signals
     from holdfast.smp_daemon.ops.web import show

@@ -1,4 +1,4 @@
-"""The scheduling priority of an SMP's threads, relative to the training on the same node."""
+"""The scheduling priority of holdfast's threads, relative to the training on the same node."""
 
 from __future__ import annotations
 
@@ -38,3 +38,25 @@ def make_background(priority: str) -> None:
     """For a thread whose work no trainer waits for: make the calling thread idle if `priority` is ``auto``."""
     if priority == "auto":
         make_idle()
+
+
+def let_waker_go_on() -> None:
+    """Let the thread that wakes the calling thread keep its core, if no other core is idle, until its time slice ends.
+
+    By default the kernel lets a thread that has slept take the core of the one that wakes it, at once and for
+    milliseconds: each copy would then begin by stopping the training thread that has just handed it over. A thread
+    under ``SCHED_BATCH`` gets the same share of the cores, and waits its turn. A thread that somebody gave another
+    policy than the default keeps that.
+    """
+    try:
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError as error:
+        log.debug("threads that copy take the core of the thread that wakes them: %s", error)
+
+
+def take_normal_turns() -> None:
+    """Undo `let_waker_go_on` in the calling thread, and in threads that it starts from now on. An SMP inherits the
+    policy of the trainer's thread that has started it, which may be one that copies."""
+    if os.sched_getscheduler(0) == os.SCHED_BATCH:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

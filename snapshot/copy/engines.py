@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.priority import let_waker_go_on
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import octets, slot_tensor
@@ -217,7 +218,7 @@ class CpuEngine:
             raise ConfigError(f"there is state on {', '.join(strangers)}, and only state on CPUs is copied here")
 
     def enter_thread(self) -> None:
-        """No thread needs anything."""
+        let_waker_go_on()
 
     def capturing(self) -> bool:
         return False

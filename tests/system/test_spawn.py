@@ -30,6 +30,7 @@ from holdfast.smp_daemon.shared.messages import Hello
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
+from holdfast.smp_daemon.shared.priority import let_waker_go_on
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE
@@ -335,6 +336,20 @@ class TestPriority:
             assert setting.read_text() == before
         finally:
             psutil.Process(owner.pid).kill()
+
+    def test_is_not_that_of_the_thread_that_starts_it(
+        self, ground: Ground, arena: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOLDFAST_PRIORITY", "normal")
+
+        def start() -> int:
+            let_waker_go_on()  # as a thread that copies, in which the SMP's end is noticed
+            assert os.sched_getscheduler(0) == os.SCHED_BATCH
+            return start_smp(JOB, "node0", arena).pid
+
+        pid = ground.meanwhile(start).result(DEADLINE_S)
+        assert policies_of(pid) == {os.SCHED_OTHER}
+        finish(ground, arena)
 
     def test_normal_means_none(self, ground: Ground) -> None:
         smp = ground.smp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import threading
 import time
@@ -289,6 +290,24 @@ def rig() -> Iterator[Rig]:
     made.slots.gives.set()
     made.engine.go.set()
     made.copier.close(DEADLINE_S)
+
+
+def test_no_thread_that_copies_takes_the_core_of_the_training_thread_that_wakes_it(rig: Rig) -> None:
+    ours = [thread for thread in threading.enumerate() if thread.name in ("holdfast-copy", "holdfast-seal")]
+    made = rig.submit()
+    assert made.reached(CopyState.SEALED, DEADLINE_S)
+    policies = [os.sched_getscheduler(thread.native_id or 0) for thread in ours]
+    assert policies == [os.SCHED_BATCH, os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_thread_of_a_policy_that_somebody_chose_keeps_it() -> None:
+    def chosen() -> int:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        CpuEngine().enter_thread()
+        return os.sched_getscheduler(0)
+
+    assert Together(chosen).join() == [os.SCHED_IDLE]
 
 
 def test_a_loop_does_not_wait_for_an_smp_that_gives_no_slot(rig: Rig) -> None:
