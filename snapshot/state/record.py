@@ -75,6 +75,8 @@ def capture_tree(tree: Tree, path: str) -> Values:
     """The current plain values of `tree`, under `path`. Tensors are copied. Raises `GivenUp` if there is no memory."""
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(tree, path, tensors)
+    if not tensors:
+        return Values(encoded, tensors)
     with within_memory("values that change between two steps"):
         return Values(encoded, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 

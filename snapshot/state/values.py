@@ -51,11 +51,23 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         StateMismatch: something cannot be represented; the message names its path.
     """
-    match value:
+    match value:  # what is most frequent comes first, as this runs at every boundary
         case None | bool():
             return value
         case str() if type(value) is str:
             return value if _is_unicode(value) else {"$": "str", "data": _text(value.encode("utf-8", "surrogatepass"))}
+        case dict() if type(value) in _MAPPINGS.values():
+            return _encode_mapping(value, path, tensors)
+        case int() if type(value) is int:
+            return value if value.bit_length() <= LONGEST_JSON_INT else {"$": "int", "data": hex(value)}
+        case float() if type(value) is float:
+            return value if math.isfinite(value) else {"$": "float", "data": value.hex()}
+        case list() if type(value) is list:
+            return _encode_items(value, path, tensors)
+        case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
+            return {"$": type(value).__name__, "items": _encode_items(value, path, tensors)}
+        case bytes() | bytearray() if type(value) in (bytes, bytearray):
+            return {"$": type(value).__name__, "data": _text(bytes(value))}
         case torch.Tensor():
             name = path
             while name in tensors:  # paths collide: {"a.b": ...} and {"a": {"b": ...}}, or the keys 1 and "1"
@@ -67,22 +79,10 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape, "data": _text(value.tobytes())}
         case np.generic() if value.dtype.kind in "biufc":
             return {"$": "scalar", "dtype": value.dtype.str, "data": _text(value.tobytes())}
-        case int() if type(value) is int:
-            return value if value.bit_length() <= LONGEST_JSON_INT else {"$": "int", "data": hex(value)}
-        case float() if type(value) is float:
-            return value if math.isfinite(value) else {"$": "float", "data": value.hex()}
-        case bytes() | bytearray() if type(value) in (bytes, bytearray):
-            return {"$": type(value).__name__, "data": _text(bytes(value))}
         case io.BytesIO() if type(value) is io.BytesIO:
             return {"$": "BytesIO", "data": _text(value.getvalue()), "at": value.tell()}
-        case list() if type(value) is list:
-            return _encode_items(value, path, tensors)
-        case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
-            return {"$": type(value).__name__, "items": _encode_items(value, path, tensors)}
         case deque() if type(value) is deque:
             return {"$": "deque", "items": _encode_items(value, path, tensors), "maxlen": value.maxlen}
-        case dict() if type(value) in _MAPPINGS.values():
-            return _encode_mapping(value, path, tensors)
         case torch.dtype() | torch.device():
             return {"$": type(value).__name__, "data": str(value).removeprefix("torch.")}
     if (found := _encode_object(value, path, tensors)) is not None:
@@ -148,8 +148,7 @@ def _encode_items(values: Collection[Any], path: str, tensors: dict[str, torch.T
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    plain = type(value) is dict and all(type(key) is str and _is_unicode(key) for key in value) and "$" not in value
-    if plain:
+    if type(value) is dict and set(map(type, value)) <= {str} and "$" not in value and _is_unicode("".join(value)):
         return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
     pairs = [
         [encode(key, f"{path}.<key>", tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
@@ -237,6 +236,8 @@ def _number_type(text: str) -> np.dtype[Any]:
 
 def _is_unicode(text: str) -> bool:
     """Whether `text` survives JSON unchanged. Lone surrogates, as in undecodable file names, may get paired up."""
+    if text.isascii():
+        return True
     try:
         text.encode()
         return True
