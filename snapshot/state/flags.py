@@ -64,12 +64,29 @@ class Flags:
         for name in names["parameters"]:
             parameter = self._parameters.get(name)
             if parameter is not None:
+                if dense[name] and _zeroed(parameter):
+                    continue
                 layout = torch.strided if dense[name] else torch.sparse_coo
                 has_one = dense[name] or sparse[name]
                 parameter.grad = torch.zeros_like(parameter, layout=layout) if has_one else None
         for name, flag in _unpacked(names["modules"], state["training"]).items():
             if name in self._modules:
                 self._modules[name].training = flag
+
+
+def _zeroed(parameter: torch.Tensor) -> bool:
+    """Zero the gradient in place if it is like a new one; returns whether it is. New memory would take longer than
+    filling the parameter, and DDP's gradients are views of its buckets."""
+    grad = parameter.grad
+    alike = (
+        type(grad) is torch.Tensor
+        and not grad.requires_grad
+        and (grad.layout, grad.dtype, grad.device) == (parameter.layout, parameter.dtype, parameter.device)
+        and (grad.shape, grad.stride()) == (parameter.shape, parameter.stride())
+    )
+    if alike and grad is not None:
+        grad.zero_()
+    return alike
 
 
 def _packed(flags: Sequence[bool]) -> bytes:

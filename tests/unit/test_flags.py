@@ -68,3 +68,28 @@ def test_what_requires_gradients_and_what_trains_comes_back() -> None:
     Flags([after]).load(Flags([before]).names(), Flags([before]).state(), Flags([before]).gradients())
     assert not after.words.weight.requires_grad
     assert [part.training for part in after.modules()] == [part.training for part in before.modules()]
+
+
+def test_a_gradient_that_is_there_is_zeroed_where_it_is() -> None:
+    """DDP's gradients are views of its buckets, and new memory takes longer to touch than to fill."""
+    before, after = trained(), trained()
+    held = after.head.weight.grad
+    after.unused.weight.grad = torch.ones(1, 2)
+    flags = Flags([before])
+    Flags([after]).load(flags.names(), flags.state(), flags.gradients())
+    assert held is not None and after.head.weight.grad is held and not held.any()
+    assert kinds(after) == kinds(before)
+
+
+def test_a_gradient_with_other_strides_or_a_history_is_replaced() -> None:
+    """A kernel may add up in another order for other strides; a history leads to tensors of another step."""
+    before, after = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    for each in before.parameters():
+        each.grad = torch.ones_like(each)
+    after.weight.grad = torch.ones(3, 3).t()
+    after.bias.grad = torch.ones(3, requires_grad=True) * 2
+    flags = Flags([before])
+    Flags([after]).load(flags.names(), flags.state(), flags.gradients())
+    for each in after.parameters():
+        assert each.grad is not None and not each.grad.any() and not each.grad.requires_grad
+        assert each.grad.stride() == each.stride()
