@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
+
+if TYPE_CHECKING:
+    from holdfast.snapshot.interval.rule import IntervalRule
 
 
 @dataclass(slots=True)
@@ -17,8 +21,7 @@ class Statistics:
         skipped: snapshots that were due and not taken, as no slot was free or no memory was reserved for one.
         stall_s: seconds that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
-        overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
-        why: the reason for the interval, in words.
+        rule: chose the interval; None before entering.
     """
 
     taken: int = 0
@@ -27,8 +30,17 @@ class Statistics:
     skipped: int = 0
     stall_s: float = 0.0
     interval: int = 1
-    overhead: float | None = None
-    why: str = ""
+    rule: IntervalRule | None = None
+
+    @property
+    def overhead(self) -> float | None:
+        """Fraction of training time lost to snapshots at that interval; None while it is unknown."""
+        return None if self.rule is None else self.rule.overhead
+
+    @property
+    def why(self) -> str:
+        """The reason for the interval, in words. Empty before entering."""
+        return "" if self.rule is None else self.rule.why()
 
 
 @dataclass(slots=True)

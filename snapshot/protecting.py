@@ -253,9 +253,8 @@ class Protecting:
         self._reported, self._persist_due, self._ends = None, everywhere.persists, everywhere.ends
         if saying := self._intervals.agree(everywhere.interval):
             self.copier.say(saying)
-        statistics, rule = self._statistics, self._intervals.rule
-        statistics.interval, statistics.overhead, statistics.why = rule.interval, rule.overhead, rule.why()
-        states = everywhere.states
+        statistics, states = self._statistics, everywhere.states
+        statistics.interval = self._intervals.rule.interval
         missed = {s for s, state in zip(self.ledger.pending, states, strict=True) if state is SnapshotState.SEALED}
         statistics.protected += states.count(SnapshotState.PROTECTED)
         statistics.failed += states.count(SnapshotState.FAILED) + len(missed.intersection(self.ledger.encoded))

@@ -105,7 +105,8 @@ class Session:
             step=restored.snapshot.step if restored.snapshot else None,
             notes=restored.notes,
         )
-        statistics.interval = self.intervals.rule.interval
+        statistics.rule = self.intervals.rule
+        statistics.interval = statistics.rule.interval
         self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
         self.script = Script(
             restored.loop,

@@ -16,7 +16,8 @@ However many fields there are, they travel as one minimum over a list of integer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.snapshot.collective.agreement import Agreement
@@ -61,11 +62,17 @@ def reduced(agreement: Agreement, mine: T) -> Callable[[], T]:
     return lambda: _read(mine, iter(result()))
 
 
-def _values(report: Any) -> Iterator[tuple[Any, _Reduction]]:
-    for each in fields(report):
-        value = getattr(report, each.name)
+@cache
+def _reductions(report: type[DataclassInstance]) -> tuple[tuple[str, _Reduction], ...]:
+    """The names of a report's fields, and how each is reduced. Kept, as ranks report in every step."""
+    return tuple((each.name, each.metadata[_KEY]) for each in fields(report))
+
+
+def _values(report: DataclassInstance) -> Iterator[tuple[Any, _Reduction]]:
+    for name, reduction in _reductions(type(report)):
+        value = getattr(report, name)
         for one in value if isinstance(value, tuple) else (value,):
-            yield one, each.metadata[_KEY]
+            yield one, reduction
 
 
 def _read(mine: T, minimum: Iterator[int]) -> T:
@@ -74,7 +81,7 @@ def _read(mine: T, minimum: Iterator[int]) -> T:
         number = reduction.value(*(next(minimum) for _ in reduction.integers(0)))
         found.append(None if number is None else type(own)(number))
     rest, everywhere = iter(found), dict[str, Any]()
-    for each in fields(mine):
-        value = getattr(mine, each.name)
-        everywhere[each.name] = tuple(next(rest) for _ in value) if isinstance(value, tuple) else next(rest)
-    return replace(mine, **everywhere)
+    for name, _ in _reductions(type(mine)):
+        value = getattr(mine, name)
+        everywhere[name] = tuple(next(rest) for _ in value) if isinstance(value, tuple) else next(rest)
+    return type(mine)(**everywhere)
