@@ -1,6 +1,6 @@
 # make help    this list
 # make demo    the main job, on a new machine with Python 3.11; sets everything up
-# make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and replaced
+# make demo-torchrun   a job under three torchrun agents: a worker is killed, the others keep their processes, then a node is lost
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and replaced
 # make test    unit tests, and a test with real processes of each promise (tests/canaries.txt): six minutes on two cores
 # make test-rest    what else is tested on each change: the rest of tests/ without what is marked slow; a quarter of an hour
@@ -50,9 +50,9 @@ demo: setup
 
 demo-torchrun: setup
 	@TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 \
-		$(BIN)/holdfast chaos run --seed 1656 --faults 2 --nodes 3 --steps 10 -- \
+		$(BIN)/holdfast chaos run --seed 1656 --faults 2 --nodes 3 --steps 10 --ignore _hooks -- \
 		$(BIN)/torchrun --nnodes=3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d \
-		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m tests.proof.jobs.acp_sgd
+		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m tests.proof.jobs.surviving
 
 demo-ray: frameworks
 	@$(BIN)/python -m tests.proof.ray.drill again

@@ -31,6 +31,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError
 JOIN_DEADLINE_S = 600.0
 """How long the other ranks may take with their imports."""
 
+CONNECT_S = 10.0
 RETRY_S = 0.05
 
 
@@ -50,7 +51,7 @@ def join(place: JobPlace) -> socket.socket:
     while True:
         address = own if place.rank == 0 else (place.host, place.port) if found is None else found.published()
         try:
-            connection = socket.create_connection(address, timeout=RETRY_S + JOIN_DEADLINE_S / 10)
+            connection = socket.create_connection(address, timeout=CONNECT_S)
         except OSError as error:  # rank 0 still imports, or what torchrun's store says is of an earlier start
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"rank 0's supervisor cannot be reached at {address[0]}:{address[1]}") from error
@@ -94,7 +95,13 @@ def _host(place: JobPlace, agent: _Agent | None) -> tuple[str, int]:
     if not place.host:
         listening = socket.create_server(("127.0.0.1", 0))
     else:  # without an agent's store this port is rank 0's
-        listening = socket.create_server(("", 0 if agent else place.port), backlog=min(place.world, 4096))
+        both = socket.has_dualstack_ipv6()
+        listening = socket.create_server(
+            ("", 0 if agent else place.port),
+            family=socket.AF_INET6 if both else socket.AF_INET,
+            dualstack_ipv6=both,
+            backlog=min(place.world, 4096),
+        )
     host = agent.own_host() if agent else place.host
     own = host or "127.0.0.1", listening.getsockname()[1]
     parent = os.getpid()

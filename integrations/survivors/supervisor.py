@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -190,9 +189,7 @@ class Supervisor:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-            pid = os.fork()
+        pid = os.fork()
         if pid == 0:
             ours.close()
             self._become_trainer(parent, attempt, theirs)
