@@ -207,7 +207,7 @@ class TrainerConversation:
             encode=request.encode,
             digests=request.digests,
         )
-        self._smp.next_s = request.next_s
+        self._smp.next_s, self._smp.spent = request.next_s, request.spent
 
     def _await(self, request: Await) -> Outcome:
         return Outcome(outcome=int(self._store.outcomes.await_outcome(request.snapshot, request.deadline_s)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
+from holdfast.smp_daemon.shared.goodput import Spent
 
 if TYPE_CHECKING:
     from holdfast.snapshot.interval.rule import IntervalRule
@@ -22,6 +23,7 @@ class Statistics:
         stall_s: seconds that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
         rule: chose the interval; None before entering.
+        spent: where the time of the run went, earlier starts included: ``spent.scalars()`` are numbers to log.
     """
 
     taken: int = 0
@@ -31,6 +33,8 @@ class Statistics:
     stall_s: float = 0.0
     interval: int = 1
     rule: IntervalRule | None = None
+    spent: Spent = field(default_factory=Spent)
+    _accounted_s: float = 0.0  # of `stall_s`
 
     @property
     def overhead(self) -> float | None:
@@ -41,6 +45,11 @@ class Statistics:
     def why(self) -> str:
         """The reason for the interval, in words. Empty before entering."""
         return "" if self.rule is None else self.rule.why()
+
+    def step_ended(self, now: float) -> None:
+        """A step has ended at the time `now`, in seconds since 1970."""
+        self.spent = self.spent.stepped(now, self.stall_s - self._accounted_s)
+        self._accounted_s = self.stall_s
 
 
 @dataclass(slots=True)

@@ -185,6 +185,7 @@ class Protecting:
         """
         step = self._progress.step
         self._intervals.observe(step, began_s, self._statistics.stall_s, bool(self.ledger.pending))
+        self._statistics.step_ended(self._rank.system.time())
         try:
             if self._standing is Standing.PARTED and self._rank.agreement.meet(step):
                 self._go_on()
@@ -342,6 +343,7 @@ class Protecting:
             ledger.with_parity,
             ledger.protects_next,
             self._intervals.protected_every_s,
+            self._statistics.spent,
             persist if persist is not None and persist.epoch == snapshot.epoch else None,
             layouts.layout.unit_bytes,
         )

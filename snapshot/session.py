@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.goodput import Spent
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.ending import Ending
 from holdfast.snapshot.first_turns import Checks, FirstTurns
@@ -30,6 +32,20 @@ from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.script import Script
 
 log = get_log(__name__)
+
+
+SPENT = "spent"
+"""Key of the account of the run's time in a snapshot's notes."""
+
+
+def _spent(restored: Restored, system: System) -> Spent:
+    """Where the time of the run went until now."""
+    loaded = system.time()
+    asked = loaded - (system.monotonic() - restored.clock["enter"])
+    if SPENT not in restored.notes:
+        return Spent(since=asked, until=asked).restarted(asked, asked, loaded, 0)
+    account = from_plain(Spent, restored.notes[SPENT], "the account of the run's time")
+    return account.restarted(loaded - system.ran_s(), asked, loaded, restored.steps_again or 0)
 
 
 def enter(
@@ -107,6 +123,8 @@ class Session:
         )
         statistics.rule = self.intervals.rule
         statistics.interval = statistics.rule.interval
+        statistics.spent = _spent(restored, rank.system)
+        self._statistics = statistics
         self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
         self.script = Script(
             restored.loop,
@@ -122,7 +140,7 @@ class Session:
             options.job,
             rank.coord,
             lambda: self.position.tree() | self.script.tree(),
-            self.intervals.rule.notes,
+            lambda: self.intervals.rule.notes() | {SPENT: to_plain(statistics.spent)},
             restored.run.id,
             rank.system,
         )
@@ -217,6 +235,8 @@ class Session:
             end = "`holdfast gc` removes it" if well else "it holds the job's snapshots"
             log.error("the SMP of this node was left running (%s): %s", end, failure)
         finally:
+            if self.rank.agreement.rank == 0 and (account := self._statistics.spent.sentence()):
+                log.info("the run so far: %s", account)
             self.rank.close()
             protecting.let_go()
 

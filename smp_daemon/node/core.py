@@ -20,6 +20,7 @@ from holdfast.smp_daemon.recovery.recoveries import Recoveries
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.goodput import UNTOLD
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
@@ -88,7 +89,7 @@ class Core:
         stopped: set when the SMP must end. `finished`: the arena can be removed then.
         system: the machine.
         trainers: number of connections of trainers; changed under the store's lock. `said`: the last message of the
-            training loop to operators. `next_s`: see `shared.messages.Seal`.
+            training loop to operators. `next_s`, `spent`: see `shared.messages.Seal`.
         impaired: optional parts that do not work as requested; the values describe the problems.
     """
 
@@ -113,6 +114,7 @@ class Core:
         self._trained_s = system.monotonic()
         self.said = ""
         self.next_s = 0.0
+        self.spent = UNTOLD
         self.impaired: dict[str, str] = {}
         self.finished = False
         self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, files=system)

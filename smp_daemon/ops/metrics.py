@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from holdfast.smp_daemon.ops.overview import Overview
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.shared.counters import COUNTS
+from holdfast.smp_daemon.shared.goodput import PARTS
 from holdfast.smp_daemon.shared.identity import starts_until
 from holdfast.smp_daemon.shared.inventory import Inventory
 
@@ -43,6 +44,9 @@ GAUGES = {
     "holdfast_tolerated_node_failures": "how many more nodes may be lost before the safe step is; -1: it is lost",
     "holdfast_wanted_node_failures": "how many node losses the job is to survive, by its nodes and protect=; 0: none",
     "holdfast_recovery_seconds": "of the parts of the newest recovery, from the first loss to the first new step",
+    "holdfast_effective_fraction": "share of the run's time that went into steps that count, until the newest snapshot",
+    "holdfast_spent_seconds": "where the run's time went until then, by part",
+    "holdfast_steps_again": "finished steps of the run that had to be done again",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last attempt to persist a snapshot failed, else 0",
 }
@@ -88,11 +92,16 @@ class _StatusCollector(Collector):
                 gauge = GaugeMetricFamily(name, GAUGES[name], labels=list(own))
                 gauge.add_metric(list(own.values()), value)
                 yield gauge
-        name = "holdfast_recovery_seconds"
-        gauge = GaugeMetricFamily(name, GAUGES[name], labels=[*labels, "part"])
-        for part, seconds in self._mine.recoveries[0].spans if self._mine.recoveries else ():
-            gauge.add_metric([*labels.values(), part], seconds)
-        yield gauge
+        spent = self._mine.spent
+        parts = {
+            "holdfast_recovery_seconds": self._mine.recoveries[0].spans if self._mine.recoveries else [],
+            "holdfast_spent_seconds": [(name, getattr(spent, name)) for name in PARTS] if spent.count else [],
+        }
+        for name, seconds_of in parts.items():
+            gauge = GaugeMetricFamily(name, GAUGES[name], labels=[*labels, "part"])
+            for part, seconds in seconds_of:
+                gauge.add_metric([*labels.values(), part], seconds)
+            yield gauge
         for name, what in COUNTS.items():
             counter = CounterMetricFamily(f"holdfast_{name}", what, labels=list(labels))
             counter.add_metric(list(labels.values()), self._mine.counters[name])
@@ -135,6 +144,8 @@ def _gauges(mine: Status) -> dict[str, float | None]:
         **{f"holdfast_trainers_{h}": sum(t.health == h for t in mine.trainers) for h in ("late", "hung", "dead")},
         "holdfast_heartbeat_age_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
         "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
+        "holdfast_effective_fraction": mine.spent.effective(),
+        "holdfast_steps_again": mine.spent.again if mine.spent.count else None,
         "holdfast_persisted_step": persisted.step if persisted else -1,
         "holdfast_persist_failing": bool(mine.tier and mine.tier.problem),
     }

@@ -13,6 +13,7 @@ from holdfast.smp_daemon.recovery.recoveries import summarise
 from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
 from holdfast.smp_daemon.shared.crash_loop import current_crash_loop
 from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.goodput import UNTOLD, Spent
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -151,6 +152,18 @@ class Overview:
         return summarise({status.inventory.node: list(status.recoveries) for status in self.statuses})
 
     @property
+    def spent(self) -> Spent:
+        """Where the time of the run went, as the rank says that told of it last."""
+        return max((status.spent for status in self.statuses), key=lambda each: each.until, default=UNTOLD)
+
+    @property
+    def goodput(self) -> tuple[float | None, str]:
+        """The effective training time ratio of the run, and where its time went, in words. While no trainer is
+        connected, time goes on."""
+        now = time.time() if self.trainerless_s else None
+        return self.spent.effective(now), self.spent.sentence(now)
+
+    @property
     def events(self) -> list[tuple[str, LogEvent]]:
         """(node, event): the last lines of all nodes' logs, the newest first."""
         found = [(status.inventory.node, event) for status in self.statuses for event in status.events]
@@ -197,6 +210,7 @@ class Overview:
             "versions": self.versions,
             "persisted": self.tiers,
             "recoveries": self.recoveries,
+            "goodput": {"effective": self.goodput[0], "text": self.goodput[1], **to_plain(self.spent)},
             "events": [[node, event.at, event.level, event.text] for node, event in self.events],
             "repeats": self.repeats,
             "older": [list(snapshot) for snapshot in self.older],

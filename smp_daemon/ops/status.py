@@ -15,6 +15,7 @@ from holdfast.smp_daemon.persist.persister import TierState
 from holdfast.smp_daemon.recovery.inventories import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.goodput import Spent
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent, last_events, log_file_problem
@@ -49,6 +50,7 @@ class Status:
             survivors regroup without it; 0: never.
         said: the last message of the training loop to operators; empty: none.
         next_s: how long after its newest snapshot the next one is to be protected, as trainers say; 0: unknown.
+        spent: where the time of the run went until that snapshot, as one of its trainers says.
         tier: the state of the persist tier here; None if it is off.
         recoveries: the last recoveries of this node, the newest first.
         events: the last lines of its log, the newest first, see `smp_daemon.shared.logs.LogEvent`.
@@ -84,6 +86,7 @@ class Status:
     unverified_bytes: int = 0
     next_s: float = 0.0
     reserve_bytes: int = 0
+    spent: Spent = field(default_factory=Spent)
 
     @property
     def reserving(self) -> str:
@@ -182,6 +185,7 @@ def take_status(smp: Core) -> Status:
         store.holdings.unverified_bytes,
         smp.next_s,
         reserve,
+        smp.spent,
     )
 
 

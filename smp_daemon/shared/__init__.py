@@ -17,6 +17,7 @@ __all__ = [
     "errors",
     "failpoints",
     "failures",
+    "goodput",
     "handshake",
     "identity",
     "interpreter",

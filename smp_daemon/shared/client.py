@@ -18,6 +18,7 @@ from holdfast.smp_daemon.shared.errors import (
     ProtocolError,
     StaleEpoch,
 )
+from holdfast.smp_daemon.shared.goodput import UNTOLD, Spent
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import (
@@ -210,6 +211,7 @@ class SmpClient(SmpConnection):
         *,
         encode: bool = True,
         next_s: float = 0.0,
+        spent: Spent = UNTOLD,
         digests: tuple[int, ...] = (),
     ) -> None:
         """Have the SMP check and commit a shard whose bytes are all written. Frees older snapshots that are not in
@@ -219,6 +221,7 @@ class SmpClient(SmpConnection):
             protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
             encode: whether the snapshot is to be protected; the same on every rank.
             next_s: how long after it the next one is to be protected, in seconds, for operators; 0: unknown.
+            spent: where the time of the run went, for operators.
             digests: digests of all units, taken as they were written; empty: the SMP reads the slot for them.
         """
         request = Seal(
@@ -231,6 +234,7 @@ class SmpClient(SmpConnection):
             with_parity=None if with_parity is None else tuple(with_parity),
             encode=encode,
             next_s=next_s,
+            spent=spent,
             digests=digests,
         )
         self._call(request, self._read_deadline(f"{coord}.*.safetensors"))

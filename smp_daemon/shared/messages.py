@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.goodput import UNTOLD, Spent
 from holdfast.smp_daemon.shared.identity import MAX_FOLLOWED
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_NODES, MAX_SAYING
@@ -152,6 +153,7 @@ class Seal(Request, tag="seal", kw_only=True):
         with_parity: those of `keep` that keep their parity, or are still to get it; None: all.
         encode: whether the snapshot is to be protected.
         next_s: how long after it the next one is to be protected; 0: unknown.
+        spent: where the time of the run went until then.
         digests: digests of the shard's units, taken as they were written; empty: the SMP reads the slot for them.
     """
 
@@ -164,6 +166,7 @@ class Seal(Request, tag="seal", kw_only=True):
     with_parity: tuple[SnapshotId, ...] | None = None
     encode: bool = True
     next_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    spent: Spent = UNTOLD
     digests: tuple[Unsigned, ...] = ()
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from holdfast.smp_daemon.shared.credentials import Credentials, current
 from holdfast.smp_daemon.shared.interpreter import run
 from holdfast.smp_daemon.shared.memory import available_bytes
-from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
+from holdfast.smp_daemon.shared.pidfds import await_end, ran_s, start_ticks
 from holdfast.smp_daemon.shared.populate import populate
 
 
@@ -103,6 +103,10 @@ class Processes(Protocol):
 
     def start_ticks(self) -> int:
         """When this process started; see `pidfds.start_ticks`."""
+        ...
+
+    def ran_s(self) -> float:
+        """For how many seconds this process has run."""
         ...
 
     def run(self, command: Sequence[str], deadline_s: float, /) -> tuple[str, str]:
@@ -186,6 +190,9 @@ class Machine(System):
 
     def start_ticks(self) -> int:
         return start_ticks(os.getpid())
+
+    def ran_s(self) -> float:
+        return ran_s(os.getpid())
 
     def grpc(self) -> Any:
         import grpc

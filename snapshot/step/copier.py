@@ -206,6 +206,7 @@ class Copier:
                 due.with_parity,
                 encode=due.encode,
                 next_s=due.next_s,
+                spent=due.spent,
                 digests=digests,
             )
         except HoldfastError:

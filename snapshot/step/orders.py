@@ -15,11 +15,12 @@ thread waits at its `fence`, and says by `confirm` that it may be sealed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
 
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot
+from holdfast.smp_daemon.shared.goodput import Spent
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -38,6 +39,7 @@ class Due:
         keep, protected, with_parity: see `Ledger`.
         encode: whether it is to be protected, and not only sealed.
         next_s: how long after it the next one is to be protected, in seconds; 0: unknown.
+        spent: where the time of the run went until then.
         persist: a snapshot that the SMP is to persist; None: none.
         unit_bytes: length of the units that the layout cuts a slot into; 0: unknown.
     """
@@ -48,6 +50,7 @@ class Due:
     with_parity: tuple[SnapshotId, ...] | None = None
     encode: bool = True
     next_s: float = 0.0
+    spent: Spent = field(default_factory=Spent)
     persist: SnapshotId | None = None
     unit_bytes: int = 0
 

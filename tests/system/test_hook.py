@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch, prefetch
+from holdfast.smp_daemon.ops.metrics import exposition
+from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.identity import UNNAMED
@@ -137,6 +139,36 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
     with InMemorySnapshot(again, other) as snap:
         assert snap.step == 4
         assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+
+
+def test_where_the_time_of_a_run_went_is_known_across_restarts(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optim = small()
+    with pytest.raises(ZeroDivisionError):
+        with InMemorySnapshot(model, optim, every=2) as snap:
+            train(snap, model, optim, 5)
+            before = snap.statistics.spent
+            raise ZeroDivisionError
+    caplog.set_level("INFO", "holdfast")
+    with InMemorySnapshot(model, optim, every=2) as snap:
+        at, spent = snap.step, snap.statistics.spent
+        assert (spent.since, spent.count, spent.again) == (before.since, at, 5 - at)
+        assert spent.until > before.until
+        assert spent.repeated > 0
+        train(snap, model, optim, 4)
+        owner = read_owner(arena / "test")
+        assert owner is not None
+        overview = look("test", owner.control)
+        assert overview.spent.again == 5 - at
+        assert overview.spent.count > at
+        effective, text = overview.goodput
+        assert effective is not None
+        assert 0 < effective < 1
+        assert "steps that count" in text
+        assert overview.to_json()["goodput"]["effective"] == effective
+        metrics = exposition("test", overview.statuses[0], overview).decode()
+        assert f'part="repeated"}} {overview.spent.repeated}' in metrics
+        assert snap.statistics.spent.scalars()["holdfast/steps_again"] == 5 - at
+    assert "the run so far: " in caplog.text
 
 
 def test_what_is_in_help() -> None:

@@ -99,6 +99,9 @@ class SimSystem(MemoryFiles):
     def start_ticks(self) -> int:
         return 0
 
+    def ran_s(self) -> float:
+        return 0.0
+
     def grpc(self) -> Any:
         return SimGrpc
 
