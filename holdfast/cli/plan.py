@@ -61,6 +61,13 @@ def add(commands: Any) -> None:
     )
     job.add_argument("--optimizer", default="adam", help=f"of --model: {', '.join(STATE_BYTES)} (default adam)")
     job.add_argument("--nodes", type=int, metavar="N", help=f"(default: those of the profile, or {DEFAULT_NODES})")
+    job.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="R",
+        help="nodes that hold the same state: all under DDP, the replicas of HSDP (default 1). Each copies its share",
+    )
     job.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(default 8)")
     rates = plan.add_argument_group("the machine")
     add_measured(rates)
@@ -125,12 +132,14 @@ def run(parsed: argparse.Namespace) -> int:
     nodes = parsed.nodes if parsed.nodes is not None else default
     if nodes < 1 or parsed.gpus_per_node < 1:
         raise ConfigError(f"{nodes} nodes of {parsed.gpus_per_node} GPUs: --nodes and --gpus-per-node are 1 or more")
+    if not 1 <= parsed.replicas <= nodes:
+        raise ConfigError(f"--replicas {parsed.replicas} on {nodes} nodes: choose 1 to {nodes}")
     costs = _costs(parsed, profiled, smp, nodes)
     model = _failures(parsed, nodes)
     domains = Domains(parsed.domain_nodes, parsed.placement)
     targets = _targets(parsed, nodes)
     found = recommend(costs, model, nodes, domains, targets)
-    found = replace(found, why=tuple(reasons(found, model, domains, targets)))
+    found = replace(found, why=tuple(reasons(found, model, domains, targets, parsed.replicas)))
     used = smp.with_cores(found.setting.cores) if found.setting.cores else None
     console = console_of(parsed)
     say(console, *show(parsed, found), *([" ".join(basis(used, cores_here()))] if used else []))
@@ -220,7 +229,7 @@ def _costs(parsed: argparse.Namespace, profiled: Measured | None, smp: SmpRates,
     """What snapshots cost, for each number of cores to consider: with a profile of encoding only that measured."""
     if parsed.state and parsed.model:
         raise ConfigError("--state and --model both say how large the state is: drop one")
-    state = parsed.state
+    state = parsed.state / parsed.replicas if parsed.state else None
     if parsed.model:
         state = state_bytes(parse_shape(parsed.model), parsed.optimizer) / nodes
     assumptions = Assumptions(

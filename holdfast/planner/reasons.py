@@ -18,8 +18,10 @@ FEW = 0.05
 NAMES = {"process": "process", "memory": "one node's memory", "shock": "several nodes", "beyond": "whole job"}
 
 
-def reasons(found: Recommendation, model: FailureModel, domains: Domains, targets: Targets) -> Iterator[str]:
-    """A sentence or two for each decision."""
+def reasons(
+    found: Recommendation, model: FailureModel, domains: Domains, targets: Targets, replicas: int = 1
+) -> Iterator[str]:
+    """A sentence or two for each decision. `replicas`: number of nodes that hold the same state."""
     yield _failures(found, model)
     if model.source != profile(PUBLISHED).source and (rate := model.process + model.memory + model.shock):
         yield f"trainers expect as many failures if they are told: set HOLDFAST_MTBF={1 / rate / 3600:.0f}h"
@@ -27,6 +29,8 @@ def reasons(found: Recommendation, model: FailureModel, domains: Domains, target
     yield _slots(found)
     if found.setting.code.parity:
         yield _encoding(found)
+    if replicas > 1:
+        yield _replicas(found, replicas)
     yield from _code(found, model, domains, targets)
     yield _cores(found)
     yield _persisting(found)
@@ -85,6 +89,16 @@ def _encoding(found: Recommendation) -> str:
     return (
         f"one in {found.encode_every} snapshots is protected ({encode_s}): a crash needs only a sealed one. To protect "
         f"each would lose {found.gain:.2%} more"
+    )
+
+
+def _replicas(found: Recommendation, replicas: int) -> str:
+    share, code = found.costs.state_bytes, found.setting.code
+    parity = f"and parity adds {amount(share * code.parity / code.data)}" if code.parity else "without parity"
+    return (
+        f"of the state that {replicas} nodes hold alike each copies its share, {amount(share)}, {parity}. Whole copies "
+        f"on every replica need no parity, but {amount(share * replicas)} a node. Neither is needed where survivors "
+        "keep their processes and send their live state, as torchft does"
     )
 
 

@@ -145,7 +145,7 @@ def _gauges(mine: Status) -> dict[str, float | None]:
         "holdfast_heartbeat_age_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
         "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
         "holdfast_effective_fraction": mine.spent.effective(),
-        "holdfast_steps_again": mine.spent.again if mine.spent.count else None,
+        "holdfast_steps_again": mine.spent.again,
         "holdfast_persisted_step": persisted.step if persisted else -1,
         "holdfast_persist_failing": bool(mine.tier and mine.tier.problem),
     }

@@ -166,6 +166,20 @@ def test_simulate_takes_rates_from_a_file(tmp_path: Path, capsys: pytest.Capture
     assert every[4] < every[2], "64 cores protect sooner than 1.5"
 
 
+def test_a_plan_counts_state_that_replicas_hold_alike_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*options: str) -> dict[str, Any]:
+        assert main(["plan", "--step", "12s", "--nodes", "8", *options, "--json", "-"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    shared, alone = planned("--state", "80GB", "--replicas", "8"), planned("--state", "10GB")
+    assert shared["memory_bytes_per_node"] == alone["memory_bytes_per_node"]
+    assert any("8 nodes hold alike" in reason for reason in shared["why"])
+    assert not any("hold alike" in reason for reason in alone["why"])
+    assert main(["plan", "--step", "12s", "--state", "80GB", "--nodes", "8", "--replicas", "9"]) == 2
+    assert "--replicas 9" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "tune"])
 @pytest.mark.parametrize(
     ("changes", "message"),
