@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.settings import (
     EVERY,
     GENERATIONS,
     GIVE_UP,
+    LEAVE_ON,
     MAX_REPEATS,
     MTBF,
     OVERHEAD_BUDGET,
@@ -121,6 +122,7 @@ class Options:
         parse_protect(self.protect)
         arena_path(self.job, self.arena)
         DRIFT.value()
+        LEAVE_ON.value()
 
     @property
     def budget(self) -> float | None:

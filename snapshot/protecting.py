@@ -296,7 +296,7 @@ class Protecting:
             interval=self._intervals.wanted(),
             persists=self._rank.client.persist_due,
             usable=self.layouts.standing(),
-            ends=self._rank.client.node_leaves,
+            ends=self._rank.leaves,
         )
 
     def _state(self, snapshot: SnapshotId) -> SnapshotState:
@@ -436,7 +436,7 @@ class Protecting:
         if due is None:
             return
         rank, step = self._rank, due.snapshot.step
-        leaves = rank.client.node_leaves
+        leaves = rank.leaves
         try:
             done = due.snapshot in self.copies and self.drain(rank.system.monotonic() + self._options.deadline_s)
             if rank.agreement.minimum([done])() != [True]:

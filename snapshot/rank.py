@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.settings import LEAVE_ON
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import default_agreement
 from holdfast.snapshot.connect import warn_of_stale_store
 from holdfast.snapshot.copy.devices import DeviceEngines, numa_node
 from holdfast.snapshot.copy.engines import CopyEngine
+from holdfast.snapshot.notice import Notice
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.own_smp import OwnSmp
 from holdfast.snapshot.progress import RankProgress
@@ -40,11 +42,17 @@ class Rank:
         devices = {item.tensor.device for item in adapter.tensors()}
         self.engine: CopyEngine = DeviceEngines(devices)
         self.client.near = numa_node(devices)
+        self._notice = Notice(LEAVE_ON.value())
 
     @property
     def client(self) -> SmpClient:
         """The connection to the SMP that the training thread uses, and the copy thread while a copy runs."""
         return self.smp.client
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this process or its SMP was told that this node is to be taken away."""
+        return self._notice.given or self.client.node_leaves
 
     def heartbeat(self) -> None:
         """Tell the SMP that this process is alive, and where it is."""
@@ -56,6 +64,7 @@ class Rank:
         Raises:
             DeadlineExceeded: a device still writes to a slot. The SMP is not told, as it would give the slot to others.
         """
+        self._notice.withdraw()
         self.engine.close()
         self.smp.close()
         self.agreement.close()

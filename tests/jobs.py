@@ -84,6 +84,7 @@ def stamps(model: Stamped, optim: Stamp) -> list[float]:
 def stamped() -> None:
     """Train up to step `steps`; report at the start and the end which steps the tensors are of."""
     trainer = Trainer.from_environment()
+    os.environ.update(trainer.args.get("environment", {}))
     torch.set_num_threads(1)
     trainer.init_process_group()
     model = Stamped(20_000 + trainer.args.get("skew", 1000) * trainer.rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,18 @@ def _grace(text: str) -> float:
     return seconds
 
 
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    try:
+        found = tuple(
+            signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"] for name in text.split(",") if name
+        )
+    except KeyError as error:
+        raise ConfigError(f"{text!r}: there is no signal {error}: say names with commas, such as TERM,USR1") from error
+    if {signal.SIGKILL, signal.SIGSTOP}.intersection(found):
+        raise ConfigError(f"{text!r}: no process hears KILL or STOP: leave them out")
+    return found
+
+
 def _mtbf(text: str) -> float:
     seconds = parse_time(text)
     if not seconds:
@@ -311,6 +324,15 @@ REQUIRE = Setting(
     "Refuse a start that would begin from nothing (snapshot), or go back behind this step.",
     shown="any start",
     page="restarts.md#a-start-that-must-go-on",
+)
+LEAVE_ON = Setting(
+    TRAINERS,
+    "HOLDFAST_LEAVE_ON",
+    ValueKind("TERM,USR1,...", lambda text: _signals(text)),
+    "",
+    "Signals that announce to a trainer that its node is to be taken away: the job ends as with `holdfast drain`.",
+    shown="none",
+    page="running.md#taking-a-node-away",
 )
 RUN = Setting(
     TRAINERS,

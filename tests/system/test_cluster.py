@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from holdfast.chaos.accounting import beyond_access_times, wait_until_dead
+from holdfast.chaos.actions import ACTIONS, to_ranks
 from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
+from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network.namespaces import unavailable
 from holdfast.chaos.node import VirtualNode
@@ -27,7 +29,9 @@ STEPS = 9
 def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) -> VirtualCluster:
     place: Callable[[int, int], int] | None = options.pop("place", None)
     on_event: Callable[[Event], None] | None = options.pop("on_event", None)
+    environment = options.pop("environment", {})
     args = {"steps": options.pop("steps", STEPS), "skew": options.pop("skew", 1000), "options": options}
+    args["environment"] = environment
     return VirtualCluster(
         launcher,
         nodes=nodes,
@@ -37,6 +41,7 @@ def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) 
         deadline_s=90,
         place=place,
         on_event=on_event,
+        actions={**ACTIONS, "term-trainer": to_ranks(signal.SIGTERM)},
     )
 
 
@@ -90,6 +95,16 @@ def test_a_node_that_is_drained_while_the_job_trains_costs_no_step(launcher: Lau
     assert drained["result"]["snapshot"][1] == last
     assert sorted(drained["result"]["holders"]) == ["node0", "node2"]
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["fetched", "held", "held"]
+
+
+def test_a_trainer_that_is_told_by_a_signal_ends_at_a_boundary_with_the_others(launcher: Launcher) -> None:
+    cluster = make(launcher, steps=16, environment={"HOLDFAST_LEAVE_ON": "TERM"})
+    cluster.add(Fault("rank1", "train.step", 4, "term-trainer", (1,)))
+    history = cluster.run()
+    last = max(event["step"] for event in history.of("step", generation=0))
+    assert_whole(history, 3, least=last, steps=16)
+    assert {event["step"] for event in history.of("started", generation=1)} == {last}
+    assert all(event["status"] != -signal.SIGTERM for event in history.of("exit", generation=0))
 
 
 @pytest.mark.parametrize("point", ["restore.before", "restore.middle"])
