@@ -152,6 +152,11 @@ class Overview:
         return summarise({status.inventory.node: list(status.recoveries) for status in self.statuses})
 
     @property
+    def leaving(self) -> list[str]:
+        """Nodes that are being drained."""
+        return [status.inventory.node for status in self.statuses if status.inventory.leaving]
+
+    @property
     def spent(self) -> Spent:
         """Where the time of the run went, as the rank says that told of it last."""
         return max((status.spent for status in self.statuses), key=lambda each: each.until, default=UNTOLD)
@@ -205,6 +210,7 @@ class Overview:
             "silent": self.silent,
             "refused": {name: refusal.value for name, refusal in self.refused.items()},
             "lost": self.lost,
+            "leaving": self.leaving,
             "trainerless_s": self.trainerless_s,
             "alarms": self.alarms,
             "versions": self.versions,

@@ -20,6 +20,7 @@ from holdfast.smp_daemon.coding.drain import Drained
 from holdfast.smp_daemon.coding.regroup import moved, plan_regroup
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
+from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.addresses import parse_spares
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -30,7 +31,7 @@ from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.storage.store import Store
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, run_on
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, run_on
 from tests.system.test_regroup import (
     SNAPSHOT,
     carried_out,
@@ -228,6 +229,7 @@ class TestANodeThatIsDrained:
         run.protect(2)
         waiting = ground.meanwhile(drain, ground, "node1", "--wait")
         await_leaving(run["dp1"])
+        assert look(JOB, smps[0].control).leaving == ["node1"]
         leave(run)
         assert waiting.result(DEADLINE_S) == 0
         assert smps[1].wait_end() == 0
