@@ -625,28 +625,31 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-@lru_cache(maxsize=32)
-def _parsed(file: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # no Python, such as a notebook's own commands
-        return None
-
-
 def function_of(code: CodeType, frame: FrameType) -> Function | None:
     """The source of a function, if there is any."""
     linecache.getlines(code.co_filename, frame.f_globals)
-    module = _parsed(code.co_filename)
-    if module is None or not module.body:
+    return _parsed(code)
+
+
+@lru_cache(maxsize=64)
+def _parsed(code: CodeType) -> Function | None:
+    lines = linecache.getlines(code.co_filename)
+    is_whole = code.co_name == "<module>"
+    first = 1 if is_whole else code.co_firstlineno
+    if first > len(lines):
         return None
-    if code.co_name == "<module>":
+    body = lines if is_whole else inspect.getblock(lines[first - 1 :])
+    is_within = body[0][:1].isspace()
+    try:
+        module = ast.parse("".join(["if True:\n"] * is_within + body))
+    except (SyntaxError, ValueError):  # no Python, such as a notebook's own commands
+        return None
+    if is_whole:
         return module
-    functions = [each for each in ast.walk(module) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for each in functions:
-        begins = [each.lineno, *(line.lineno for line in each.decorator_list)]
-        if each.name == code.co_name and code.co_firstlineno in begins:
-            return each
-    return None
+    ast.increment_lineno(module, first - 1 - is_within)
+    outer = module.body[0]
+    found = outer.body[0] if is_within and isinstance(outer, ast.If) else outer
+    return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
 def _is_named(function: Function, block: ast.With | ast.AsyncWith) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import logging
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from torch import nn
 
 from holdfast import InMemorySnapshot
-from holdfast.snapshot.step.carried import Carries, Flow, RunningValues, loops_at
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.step.carried import Carries, Flow, RunningValues, function_of, loops_at
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 
 SET_UP = """
@@ -197,3 +200,52 @@ def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogC
 @pytest.mark.usefixtures("arena")
 def test_a_number_that_is_logged_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     assert not said(with_a_loss_that_is_logged, caplog)
+
+
+# ------------------------------------------------------------------ the source of a function that is running
+
+
+def decorated(function: Callable[[], Any]) -> Callable[[], Any]:
+    return function
+
+
+class Within:
+    @staticmethod
+    @decorated
+    def method() -> FrameType | None:
+        text = """
+no indentation here
+"""
+        return inspect.currentframe() if text else None
+
+
+@decorated
+def at_the_top() -> FrameType | None:
+    return inspect.currentframe()
+
+
+@pytest.mark.parametrize("function", [Within.method, at_the_top])
+def test_the_source_of_a_function_is_found_with_its_lines(function: Callable[[], FrameType | None]) -> None:
+    frame = function()
+    assert frame is not None
+    source = function_of(frame.f_code, frame)
+    assert isinstance(source, ast.FunctionDef) and source.name == function.__name__
+    assert source.body[0].lineno <= frame.f_lineno <= (source.end_lineno or 0)
+
+
+def test_without_a_source_nothing_is_found() -> None:
+    names: dict[str, Any] = {"inspect": inspect}
+    exec("def made():\n    return inspect.currentframe()", names)
+    frame = names["made"]()
+    assert function_of(frame.f_code, frame) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 128, 623, 624, 625, 3000])
+def test_numbers_that_torch_has_drawn_are_counted(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for _ in range(2):  # just seeded, and later
+        before = rng.state_of(generator)
+        for _ in range(count):
+            torch.randint(2, (1,), generator=generator)
+        assert rng.numbers_between(before, rng.state_of(generator)) == count
+    assert rng.numbers_between(before, rng.state_of(torch.Generator().manual_seed(-1))) is None
