@@ -141,6 +141,12 @@ def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
     return found
 
 
+def called_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """The paths that are called."""
+    calls = [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
+    return list(dict.fromkeys(path for each in calls if (path := path_of(each.func))))
+
+
 def _bound_in(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     """The variables of comprehensions, which are nobody else's."""
     return {part for each in nodes if isinstance(each, ast.comprehension) for part in ast.walk(each.target)}
@@ -158,6 +164,7 @@ class Flow:
         is_ours: whether a value belongs to the hook.
         is_kept: whether a value, or the path that leads to it, is captured, or is no state.
         is_foreign: whether a value is a module that is not captured.
+        written_by: the paths that a call of a path assigns, with lines.
     """
 
     def __init__(
@@ -169,6 +176,7 @@ class Flow:
         is_ours: Callable[[Any], bool],
         is_kept: Callable[[str, Any], bool],
         is_foreign: Callable[[Any], bool],
+        written_by: Callable[[str], dict[str, int]] = lambda path: {},
     ) -> None:
         self.found = Carries()
         self._value_of = value_of
@@ -177,7 +185,8 @@ class Flow:
         self._is_foreign = is_foreign
         self._turns = turns
         self._reads = reads
-        self._lines = assigned_in(turns or [function])
+        self._written_by = written_by
+        self._lines = self._assigned_in(turns or [function])
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
         self._state: dict[str, Origins] = {}
         self._loops: list[ast.AST] = []
@@ -186,6 +195,14 @@ class Flow:
             outside = _outlives(function)
             self._carry(path for path in self._lines if outside(path))
         self._block(function.body)
+
+    def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
+        """As `assigned_in`, with what the functions assign that are called there."""
+        nodes = list(nodes)
+        found = assigned_in(nodes)
+        for path in called_in(nodes):
+            found = self._written_by(path) | found
+        return found
 
     def _carry(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -240,7 +257,7 @@ class Flow:
         is_turn = node in self._turns
         if is_turn and node not in self._candidates:
             known = {path for path, origins in self._state.items() if origins & KNOWN_TO_US}
-            self._candidates[node] = [path for path in assigned_in([node]) if path not in known]
+            self._candidates[node] = [path for path in self._assigned_in([node]) if path not in known]
         self._loops.append(node)
         for _ in range(2):  # what a turn leaves reaches the next one
             if is_turn:
@@ -315,7 +332,8 @@ class Flow:
             for inner in [each for each in self._state if each != path and root_of(each) == path]:
                 del self._state[inner]
         elif isinstance(target, ast.Attribute | ast.Subscript):
-            if self._trains(self._value_of(path_of(target.value))):
+            changed = self._value_of(path_of(target.value))
+            if self._trains(changed) or (changed is MISSING and path.endswith("['lr']")):
                 self._reaches(origins)
             if not path:
                 origins |= self._expression(target.slice) if isinstance(target, ast.Subscript) else NONE
@@ -508,7 +526,24 @@ class CarriedVariables:
                 return Carries()
         named, values = _Named(self._adapter), RunningValues({**frame.f_globals, **frame.f_locals})
         is_kept = partial(named.has, values)
-        return Flow(function, turns, reads, values.of, _is_ours, is_kept, named.is_foreign).found
+        helpers = {path: each for path in called_in(turns) if (each := helper_of(path, values)) is not None}
+
+        def written_by(path: str) -> dict[str, int]:
+            return helpers[path].writes if path in helpers else {}
+
+        found = Flow(function, turns, reads, values.of, _is_ours, is_kept, named.is_foreign, written_by).found
+        for helper in helpers.values():
+            known = RunningValues(helper.names)
+            kept = partial(named.has, known)
+            inner = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign).found
+            for path, line in inner.carried.items():
+                outer = helper.called_outside(path)
+                if not is_kept(outer, known.of(path)):
+                    found.carried.setdefault(outer, line)
+        for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
+            if helper.owner and any(path.startswith(f"{helper.owner}.") for path in found.carried):
+                found.carried |= {path: at for path, at in helper.writes.items() if not is_kept(path, values.of(path))}
+        return found
 
 
 def lines_for(found: Carries) -> list[str]:
@@ -613,7 +648,8 @@ class _Named:
 
 
 def _is_ours(value: Any) -> bool:
-    return package_of(type(value).__module__) in ("holdfast", "holdfast.snapshot", "holdfast.integrations")
+    ours = ("holdfast", "holdfast.snapshot", "holdfast.integrations")
+    return any(package_of(kind.__module__) in ours for kind in type(value).__mro__)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -650,6 +686,53 @@ def _parsed(code: CodeType) -> Function | None:
     outer = module.body[0]
     found = outer.body[0] if is_within and isinstance(outer, ast.If) else outer
     return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A function of the user that a turn calls.
+
+    Attributes:
+        function: its source. names: the values that it knows.
+        owner: the path of the object whose method it is, and what it calls that object; both empty if it is none.
+    """
+
+    function: ast.FunctionDef | ast.AsyncFunctionDef
+    names: Mapping[str, Any]
+    owner: str
+    itself: str
+
+    @property
+    def writes(self) -> dict[str, int]:
+        """What it assigns that outlives the call, by the paths of the caller, with lines."""
+        outlives = _outlives(self.function)
+        found = assigned_in(self.function.body)
+        return {self.called_outside(path): line for path, line in found.items() if outlives(path)}
+
+    def called_outside(self, path: str) -> str:
+        """What the caller calls a path of the function."""
+        return self.owner + path[len(self.itself) :] if self.itself and root_of(path) == self.itself else path
+
+
+def helper_of(path: str, values: RunningValues) -> Helper | None:
+    """The function of the user's own that is called by a path, unless it is a model's."""
+    called, owner = values.of(path), path.rpartition(".")[0]
+    if not isinstance(called, FunctionType | MethodType | type) and callable(called):
+        method = inspect.getattr_static(type(called), "__call__")
+        called, owner = (MethodType(method, called) if isinstance(method, FunctionType) else MISSING), path
+    held = called.__self__ if isinstance(called, MethodType) else None
+    inner = called.__func__ if isinstance(called, MethodType) else called
+    trains = isinstance(held, torch.nn.Module | torch.optim.Optimizer) or _is_ours(held)
+    if trains or not isinstance(inner, FunctionType) or not is_users_own(inner):
+        return None
+    linecache.getlines(inner.__code__.co_filename, inner.__globals__)
+    function = _parsed(inner.__code__)
+    if function is None or isinstance(function, ast.Module):
+        return None
+    names = {**inner.__globals__, **inspect.getclosurevars(inner).nonlocals}
+    arguments = function.args.posonlyargs + function.args.args
+    itself = arguments[0].arg if held is not None and arguments else ""
+    return Helper(function, names | ({itself: held} if itself else {}), owner if itself else "", itself)
 
 
 def _is_named(function: Function, block: ast.With | ast.AsyncWith) -> bool:

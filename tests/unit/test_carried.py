@@ -190,6 +190,66 @@ def with_a_loss_that_is_logged(snap: InMemorySnapshot, job: Job) -> Iterator[Non
             logging.getLogger("training").info("%s", total / count)
 
 
+class Stopper:
+    """What many scripts have to stop early."""
+
+    def __init__(self) -> None:
+        self.best, self.waited, self.stops = float("inf"), 0, False
+
+    def __call__(self, loss: float) -> None:
+        if loss < self.best:
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
+            self.stops = self.waited > 100
+
+
+class Warming:
+    """A schedule of the user's own."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim, self.turn = optim, 0
+
+    def step(self) -> None:
+        self.turn += 1
+        for group in self.optim.param_groups:
+            group["lr"] = 0.01 * self.turn
+
+
+class Meter:
+    """What many scripts have to log a mean."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+
+def with_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    stopper, warming, meter = Stopper(), Warming(job.optim), Meter()
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        loss = job.model(torch.randn(2, 4)).square().sum()
+        loss.backward()
+        yield
+        job.optim.step()
+        warming.step()
+        meter.update(loss.item())
+        stopper(loss.item())
+        logging.getLogger("training").info("%s", meter.total / meter.count)
+        if stopper.stops:
+            break
+
+
+@pytest.mark.usefixtures("arena")
+def test_objects_whose_methods_are_called_are_looked_into(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(with_helpers, caplog)
+    assert all(f"{name} (line" in line for name in ("stopper.best", "stopper.waited", "warming.turn"))
+    assert "meter" not in line
+
+
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [annealed, annealed_in_a_function])
 def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
