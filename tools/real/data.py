@@ -90,6 +90,11 @@ def digits(folder: Path, python: Path) -> None:
         (home / f"{name}-labels-idx1-ubyte").write_bytes(sizes.tobytes() + labels.tobytes())
 
 
+def pictures(folder: Path, python: Path) -> None:
+    """Write ``images``, folders of small pictures by class, which timm reads."""
+    subprocess.run([python, "-c", _PICTURES], cwd=folder, check=True, capture_output=True, timeout=MADE_S)
+
+
 def waves(folder: Path, python: Path) -> None:
     """Write ``traindata.npy``, short waves as those of time_sequence_prediction."""
     shifts = np.random.RandomState(2).randint(-80, 80, 12)
@@ -139,6 +144,19 @@ torch.manual_seed(4)
 shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=64)
 shaped = transformers.BertConfig(max_position_embeddings=32, **shape)
 transformers.BertForSequenceClassification(shaped).save_pretrained(".")
+"""
+
+_PICTURES = """
+import numpy, os, PIL.Image
+drawn = numpy.random.RandomState(6)
+for part, count in (("train", 20), ("val", 4)):
+    for kind in ("noise", "stripes"):
+        home = f"images/{part}/{kind}"
+        os.makedirs(home)
+        for number in range(count):
+            pixels = drawn.randint(0, 256, (72, 72, 3))
+            pixels = pixels if kind == "noise" else pixels[:1] + numpy.zeros_like(pixels)
+            PIL.Image.fromarray(pixels.astype("uint8")).save(f"{home}/{number}.png")
 """
 
 _METRIC = """

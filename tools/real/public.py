@@ -90,7 +90,6 @@ SCHEDULE_FREE = MNIST._replace(
     framework="schedule_free",
     what="examples/mnist/main.py, weights exchanged for each evaluation",
     arguments="--no-cuda --no-mps --epochs 3 --batch-size 16 --test-batch-size 32 --log-interval 5",
-    package="schedulefree",
     checkout="schedule_free/examples/mnist",
     lines=(
         MNIST.lines[0],
@@ -111,7 +110,6 @@ PPO = Run(
     script="ppo.py",
     arguments="--total-timesteps 1024 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --no-cuda",
     page="docs/loops.md",
-    package="gymnasium",
     checkout="cleanrl/cleanrl",
     files=("ppo.py",),
     python=ENVIRONMENT,
@@ -230,4 +228,59 @@ PARITY = Run(
     ),
 )
 
-PUBLIC: tuple[Run, ...] = (COPY, PARITY, GPT2, SCHEDULE_FREE, PPO, DQN)
+TIMM = Run(
+    name="timm",
+    framework="timm",
+    what="train.py, its loader with two persistent workers, mixup, an average of the weights",
+    script="train.py",
+    arguments="--data-dir images --model test_resnet --img-size 64 --num-classes 2 --batch-size 4 "
+    "--validation-batch-size 4 --epochs 3 --warmup-epochs 1 --workers 2 --opt adamw --lr 1e-3 --mixup 0.2 --drop 0.1 "
+    "--model-ema --model-ema-decay 0.9 --device cpu --output out --experiment here --log-interval 5",
+    page="docs/loops.md",
+    checkout="pytorch-image-models",
+    files=("train.py", "timm"),
+    make=data.pictures,
+    python=ENVIRONMENT,
+    first=("tools.real.torchvision_on_cpu",),
+    said="Best metric",
+    lines=(
+        Edit("train.py", "import argparse", f"{IMPORT}import argparse"),
+        Edit(
+            "train.py",
+            "for epoch in range(start_epoch, num_epochs):",
+            """
+            def best(values):
+                nonlocal best_metric, best_epoch, results
+                best_metric, best_epoch, results = values
+
+            snap = InMemorySnapshot(model, optimizer, scheduler=lr_scheduler)
+            snap.track("average", tensors=task.get_trainable_module(ema=True))
+            snap.track("best", get=lambda: (best_metric, best_epoch, results), set=best)
+            with snap:
+            """,
+            until="results.append(latest_results)",
+        ),
+        Edit(
+            "train.py",
+            "for epoch in range(start_epoch, num_epochs):",
+            "for epoch in range(snap.epoch, num_epochs):",
+        ),
+        Edit(
+            "train.py",
+            "train_metrics = train_one_epoch(\n    epoch,\n    model,\n    loader_train,",
+            "train_metrics = train_one_epoch(\n    epoch,\n    model,\n    snap.data(loader_train),",
+        ),
+        Edit(
+            "train.py",
+            "num_updates = epoch * updates_per_epoch",
+            "num_updates = epoch * updates_per_epoch + loader.position",
+        ),
+        Edit(
+            "train.py",
+            "update_sample_count = 0\nfor batch_idx, (input, target) in enumerate(loader):",
+            "update_sample_count = 0\nfor batch_idx, (input, target) in loader.enumerate():",
+        ),
+    ),
+)
+
+PUBLIC: tuple[Run, ...] = (COPY, PARITY, GPT2, SCHEDULE_FREE, PPO, DQN, TIMM)

@@ -75,7 +75,8 @@ def execute(run: Run, real: Path | None, pythons: Mapping[str, Path], seed: int)
         result.said = str(missing)
         return result
     if not run.package:
-        result.versions[run.framework] = run.checkout.rpartition("-")[2] if "-" in run.checkout else "main"
+        release = run.checkout.rpartition("-")[2]
+        result.versions[run.framework] = release if release[:1].isdigit() else "main"
     home = WORK / "runs" / run.name
     shutil.rmtree(home, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-real-", dir="/dev/shm") as arena:
