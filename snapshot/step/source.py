@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -144,18 +145,44 @@ def open_pass(source: Any, epoch: int) -> tuple[Iterator[Any], Indices | None]:
     Args:
         epoch: how many passes are finished.
     """
-    again = is_loader(source) and source.persistent_workers
-    if again:
-        source._iterator = None  # what persistent workers drew in earlier passes cannot be restored
-    making: AbstractContextManager[None] = nullcontext()
-    if again and epoch:
-        making = for_a_later_pass(source, torch.Generator().manual_seed(torch.initial_seed() ^ epoch))
-    with unwatched(), making:
+    read = [source] if is_loader(source) else _read_through(source)
+    again = [loader for loader in read if loader.persistent_workers]
+    for loader in again:
+        loader._iterator = None  # what persistent workers drew in earlier passes cannot be restored
+    if read and not is_loader(source):
+        return _with_first(iter(source), again, epoch), None
+    with _making(again, epoch):
         iterator: Any = iter(source if _is_iterable(source) else source())
     indices = None
     if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
         indices = iterator._sampler_iter = Indices(iterator._sampler_iter)
     return iterator, indices
+
+
+def _read_through(source: Any) -> list[Any]:
+    """The loaders in the attributes of an object that wraps them, as timm's PrefetchLoader does."""
+    return (
+        [part for part in getattr(source, "__dict__", {}).values() if is_loader(part)] if _is_iterable(source) else []
+    )
+
+
+def _with_first(batches: Iterator[Any], again: list[Any], epoch: int) -> Iterator[Any]:
+    """The same batches. A generator makes the iterators of its loaders only when its first batch is read."""
+    with _making(again, epoch):
+        first = list(islice(batches, 1))
+    if first:
+        yield first.pop()  # the loop alone decides how long it stays in memory
+        yield from batches
+
+
+@contextmanager
+def _making(again: list[Any], epoch: int) -> Iterator[None]:
+    """Iterators of loaders are made meanwhile, of which those of `again` have persistent workers."""
+    with unwatched(), ExitStack() as stack:
+        for loader in again if epoch else ():
+            generator = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
+            stack.enter_context(for_a_later_pass(loader, generator))
+        yield
 
 
 def complain(name: str, exact: bool, problem: str) -> None:

@@ -205,6 +205,21 @@ class Own(Augmented):
         return torch.tensor([index, self.numbers.random(), first.random(), drawn], dtype=torch.float64)
 
 
+class Prefetching:
+    """Reads a batch ahead of the one that it gives, as timm's loader does."""
+
+    def __init__(self, loader: DataLoader[torch.Tensor]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        ahead: list[torch.Tensor] = []
+        for batch in self.loader:
+            ahead.append(batch)
+            if len(ahead) > 1:
+                yield ahead.pop(0)
+        yield from ahead
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """Divides itself among the workers, and draws."""
 
@@ -333,6 +348,9 @@ WORKERS: dict[str, Callable[[], Any]] = {
     "read ahead": lambda: loader(Augmented(), shuffle=True, num_workers=2, prefetch_factor=4),
     "a generator of its own": lambda: own_generator(dataset=Augmented(), shuffle=True, num_workers=2),
     "workers that live on": lambda: loader(Augmented(), shuffle=True, num_workers=2, persistent_workers=True),
+    "workers that live on behind a wrapper": lambda: Prefetching(
+        loader(Augmented(), shuffle=True, num_workers=2, persistent_workers=True)
+    ),
     "iterable": lambda: loader(Stream(), num_workers=2),
     "chunks of the global generator": lambda: loader(sampler=Chunks(1), num_workers=2, prefetch_factor=2),
     "skipping, but not in its workers": lambda: TellingLoader(
