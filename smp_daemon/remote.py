@@ -12,23 +12,22 @@ from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.net.peers import AtEnd
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
-from holdfast.smp_daemon.recovery.units import MICROSECONDS
+from holdfast.smp_daemon.recovery.units import MICROSECONDS, key_of
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.messages import (
     Accumulate,
     Adopt,
-    AskParityUnit,
-    AskPartialSum,
     AskShard,
-    AskShardUnit,
     Drain,
     Encode,
     Enlist,
+    Fetch,
     GiveUpRuns,
     HeldShard,
     Move,
     ParityDone,
+    PartialSum,
     PeerBulk,
     PeerControl,
     PeerInventory,
@@ -37,7 +36,6 @@ from holdfast.smp_daemon.shared.messages import (
     Pong,
     Regroup,
     Release,
-    ShardUnit,
     SumReply,
     UnitReply,
     check_request,
@@ -48,7 +46,7 @@ from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
 from holdfast.smp_daemon.shared.transport import Message, Outbound, SocketStream
 from holdfast.smp_daemon.storage.codings import Coding
-from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.holdings import Key, ShardKey
 
 
 def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
@@ -112,12 +110,11 @@ class PeerConversation:
         match request:
             case AskShard():
                 return self._shard(request.coord), None
-            case AskShardUnit():
-                return self._unit(ShardKey(request.snapshot, request.coord), request.unit)
-            case AskParityUnit():
-                return self._unit(ParityKey(request.snapshot, request.tag, request.position), request.unit)
-            case AskPartialSum():
-                return self._partial(request)
+            case Fetch():
+                what = request.what
+                if isinstance(what, PartialSum):
+                    return self._partial(request, what)
+                return self._unit(key_of(request.snapshot, what), what.unit)
 
     def _pass_over(self, message: Message, payload: int, stream: SocketStream) -> None:
         """Discard the unit of a refused message. Close the connection if the unit cannot be one of this job's."""
@@ -187,28 +184,24 @@ class PeerConversation:
         sources = record.sources[index] if isinstance(record, ParityRecord) else {}
         return UnitReply(digest=record.digests[index], sources=sources), unit
 
-    def _partial(self, request: AskPartialSum) -> tuple[SumReply, memoryview]:
+    def _partial(self, request: Fetch, wanted: PartialSum) -> tuple[SumReply, memoryview]:
         """Ask the rest of the chain for its partial sum, and add this node's term to it."""
-        length, longest = request.length, self._store.state.longest_unit()
+        length, longest = wanted.length, self._store.state.longest_unit()
         if length > longest:
             raise ProtocolError(f"a sum of {length} bytes; this job's units have at most {longest}")
-        own = request.terms[0]
-        key: Key = (
-            ShardKey(request.snapshot, own.what.coord)
-            if isinstance(own.what, ShardUnit)
-            else ParityKey(request.snapshot, own.what.tag, own.what.position)
-        )
-        unit, record = self._store.holdings.checked_unit(key, own.what.unit)
+        own, *others = wanted.terms
+        unit, record = self._store.holdings.checked_unit(key_of(request.snapshot, own.what), own.what.unit)
         sources = record.sources[own.what.unit] if isinstance(record, ParityRecord) else {}
-        expected = sources.get(request.position)
+        expected = sources.get(wanted.position)
         if self._sum.nbytes < length:
             self._sum = memoryview(bytearray(length))
         total = self._sum[:length]
         waits: tuple[int, ...] = ()
-        if len(request.terms) > 1:
-            host, port = request.terms[1].at
+        if others:
+            host, port = others[0].at
             began = self._smp.system.monotonic()
-            rest = msgspec.structs.replace(request, terms=request.terms[1:])
+            what = msgspec.structs.replace(wanted, terms=tuple(others))
+            rest = msgspec.structs.replace(request, what=what)
             reply = from_plain(SumReply, self._links.call((host, port), rest, total), "an answer with a sum")
             waits = (int((self._smp.system.monotonic() - began) * MICROSECONDS), *reply.waits)
             if self._links.digest != reply.digest:

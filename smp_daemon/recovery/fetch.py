@@ -19,8 +19,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
-import msgspec
-
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.recovery.units import MICROSECONDS, Computation, StripePlace, place_of, place_of_key
 from holdfast.smp_daemon.recovery.ways import Chooser, Way, WayKind, Ways
@@ -37,16 +35,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import (
-    AskParityUnit,
-    AskPartialSum,
-    AskShardUnit,
-    ParityUnit,
-    PartialSum,
-    ShardUnit,
-    SumReply,
-    UnitReply,
-)
+from holdfast.smp_daemon.shared.messages import Fetch, ParityUnit, PartialSum, ShardUnit, SumReply, UnitReply
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, Network, Threads
@@ -60,8 +49,6 @@ MAX_SUMS = 2
 
 IDLE = 8
 """Most idle connections that are kept open for later requests."""
-
-REQUESTS = {ShardUnit: AskShardUnit, ParityUnit: AskParityUnit, PartialSum: AskPartialSum}
 
 REFUSALS = (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError)
 """What a source may do instead of giving a unit. Any other error ends the fetch."""
@@ -384,8 +371,7 @@ class Fetcher(UnitSource):
         with self._noting(unit, ways, asked):
             links.set_deadline(patience_s)
             asked = replace(asked, address=self._connect(asked, number))
-            job, snapshot = self.layout.job, self.snapshot
-            links.send(asked.address, REQUESTS[type(what)](job=job, snapshot=snapshot, **msgspec.structs.asdict(what)))
+            links.send(asked.address, Fetch(job=self.layout.job, snapshot=self.snapshot, what=what))
             return asked
         return None
 

@@ -9,7 +9,7 @@ from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
-from holdfast.smp_daemon.shared.messages import AskShard, AskShardUnit, HeldShard, UnitReply
+from holdfast.smp_daemon.shared.messages import AskShard, Fetch, HeldShard, ShardUnit, UnitReply
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.slotfile import SlotFormat
 from holdfast.smp_daemon.shared.sources import Address
@@ -69,8 +69,8 @@ class RemoteShard:
         units = sorted(self._missing.intersection(wanted))
         for index in range(len(units) + AHEAD):
             if index < len(units):
-                unit = AskShardUnit(job=self._job, snapshot=self.snapshot, coord=self._coord, unit=units[index])
-                self._links.send(self._address, unit)
+                unit = ShardUnit(self._coord, units[index])
+                self._links.send(self._address, Fetch(job=self._job, snapshot=self.snapshot, what=unit))
             if index >= AHEAD:
                 self._receive(units[index - AHEAD])
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.ec import Codec, TooManyErasures, choose_codec
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, Unrecoverable
-from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.messages import (
     ParityUnit,
     PartialSum,
@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.messages import (
 )
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.storage.holdings import Key, ShardKey
+from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 
 MICROSECONDS = 1e6
 
@@ -52,6 +52,13 @@ class HeldUnit:
     address: Address
     what: ShardUnit | ParityUnit
     length: int
+
+
+def key_of(snapshot: SnapshotId, what: ShardUnit | ParityUnit) -> Key:
+    """The shard or the parity that a unit is of."""
+    if isinstance(what, ShardUnit):
+        return ShardKey(snapshot, what.coord)
+    return ParityKey(snapshot, what.tag, what.position)
 
 
 def place_of(layout: Layout, coord: str, index: int) -> StripePlace:

@@ -522,30 +522,11 @@ class HeldShard(Reply, kw_only=True):
     unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class AskShardUnit(PeerRequest, tag="shard_unit", kw_only=True):
-    """Ask for a `ShardUnit` of a snapshot."""
+class Fetch(PeerRequest, tag="fetch", kw_only=True):
+    """Ask for a unit of a snapshot, or for a sum of some. Its bytes follow the reply."""
 
     snapshot: SnapshotId
-    coord: Identifier
-    unit: Count
-
-
-class AskParityUnit(PeerRequest, tag="parity_unit", kw_only=True):
-    """Ask for a `ParityUnit` of a snapshot."""
-
-    snapshot: SnapshotId
-    tag: Identifier
-    position: Count
-    unit: Count
-
-
-class AskPartialSum(PeerRequest, tag="partial", kw_only=True):
-    """Ask for a `PartialSum` of a snapshot."""
-
-    snapshot: SnapshotId
-    terms: Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=MAX_TERMS)]
-    length: Count
-    position: Count
+    what: ShardUnit | ParityUnit | PartialSum
 
 
 class UnitReply(Reply, kw_only=True):
@@ -592,7 +573,7 @@ PeerControl = (
 
 read_peer_control = reader(PeerControl, ANSWERED)
 
-PeerBulk = Accumulate | AskShard | AskShardUnit | AskParityUnit | AskPartialSum
+PeerBulk = Accumulate | AskShard | Fetch
 """Messages that carry raw bytes or are answered with some. They go over separate connections."""
 
 read_peer_bulk = reader(PeerBulk, ANSWERED)

@@ -343,7 +343,12 @@ def test_whoever_does_not_know_them_gets_nothing(ground: Ground, tmp_path: Path,
     if kind == "token and mTLS":
         strangers += [{k: v for k, v in guarded.environment.items() if k in TLS_ENVS}]
     smp = guarded.smps[0]
-    question = {"op": "shard_unit", "job": JOB, "snapshot": snapshot, "coord": "dp0", "unit": 0}
+    question = {
+        "op": "fetch",
+        "job": JOB,
+        "snapshot": snapshot,
+        "what": {"op": "shard_unit", "coord": "dp0", "unit": 0},
+    }
     for stranger in strangers:
         with credentials(stranger):
             with pytest.raises(HoldfastError):

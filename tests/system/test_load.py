@@ -164,9 +164,10 @@ class Giver:
 
     def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         self.asked.release()
-        assert message["unit"] in self.at_once or self.may.wait(DEADLINE_S)
-        unit = memoryview(self._units[message["op"], message["unit"]])
-        sources = {"0": digest(unit)} if message["op"] == "parity_unit" else {}
+        what = message["what"]
+        assert what["unit"] in self.at_once or self.may.wait(DEADLINE_S)
+        unit = memoryview(self._units[what["op"], what["unit"]])
+        sources = {"0": digest(unit)} if what["op"] == "parity_unit" else {}
         return {"digest": digest(unit), "sources": sources}, unit
 
     def ended(self) -> None:

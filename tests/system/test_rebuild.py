@@ -119,18 +119,17 @@ def test_a_chain_through_nonsense_is_refused(ground: Ground) -> None:
     ]
     for spoilt in spoilings:
         stream = connect(smps[0].bulk)
-        message = {
+        what = {
             "op": "partial",
-            "job": smps[0].job,
-            "snapshot": run.protected,
             "length": 64,
             "position": 0,
             "terms": [{"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1}],
         }
+        message = {"op": "fetch", "job": smps[0].job, "snapshot": run.protected, "what": what}
         assert call(stream, message)[1] == 64
         stream.receive_into(memoryview(bytearray(64)))
         with pytest.raises(HoldfastError):
-            call(stream, message | spoilt)
+            call(stream, message | {"what": what | spoilt})
         stream.close()
 
 

@@ -382,17 +382,18 @@ class TestPeersOfAnotherJob:
         assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
         assert reasons.empty()
 
-    @pytest.mark.parametrize("op", ["accumulate", "shard_unit", "parity_unit"])
+    @pytest.mark.parametrize("op", ["accumulate", "fetch"])
     def test_raw_bytes_are_exchanged_with_our_own_only(self, lone: SmpProcess, op: str) -> None:
         run = next_run_on(lone)
         snapshot = run.protect(1)
-        numbers = {"epoch": run.epoch, "stripe": 0, "position": 0, "digest": 0, "unit": 0}
-        message = {"op": op, "snapshot": snapshot, "tag": run.layout.tag(0), "coord": "dp0", **numbers}
+        numbers = {"epoch": run.epoch, "stripe": 0, "position": 0, "digest": 0}
+        what = {"op": "shard_unit", "coord": "dp0", "unit": 0}
+        message = {"op": op, "snapshot": snapshot, "tag": run.layout.tag(0), "what": what, **numbers}
         stream = connect(lone.bulk)
         try:
             with pytest.raises(ProtocolError, match="'testrun', not 'otherun'"):
                 call(stream, {**message, "job": "otherun"}, memoryview(b"unit") if op == "accumulate" else None)
-            _, length = call(stream, {**message, "op": "shard_unit", "job": "testrun"})
+            _, length = call(stream, {**message, "op": "fetch", "job": "testrun"})
             assert length == min(run.layout.unit_bytes, run["dp0"].form.total_bytes)
         finally:
             stream.close()
@@ -408,7 +409,8 @@ class TestPeersOfAnotherJob:
             with pytest.raises(DamagedSnapshot, match="position 1 was damaged"):
                 call(stream, accumulate_message(run, snapshot, digest=12345), image)
             with pytest.raises(ProtocolError, match="no unit 1000"):
-                call(stream, {**accumulate_message(run, snapshot), "op": "shard_unit", "coord": "dp0", "unit": 1000})
+                what = {"op": "shard_unit", "coord": "dp0", "unit": 1000}
+                call(stream, {**accumulate_message(run, snapshot), "op": "fetch", "what": what})
         finally:
             stream.close()
         run["dp1"].seal(snapshot)

@@ -564,7 +564,8 @@ class TestAnSmpIsToldNonsense:
         ids=str,
     )
     def test_what_it_does_not_understand_it_says(self, smp: SmpProcess, of: Address, message: Message) -> None:
-        good = {"op": "shard_unit", "job": smp.job, "snapshot": [0, 0], "coord": "dp0", "unit": 0}
+        what = {"op": "shard_unit", "coord": "dp0", "unit": 0}
+        good = {"op": "fetch", "job": smp.job, "snapshot": [0, 0], "what": what}
         first, second = replies(tell(of(smp), said(message) + said(good)))
         assert first["error"] == "ProtocolError"
         assert second["error"] == ("NotHeld" if of is bulk_of else "ProtocolError")
@@ -652,9 +653,7 @@ OPERATIONS = [
         "scrub",
         "accumulate",
         "shard",
-        "shard_unit",
-        "parity_unit",
-        "partial",
+        "fetch",
         "ping",
         "parity_done",
         "status",
@@ -753,9 +752,12 @@ class Protected:
                 "position": 1,
                 "digest": digest(memoryview(bytes(self.lengths[1]))),
             },
-            "shard_unit": {**both, **unit},
-            "parity_unit": {**both, "position": 0, "unit": 0},
-            "partial": {**both, "terms": terms, "length": max(self.lengths), "position": 1},
+            "fetch shard": {**both, "what": unit},
+            "fetch parity": {**both, "what": {"op": "parity_unit", "tag": both["tag"], "position": 0, "unit": 0}},
+            "fetch sum": {
+                **both,
+                "what": {"op": "partial", "terms": terms, "length": max(self.lengths), "position": 1},
+            },
             "adopt": regrouping,
             "release": regrouping,
             "recover": {**to_trainer, "coord": "dp0"},
@@ -764,6 +766,7 @@ class Protected:
 
     def say(self, message: Message) -> Message:
         """Send a message on a connection of its own, with a unit where one is needed; return the reply."""
+        message = {**message, "op": message["op"].partition(" ")[0]}
         if message["op"] in ("adopt", "encode", "release"):
             return ask_control(self.smps[0].control, message)
         local = message["op"] in ("recover", "repair_parity")
@@ -797,7 +800,7 @@ def protected() -> Iterator[Protected]:
 
 class TestAnSmpIsToldWhatIsAlmostRight:
     @pytest.mark.parametrize(
-        "op", ["accumulate", "shard_unit", "parity_unit", "partial", "adopt", "release", "recover"]
+        "op", ["accumulate", "fetch shard", "fetch parity", "fetch sum", "adopt", "release", "recover"]
     )
     def test_what_is_right_is_done(self, protected: Protected, op: str) -> None:
         """Otherwise the tests below would prove little. All of it is harmless if repeated."""
@@ -807,9 +810,9 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         ("op", "keys"),
         [
             ("accumulate", ["job", "stripe", "position", "digest"]),
-            ("shard_unit", []),
-            ("parity_unit", []),
-            ("partial", []),
+            ("fetch shard", []),
+            ("fetch parity", []),
+            ("fetch sum", []),
             ("adopt", []),
             ("release", []),
             ("recover", []),
@@ -867,19 +870,21 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         assert "layout of step 1" in protected.refused("repair_parity", group=group, position=position)
 
     def test_a_sum_that_could_not_be_had_is_said(self, protected: Protected) -> None:
-        first, second = protected.messages["partial"]["terms"]
+        sum_of = protected.messages["fetch sum"]["what"]
+        both = {name: protected.messages["fetch sum"][name] for name in ("job", "snapshot")}
+        first, second = sum_of["terms"]
         for terms, message in (
-            ([], "`$.terms`"),
-            ([first, {**second, "at": ["127.0.0.1"]}], "`$.terms[1].at`"),
-            ([{**first, "factor": 256}, second], "`$.terms[0].factor`"),
-            ([{**first, "what": 7}, second], "`$.terms[0].what`"),
+            ([], "`$.what.terms`"),
+            ([first, {**second, "at": ["127.0.0.1"]}], "`$.what.terms[1].at`"),
+            ([{**first, "factor": 256}, second], "`$.what.terms[0].factor`"),
+            ([{**first, "what": 7}, second], "`$.what.terms[0].what`"),
             ([{**first, "what": {**first["what"], "unit": 1000}}], "there is no unit 1000"),
         ):
-            assert message in protected.refused("partial", terms=terms)
-        reply = protected.say({"op": "partial", **protected.messages["partial"], "terms": [first], "length": 0})
+            assert message in protected.refused("fetch sum", what={**sum_of, "terms": terms})
+        reply = protected.say({"op": "fetch", **both, "what": {**sum_of, "terms": [first], "length": 0}})
         assert "error" not in reply, "a sum of nothing is one too"
         nobody = {**second, "at": ["no\0host", 80]}
-        reply = protected.say({"op": "partial", **protected.messages["partial"], "terms": [first, nobody]})
+        reply = protected.say({"op": "fetch", **both, "what": {**sum_of, "terms": [first, nobody]}})
         assert (reply["error"], "is not an address" in reply["message"]) == ("SmpUnavailable", True)
 
     def test_units_that_end_in_the_middle_take_no_buffer_with_them(self, protected: Protected) -> None:

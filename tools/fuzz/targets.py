@@ -21,15 +21,16 @@ from holdfast.smp_daemon.shared.messages import (
     Accumulate,
     Adopt,
     AskInventories,
-    AskPartialSum,
     AskShard,
     Configure,
     Drain,
     Ended,
+    Fetch,
     Hello,
     Join,
     ParityDone,
     ParityUnit,
+    PartialSum,
     PeerBulk,
     PeerControl,
     PeerInventory,
@@ -245,7 +246,7 @@ def _peer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
     yield Adopt(job=JOB, epoch=3, sources=sources, layout=layout)
     yield Accumulate(job=JOB, epoch=3, snapshot=SNAPSHOT, tag="ab", stripe=0, position=1, digest=1 << 63)
     terms = Term(("127.0.0.1", 5000), ShardUnit("pp0-dp0", 1), 7), Term(("127.0.0.2", 5001), ParityUnit("ab", 1, 0), 1)
-    yield AskPartialSum(job=JOB, snapshot=SNAPSHOT, terms=terms, length=100, position=1)
+    yield Fetch(job=JOB, snapshot=SNAPSHOT, what=PartialSum(terms, 100, 1))
 
 
 @cache

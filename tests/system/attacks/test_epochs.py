@@ -110,9 +110,7 @@ class Zombie:
             "adopt": (regrouping, STALE),
             "encode": (regrouping, STALE),
             "release": (regrouping, STALE),
-            "shard_unit": ({**of, "coord": "dp0", "unit": 0}, None),
-            "parity_unit": ({**of, "tag": tag, "position": 0, "unit": 0}, None),
-            "partial": ({**of, "terms": [term], "length": 10, "position": 1}, None),
+            "fetch": ({**of, "what": {"op": "partial", "terms": [term], "length": 10, "position": 1}}, None),
         }
 
 

@@ -68,9 +68,10 @@ def test_raw_bytes_that_are_only_claimed_take_no_buffer(victim: Victim) -> None:
 def test_sums_of_any_length_and_chains_of_any_length_are_refused(victim: Victim) -> None:
     unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
     term = {"at": list(victim.smp.bulk), "factor": 1, "what": unit}
-    message = {"op": "partial", "job": JOB, "snapshot": [1, 1], "position": 1}
-    too_long = ask(victim.smp.bulk, {**message, "terms": [term], "length": MAX_UNIT_BYTES})
-    too_many = ask(victim.smp.bulk, {**message, "terms": [term] * 256, "length": 10})
+    message = {"op": "fetch", "job": JOB, "snapshot": [1, 1]}
+    wanted = {"op": "partial", "terms": [term], "length": MAX_UNIT_BYTES, "position": 1}
+    too_long = ask(victim.smp.bulk, {**message, "what": wanted})
+    too_many = ask(victim.smp.bulk, {**message, "what": {**wanted, "terms": [term] * 256, "length": 10}})
     assert too_long["error"] == too_many["error"] == "ProtocolError"
 
 
@@ -119,7 +120,8 @@ def test_names_of_groups_are_not_remembered_without_end(victim: Victim) -> None:
 def test_shards_that_there_are_not_leave_nothing_behind(victim: Victim) -> None:
     before = anonymous_bytes(victim.smp)
     for number in range(300):
-        message = {"op": "shard_unit", "job": JOB, "snapshot": [1, 1], "coord": f"{number}" + "x" * 100_000, "unit": 0}
+        what = {"op": "shard_unit", "coord": f"{number}" + "x" * 100_000, "unit": 0}
+        message = {"op": "fetch", "job": JOB, "snapshot": [1, 1], "what": what}
         assert ask(victim.smp.bulk, message)["error"] == "ProtocolError"
     assert anonymous_bytes(victim.smp) - before < 16 << 20
 

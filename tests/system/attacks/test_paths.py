@@ -75,9 +75,9 @@ def test_as_names_in_messages(victim: Victim, name: str) -> None:
     told += [ask(victim.local, {**seal, "coord": name})]
     assert ask(victim.local, {**seal, "snapshot": [run.epoch, 8], "slot": name}).get("error") == "StaleEpoch"
     told += [ask_control(victim.control, {"op": "inventory", "job": name})]
-    told += [ask(victim.smp.bulk, {"op": "shard_unit", "job": JOB, "snapshot": [1, 1], "coord": name, "unit": 0})]
-    parity = {"op": "parity_unit", "job": JOB, "snapshot": [1, 1], "tag": name, "position": 0, "unit": 0}
-    told += [ask(victim.smp.bulk, parity)]
+    parity = {"op": "parity_unit", "tag": name, "position": 0, "unit": 0}
+    for what in ({"op": "shard_unit", "coord": name, "unit": 0}, parity):
+        told += [ask(victim.smp.bulk, {"op": "fetch", "job": JOB, "snapshot": [1, 1], "what": what})]
     assert {reply.get("error") for reply in told} == {"ProtocolError"}
 
 
