@@ -44,7 +44,7 @@ from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_record
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.state.values import decode, encode
+from holdfast.snapshot.state.values import decode_plain, encode
 
 ALL_RANKS = (
     "a checkpoint in memory is saved and loaded by all ranks together: call dcp.save, dcp.async_save or dcp.load on "
@@ -339,14 +339,10 @@ class _SlotRecord:
     def from_json(cls, text: str) -> _SlotRecord:
         """Raises `ProtocolError` if `text` is not what `to_json` makes."""
         try:
-            name, coord, items, planner = decode(json.loads(text), _no_tensor)
+            name, coord, items, planner = decode_plain(json.loads(text))
             return cls(str(name), str(coord), tuple(_Item(*item) for item in items), planner)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ProtocolError(f"this is not the record of a checkpoint: {error!r}") from error
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise ProtocolError(f"the planner's data refers to a tensor {name!r}")
 
 
 def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
 import xxhash
 
 from holdfast.smp_daemon.shared.belief import Claim
@@ -52,7 +51,7 @@ from holdfast.snapshot.state.optimizers import NAMED
 from holdfast.snapshot.state.record import LATE
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.tracked import PREFIX
-from holdfast.snapshot.state.values import decode
+from holdfast.snapshot.state.values import decode_plain
 from holdfast.snapshot.step.data import ELSEWHERE
 
 UNITS_KEPT = 16
@@ -240,12 +239,7 @@ class OldManifest:
             shard.record[FIXED]["shared"],
             blocks,
             [
-                {
-                    "prefix": kept["prefix"],
-                    "groups": kept["groups"],
-                    "order": kept["order"],
-                    "state": plain["state"],
-                }
+                {key: kept[key] for key in ("prefix", "groups", "order")} | {"state": plain["state"]}
                 for kept, plain in zip(fixed.get("optim", []), encoded, strict=True)
             ],
             {
@@ -287,15 +281,6 @@ class OldManifest:
                     if (leaf := leaves.get(name)) is not None:
                         whole = tuple(self.blocks[name][0]) if name in self.blocks else leaf.shape
                         yield stem, Leaf(name, leaf.dtype, whole)
-
-
-def decode_plain(encoded: Any) -> Any:
-    """Decode the plain values of an optimizer's state. Raises `ProtocolError` if there is a tensor among them."""
-
-    def none(name: str) -> torch.Tensor:
-        raise ProtocolError(f"{name}: a tensor within a plain value of an optimizer's state cannot be resharded")
-
-    return decode(encoded, none)
 
 
 # ------------------------------------------------------------------ resharding

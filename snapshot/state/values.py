@@ -141,6 +141,15 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         raise ProtocolError(f"the record holds a malformed {value.get('$')!r}: {error!r}") from error
 
 
+def decode_plain(value: Any) -> Any:
+    """As `decode`, for values that hold no tensor. Raises `ProtocolError` if they do."""
+
+    def none(name: str) -> torch.Tensor:
+        raise ProtocolError(f"{name}: a tensor among values that are to be plain")
+
+    return decode(value, none)
+
+
 def _encode_items(values: Collection[Any], path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
     if values and set(map(type, values)) == {int} and max(map(int.bit_length, values)) <= LONGEST_JSON_INT:
         return list(values)  # fast path for states of random generators: hundreds of numbers at every boundary
