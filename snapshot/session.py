@@ -88,6 +88,7 @@ class Session:
 
     Attributes:
         loop: hears the events of the loop. protecting: the decisions that all ranks make together.
+        position: where the loop is. script: what the script keeps beside it.
     """
 
     def __init__(
