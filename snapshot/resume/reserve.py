@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from holdfast.smp_daemon.shared.board import REFUSED as NO_MEMORY
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -44,6 +45,8 @@ REFUSED, AWAY = -2, -1
 
 log = get_log(__name__)
 
+T = TypeVar("T")
+
 
 def raise_together(worst: int, problem: HoldfastError | None) -> None:
     """Raise on every rank, with the same meaning, if something failed on any.
@@ -67,11 +70,14 @@ def standing_of(problem: HoldfastError) -> int:
     return AWAY if isinstance(problem, SmpUnavailable | DeadlineExceeded) else REFUSED
 
 
-def _together(agreement: Agreement, work: Callable[[], object]) -> None:
-    """Do `work` on every rank; raise on every rank, with the same meaning, if it failed on any. A collective call."""
-    problem = failure_of(work, HoldfastError)
+def _together(agreement: Agreement, work: Callable[[], T]) -> T:
+    """Do `work` on every rank, and return its result; raise on every rank, with the same meaning, if it failed on any.
+    A collective call."""
+    made: list[T] = []
+    problem = failure_of(lambda: made.append(work()), HoldfastError)
     [worst] = agreement.minimum([0 if problem is None else standing_of(problem)])()
     raise_together(worst, problem)
+    return made[0]
 
 
 def lay_out(
@@ -106,24 +112,16 @@ def lay_out(
         SmpUnavailable: an SMP is away; raised on every rank.
         HoldfastError: memory cannot be reserved, here or for another rank; raised on every rank.
     """
-    mine: list[RankInfo] = []
 
-    def ask() -> None:
+    def describe() -> RankInfo:
         client.join(epoch)
-        mine.append(RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains), protect_every))
+        return RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains), protect_every)
 
-    _together(agreement, ask)
-    everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
+    mine = _together(agreement, describe)
+    everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine))]
     layout = arrange(job, epoch, everyone, protection, slots, parity_slots, run)
     speaker = layout.node(client.node).shards[0].coord  # one rank of each node gives the SMP the layout
-    there = 0
-
-    def begin() -> None:
-        nonlocal there
-        if speaker == coord:
-            there = client.configure(layout, wait=False)
-
-    _together(agreement, begin)
+    there = _together(agreement, lambda: client.configure(layout, wait=False) if speaker == coord else 0)
     if layout.coords[0] == coord:
         is_meant = len(layout.nodes) == 1 or not layout.parity  # there is no other node, or no protection was asked for
         for shortfall in shortfalls(layout, MTBF.value() or NODE_MTBF_S):
