@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import chain
-from operator import is_
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Manifest:
         self._names = [item.name for item in found]
         self._tensors = [item.tensor for item in found]
         self._plain = plain_entries(self._found.fixed, self.whole.keys())
-        self._addresses = self._where()
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._shapes = self._looks()
 
     def late(self) -> Tree:
@@ -87,21 +87,22 @@ class Manifest:
 
     def has_moved(self) -> bool:
         """Whether a tensor has another address, because ``.data`` was assigned to."""
-        return self._addresses != self._where()
+        return not all(map(eq, map(torch.Tensor.data_ptr, self._tensors), self._addresses))
 
     def reshaped(self) -> list[str]:
         """The names of tensors that have another shape or other strides than before.
 
         Takes three times as long as `has_moved`, so the copy thread calls it, not the training thread. Thread-safe.
         """
-        looks = self._looks()
-        if looks == self._shapes:
+        # One by one: ten thousand tuples at a time would set off the garbage collector, again and again.
+        same = (
+            all(map(eq, map(look, self._tensors), before))
+            for look, before in zip((torch.Tensor.size, torch.Tensor.stride), self._shapes, strict=True)
+        )
+        if all(same):
             return []
-        shapes, before = zip(*looks, strict=True), zip(*self._shapes, strict=True)
+        shapes, before = zip(*self._looks(), strict=True), zip(*self._shapes, strict=True)
         return [name for name, now, then in zip(self._names, shapes, before, strict=True) if now != then]
-
-    def _where(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
 
     def _looks(self) -> tuple[list[Any], list[Any]]:
         return list(map(torch.Tensor.size, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
