@@ -336,6 +336,8 @@ class Places:
         odd = [(row, piece.tensor) for row, (_, piece) in enumerate(held) if not piece.is_plain]
         self._odd = np.array([row for row, _ in odd], np.int64)
         self._item = np.array([tensor.element_size() for _, tensor in odd], np.int64)
+        self._count = -(-self._bytes // SAMPLE_BYTES)  # into how many parts each is divided
+        self._count[self._odd] = self._bytes[self._odd] // self._item
         self._lazy = np.array([tensor.is_conj() or tensor.is_neg() for _, tensor in odd], bool)
         depth = max((tensor.dim() for _, tensor in odd), default=0)
         self._sizes = _table_of([tensor.shape for _, tensor in odd], depth, 1)
@@ -343,9 +345,7 @@ class Places:
 
     def at(self, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """`Sample.start`, `length` and `place` of that turn; `golden` chooses the parts."""
-        count = -(-self._bytes // SAMPLE_BYTES)
-        count[self._odd] = self._bytes[self._odd] // self._item
-        chosen = golden(turn, count)
+        chosen = golden(turn, self._count)
         start = chosen * SAMPLE_BYTES
         length = np.minimum(SAMPLE_BYTES, self._bytes - start)
         place = start.copy()
