@@ -118,7 +118,7 @@ def since_kill(events: list[list[Event]]) -> dict[str, float]:
     [killed] = [event["at"] for event in events[VICTIM] if event["moment"] == "killed"]
     found = {}
     for moment in MOMENTS:
-        firsts = [min(e["at"] for e in each if e["attempt"] == 1 and e["moment"] == moment) for each in events]
+        firsts = [min(e["at"] for e in each if e["attempt"] and e["moment"] == moment) for each in events]
         found[moment] = max(firsts) - killed
     return found
 

@@ -48,7 +48,8 @@ def run_as_script(function: Callable[[], object]) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End this process at once with an exit code, or, if it is negative, by that signal."""
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # whose handler may not even be reset
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
         signal.pause()  # the signal may be delivered to another thread a moment later
     os._exit(code)

@@ -166,10 +166,12 @@ class Supervisor:
         self._selector.unregister(self._connection)
         self._connection.close()
         self._connection = None
-        if self._child is None:
-            self._code = 1 if self._code is None else self._code
-        else:
+        if self._child is not None:
             self._child.channel.close()
+            self._child.due = None
+        elif self._code is None:
+            log.error("rank 0's supervisor has left, or was started by another launcher, before training began")
+            self._code = 1
 
     def _begin(self, attempt: JobAttempt) -> None:
         self._attempt = attempt
@@ -223,7 +225,7 @@ class Supervisor:
         os.close(child.pidfd)
         self._child = None
         self._code = os.waitstatus_to_exitcode(status)
-        if not self._shares_terminal:
+        if self._code < 0 and not self._shares_terminal:
             _sweep(child.pid)
         if self._connection is None:
             return
@@ -241,7 +243,7 @@ class Supervisor:
 
 
 def _sweep(group: int) -> None:
-    """Kill what a trainer has left in its process group, such as workers of a data loader. An SMP is in another."""
+    """Kill what a killed trainer has left in its process group, such as a data loader's workers. An SMP has its own."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:

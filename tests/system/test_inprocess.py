@@ -197,6 +197,21 @@ def test_without_a_launcher_a_killed_trainer_is_replaced_until_it_fails_in_anoth
     assert [event["step"] for event in events if event["kind"] == "entered"] == [0, 3, 5]
 
 
+def test_the_launcher_hears_of_a_kill_once_it_has_set_a_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    run = Survival(base, (0, 0, "middle", 2), (1, 0, "middle", 4))
+    assert run.end() == -signal.SIGKILL
+    assert len(pids(run.events[0])) == 2
+
+
+def test_where_nothing_may_be_restarted_the_script_runs_as_it_was(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    run = Survival(base)
+    check(run)
+    assert pids(run.events[0]) == [run.process.pid]
+    assert run.log.count("will not keep their processes") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_supervisor_leaves_no_process_behind(base: Path, number: signal.Signals) -> None:
     run = Survival(base, (0, 0, "hang", 2))
