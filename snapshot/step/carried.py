@@ -147,6 +147,12 @@ def called_in(nodes: Iterable[ast.AST]) -> list[str]:
     return list(dict.fromkeys(path for each in calls if (path := path_of(each.func))))
 
 
+def sources_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """The paths that are given to a call of ``data``."""
+    calls = [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
+    return {path for each in calls if _name_of(each) == "data" for given in each.args if (path := path_of(given))}
+
+
 def _bound_in(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     """The variables of comprehensions, which are nobody else's."""
     return {part for each in nodes if isinstance(each, ast.comprehension) for part in ast.walk(each.target)}
@@ -165,6 +171,7 @@ class Flow:
         is_kept: whether a value, or the path that leads to it, is captured, or is no state.
         is_foreign: whether a value is a module that is not captured.
         written_by: the paths that a call of a path assigns, with lines.
+        gives: whether what the function yields or returns is a batch.
     """
 
     def __init__(
@@ -177,6 +184,7 @@ class Flow:
         is_kept: Callable[[str, Any], bool],
         is_foreign: Callable[[Any], bool],
         written_by: Callable[[str], dict[str, int]] = lambda path: {},
+        gives: bool = False,
     ) -> None:
         self.found = Carries()
         self._value_of = value_of
@@ -186,6 +194,7 @@ class Flow:
         self._turns = turns
         self._reads = reads
         self._written_by = written_by
+        self._gives = gives
         self._lines = self._assigned_in(turns or [function])
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
         self._state: dict[str, Origins] = {}
@@ -356,6 +365,8 @@ class Flow:
                 self._call(each)
             elif isinstance(each, ast.NamedExpr):
                 self._assign(each.target, self._origins(each.value))
+            elif isinstance(each, ast.Yield | ast.YieldFrom) and each.value is not None and self._gives:
+                self._reaches(self._origins(each.value) | self._decided)
         origins |= self._origins(node)
         return origins
 
@@ -453,8 +464,14 @@ def _outlives(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> 
         name for each in parts_of(function) if isinstance(each, ast.Nonlocal | ast.Global) for name in each.names
     }
     arguments = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
-    own = {root_of(path) for path in assigned_in(function.body) if root_of(path) == path} - declared
-    return lambda path: path in declared or (root_of(path) != path and root_of(path) not in own - arguments)
+    names = [each for each in parts_of(function) if isinstance(each, ast.Name)]
+    own = {each.id for each in names if isinstance(each.ctx, ast.Store)} - declared
+
+    def outlives(path: str) -> bool:
+        root = root_of(path)
+        return root not in own and (root != path or root not in arguments)
+
+    return outlives
 
 
 # ---------------------------------------------------------------------- of the functions that are running
@@ -526,16 +543,19 @@ class CarriedVariables:
                 return Carries()
         named, values = _Named(self._adapter), RunningValues({**frame.f_globals, **frame.f_locals})
         is_kept = partial(named.has, values)
-        helpers = {path: each for path in called_in(turns) if (each := helper_of(path, values)) is not None}
+        sources = sources_in(turns)
+        paths = [*called_in(turns), *sources]
+        helpers = {path: each for path in paths if (each := helper_of(path, values)) is not None}
 
         def written_by(path: str) -> dict[str, int]:
             return helpers[path].writes if path in helpers else {}
 
         found = Flow(function, turns, reads, values.of, _is_ours, is_kept, named.is_foreign, written_by).found
-        for helper in helpers.values():
+        for called, helper in helpers.items():
             known = RunningValues(helper.names)
             kept = partial(named.has, known)
-            inner = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign).found
+            gives = called in sources
+            inner = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign, gives=gives).found
             for path, line in inner.carried.items():
                 outer = helper.called_outside(path)
                 if not is_kept(outer, known.of(path)):
