@@ -26,6 +26,8 @@ from holdfast.snapshot.state.values import encode
 
 FIXED = "fixed"
 
+_LOOKS: tuple[Any, Any] = (torch.Tensor.size, torch.Tensor.stride)
+
 
 class Manifest:
     """The current tensors of a rank's state. Used by the training thread only, except `reshaped`.
@@ -95,17 +97,14 @@ class Manifest:
         Takes three times as long as `has_moved`, so the copy thread calls it, not the training thread. Thread-safe.
         """
         # One by one: ten thousand tuples at a time would set off the garbage collector, again and again.
-        same = (
-            all(map(eq, map(look, self._tensors), before))
-            for look, before in zip((torch.Tensor.size, torch.Tensor.stride), self._shapes, strict=True)
-        )
-        if all(same):
+        looks = zip(_LOOKS, self._shapes, strict=True)
+        if all(all(map(eq, map(look, self._tensors), before)) for look, before in looks):
             return []
         shapes, before = zip(*self._looks(), strict=True), zip(*self._shapes, strict=True)
         return [name for name, now, then in zip(self._names, shapes, before, strict=True) if now != then]
 
-    def _looks(self) -> tuple[list[Any], list[Any]]:
-        return list(map(torch.Tensor.size, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
+    def _looks(self) -> list[list[Any]]:
+        return [list(map(look, self._tensors)) for look in _LOOKS]
 
 
 class _WatchedContainers:
