@@ -22,7 +22,9 @@ class Statistics:
         skipped: snapshots that were due and not taken, as no slot was free or no memory was reserved for one.
         stall_s: seconds that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
-        rule: chose the interval; None before entering.
+        overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
+        why: the reason for the interval, in words; empty before entering.
+        rule: what chose the interval; None before entering.
         spent: where the time of the run went, earlier starts included: ``spent.scalars()`` are numbers to log.
     """
 
@@ -38,12 +40,12 @@ class Statistics:
 
     @property
     def overhead(self) -> float | None:
-        """Fraction of training time lost to snapshots at that interval; None while it is unknown."""
+        """See the class."""
         return None if self.rule is None else self.rule.overhead
 
     @property
     def why(self) -> str:
-        """The reason for the interval, in words. Empty before entering."""
+        """See the class."""
         return "" if self.rule is None else self.rule.why()
 
     def step_ended(self, now: float) -> None:
