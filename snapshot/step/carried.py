@@ -572,7 +572,7 @@ def lines_for(found: Carries) -> list[str]:
     loose = [path for path in found.carried if root_of(path) == path]
     if loose:
         kept = ", ".join(f'"{path}": {path}' for path in loose)
-        lines[f'kept = {{{kept}}} and snap.track("kept", get=lambda: dict(kept), set=kept.update)'] = None
+        lines[f'kept = {{{kept}}}; snap.track("kept", get=lambda: dict(kept), set=kept.update)'] = None
     for path in found.carried.keys() - set(loose):
         owner, _, name = path.rpartition(".")
         if owner and "[" not in name:
