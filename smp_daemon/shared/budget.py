@@ -15,6 +15,7 @@ import numpy as np
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.memory import available_bytes, memory_bytes
+from holdfast.smp_daemon.shared.system import MACHINE, Files
 
 PART_BYTES = 16 << 20
 """Bytes of the reserve that are zeroed by one call. Who takes memory from the reserve meanwhile waits until it ends."""
@@ -194,16 +195,17 @@ def wipe(view: memoryview) -> None:
         ctypes.memset(np.frombuffer(view, np.uint8).ctypes.data, 0, view.nbytes)
 
 
-def wipe_file(path: Path) -> None:
-    """Overwrite a file with zeros. Harmless if it does not exist."""
+def wipe_file(path: Path, count: int | None = None, files: Files = MACHINE) -> None:
+    """Overwrite a file, or its first `count` bytes, with zeros. Harmless if it does not exist."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return
     try:
-        length = os.fstat(fd).st_size
-        if length:
-            with mmap.mmap(fd, length) as mapped:
-                wipe(memoryview(mapped))
+        if length := files.fstat(fd).st_size:
+            mapped = files.map(fd, length)
+            with memoryview(mapped) as view:
+                wipe(view[:count])
+            mapped.close()
     finally:
-        os.close(fd)
+        files.close(fd)

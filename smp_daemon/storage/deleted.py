@@ -7,18 +7,16 @@ loses its name under the store's lock, at once, and its memory without the lock.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.budget import wipe
+from holdfast.smp_daemon.shared.budget import wipe_file
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import GONE
-from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import Files
 
@@ -97,7 +95,8 @@ class Deleted:
     def _free(self, file: _File) -> bool:
         try:
             if file.unwiped:
-                self._wipe(file)
+                wipe_file(file.path, file.unwiped, self._files)
+                file.unwiped = 0  # it is tried again if a thread still reads it
             if file.mapped is not None:
                 file.mapped.close()
             file.path.unlink(missing_ok=True)
@@ -107,15 +106,3 @@ class Deleted:
             log.warning("%s is not deleted before the next start: %s", file.path, error)
         failpoint("slot.removed")
         return True
-
-    def _wipe(self, file: _File) -> None:
-        fd = self._files.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            mapped = self._files.map(fd, file.bytes)
-        finally:
-            self._files.close(fd)
-        with memoryview(mapped) as view:
-            for start, count in slices(file.unwiped):
-                wipe(view[start : start + count])
-        mapped.close()
-        file.unwiped = 0

@@ -337,7 +337,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.receiving.digest_units": _received_digests,
         "holdfast.smp_daemon.shared.belief.digest": _checked_digest,
         "holdfast.smp_daemon.storage.pool.wipe": _wipe,
-        "holdfast.smp_daemon.storage.deleted.wipe": _wipe,
+        "holdfast.smp_daemon.shared.budget.wipe": _wipe,
         "holdfast.smp_daemon.storage.pool.SlotMemory.reserve": _reserve,
         "holdfast.smp_daemon.shared.records._failpoint": _record_point,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
