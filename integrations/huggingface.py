@@ -176,7 +176,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 with_generator(loader)
                 if hasattr(loader, "set_epoch"):
                     loader.set_epoch(epoch)  # the trainer tells only the loader that skips
-                self._reading = Reading(loader, self._beat)
+                self._reading = Reading(loader, epoch, self._beat)
             if held is None:
                 skipped = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
                 self._begin_epoch(epoch, self._trainer.state.global_step - skipped // each, steps)

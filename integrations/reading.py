@@ -8,6 +8,7 @@ batch before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from holdfast.smp_daemon.shared.logs import get_log
@@ -15,6 +16,7 @@ from holdfast.snapshot.resume.comparison import refuse
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.step.source import is_loader, workers_anew
 
 log = get_log(__name__)
 
@@ -24,11 +26,13 @@ class Reading:
 
     Args:
         loader: gives a new iterator for each pass.
+        epoch: how many passes are finished.
         heartbeat: called while batches are read again, which may take long, to show that this process is alive.
     """
 
-    def __init__(self, loader: Any, heartbeat: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, epoch: int, heartbeat: Callable[[], None]) -> None:
         self._loader = loader
+        self._epoch = epoch
         self._heartbeat = heartbeat
         self._own = rng.find(loader)
         self._iterator: Iterator[Any] | None = None
@@ -101,18 +105,25 @@ class Reading:
         for number in range(done):
             if 0 < number == done - 1:
                 rng.restore(last["global"])
-            next(iterator, None)
+            with self._making() if number == 0 else nullcontext():
+                next(iterator, None)
             self._heartbeat()
         return iterator
 
     def _next(self) -> Any:
         assert self._iterator is not None
         before = self._generators()
-        batch = next(self._iterator)
+        with self._making() if not self._opened else nullcontext():
+            batch = next(self._iterator)
         if self._opened and self._skips:
             self._skips = _digest(before) == _digest(self._generators())
         self._opened, self._last = True, before
         return batch
+
+    def _making(self) -> AbstractContextManager[None]:
+        """The trainer's loader makes the iterator of the loader inside when its first batch is read."""
+        inner = getattr(self._loader, "base_dataloader", self._loader)
+        return workers_anew([inner] if is_loader(inner) else [], self._epoch)
 
     def _note(self) -> Tree:
         return {"now": self._generators(), "last": self._last, "skips": self._skips, "batches": "", "drawn": ""}

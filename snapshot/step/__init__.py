@@ -1,3 +1,15 @@
 """Where a step begins and ends, what is captured there, and the threads that copy and seal it."""
 
-__all__ = ["boundary", "capture", "copier", "data", "gradients", "ledger", "orders", "position", "script", "turns"]
+__all__ = [
+    "boundary",
+    "capture",
+    "copier",
+    "data",
+    "gradients",
+    "ledger",
+    "orders",
+    "position",
+    "script",
+    "source",
+    "turns",
+]

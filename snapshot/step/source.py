@@ -146,12 +146,9 @@ def open_pass(source: Any, epoch: int) -> tuple[Iterator[Any], Indices | None]:
         epoch: how many passes are finished.
     """
     read = [source] if is_loader(source) else _read_through(source)
-    again = [loader for loader in read if loader.persistent_workers]
-    for loader in again:
-        loader._iterator = None  # what persistent workers drew in earlier passes cannot be restored
     if read and not is_loader(source):
-        return _with_first(iter(source), again, epoch), None
-    with _making(again, epoch):
+        return _with_first(iter(source), read, epoch), None
+    with workers_anew(read, epoch):
         iterator: Any = iter(source if _is_iterable(source) else source())
     indices = None
     if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
@@ -166,9 +163,9 @@ def _read_through(source: Any) -> list[Any]:
     )
 
 
-def _with_first(batches: Iterator[Any], again: list[Any], epoch: int) -> Iterator[Any]:
+def _with_first(batches: Iterator[Any], loaders: list[Any], epoch: int) -> Iterator[Any]:
     """The same batches. A generator makes the iterators of its loaders only when its first batch is read."""
-    with _making(again, epoch):
+    with workers_anew(loaders, epoch):
         first = list(islice(batches, 1))
     if first:
         yield first.pop()  # the loop alone decides how long it stays in memory
@@ -176,12 +173,20 @@ def _with_first(batches: Iterator[Any], again: list[Any], epoch: int) -> Iterato
 
 
 @contextmanager
-def _making(again: list[Any], epoch: int) -> Iterator[None]:
-    """Iterators of loaders are made meanwhile, of which those of `again` have persistent workers."""
+def workers_anew(loaders: list[Any], epoch: int) -> Iterator[None]:
+    """Loaders make iterators meanwhile. Persistent workers do not live on: what they drew in earlier passes cannot be
+    restored.
+
+    Args:
+        epoch: how many passes are finished.
+    """
     with unwatched(), ExitStack() as stack:
-        for loader in again if epoch else ():
-            generator = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
-            stack.enter_context(for_a_later_pass(loader, generator))
+        for loader in loaders:
+            if loader.persistent_workers:
+                loader._iterator = None
+                if epoch:
+                    generator = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
+                    stack.enter_context(for_a_later_pass(loader, generator))
         yield
 
 

@@ -97,6 +97,7 @@ with tempfile.TemporaryDirectory() as folder:
     more = {
         "accumulate": {"gradient_accumulation_steps": 4},
         "masked by workers": {"dataloader_num_workers": 1},
+        "masked by workers that live on": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
         "unseeded": {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
     }.get(kind, {})
     args = TrainingArguments(
@@ -161,6 +162,21 @@ def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[in
     assert status == 0
     assert lines + after == undisturbed
     assert not (arena / "test").exists()
+
+
+@pytest.mark.slow
+def test_persistent_workers_begin_each_epoch_anew(arena: Path) -> None:
+    """So what they draw is other than without holdfast, but the same after a restart."""
+    kind = "masked by workers that live on"
+    status, undisturbed = train(-1, kind)
+    assert status == 0
+    status, before = train(13, kind)
+    assert status == -signal.SIGKILL
+    status, after = train(-1, kind)
+    assert status == 0
+    assert [*before, *after][:-1] == undisturbed[:-1]
+    weights, expected = (lines[-1].split()[:2] for lines in (after, undisturbed))
+    assert weights == expected
 
 
 @pytest.mark.slow
