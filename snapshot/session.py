@@ -28,7 +28,7 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.capture import Capture
-from holdfast.snapshot.step.position import Position
+from holdfast.snapshot.step.position import Position, says_where_steps_begin
 from holdfast.snapshot.step.script import Script
 
 log = get_log(__name__)
@@ -76,7 +76,7 @@ def enter(
         raise
     if restored.snapshot is not None and rank.agreement.rank == 0:
         log.info("%s", restored, extra=about(restored.snapshot, tier=restored.tier, how=restored.how))
-    if restored.snapshot is not None and restored.began is None and checks.reading:
+    if restored.snapshot is not None and says_where_steps_begin(restored.loop) and checks.reading:
         # They are put back as the first step begins. What the script draws before that, such as noise that it uses in
         # all steps, it draws again as at its first start.
         rng.restore(drawn)

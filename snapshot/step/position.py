@@ -14,6 +14,12 @@ DATA = "data"
 """Name of a source of batches, unless the loop gives one."""
 
 
+def says_where_steps_begin(held: Tree) -> bool:
+    """Whether a loop that left this position counted turns, or went through data. A plain loop does neither, and what
+    it draws after entering belongs to its first step."""
+    return held.get("turn") is not None or bool(held.get("data"))
+
+
 class Position:
     """The position of one rank's loop. Used by the training thread.
 

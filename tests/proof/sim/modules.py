@@ -362,6 +362,16 @@ class SimScript:
         """The whole state as it is now, read without holdfast's code."""
         return State({**self._late(), **self._early()})
 
+    def state_to_begin_with(self, rewind: Callable[[], None]) -> State:
+        """The state that the first step after a restart begins with: `rewind` puts generators back for it."""
+        before, own = _generators(), None if self._own is None else self._own.get_state()
+        rewind()
+        state = self.state()
+        _put_back(before)
+        if self._own is not None and own is not None:
+            self._own.set_state(own)
+        return state
+
     def _early(self) -> dict[str, bytes]:
         """The state that reading a batch changes."""
         _, numbers, *others = np.random.get_state()

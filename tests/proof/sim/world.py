@@ -510,7 +510,8 @@ class World:
         script = SimScript(drawn, self.plan.seed, trainer.rank, meet, self._work_a_while)
         self._scripts[trainer.process] = script
         with script.hook(options, SYSTEM) as hook:
-            self._note_restored(trainer, hook, floor, script.state() if hook.restored.snapshot else None)
+            content = script.state_to_begin_with(hook.restored.rewind) if hook.restored.snapshot else None
+            self._note_restored(trainer, hook, floor, content)
             script.train(hook, self._steps(hook, coord, steps, drains))
 
     def _timed(self, coord: str, call: Callable[[], None]) -> None:
