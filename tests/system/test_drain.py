@@ -257,7 +257,7 @@ class Silent(PeerClient):
 
 
 def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
-    store = SimpleNamespace(node="spare", job="job", newest_layout=lambda: layout_of(2, 1, 1))
+    store = SimpleNamespace(node="spare", job="job", state=SimpleNamespace(newest_layout=lambda: layout_of(2, 1, 1)))
     with Silent("job") as peers:
         monitor = Monitor(peers, 0.0, lambda: 0)
         monitor.start(cast(Store, store))
