@@ -50,7 +50,7 @@ FIRST_S, MOST_S = 0.5, 5.0
 
 ATTEMPTS = 3
 """Number of attempts that must fail for want of units, although all holders answered, before parity is hopeless. One
-is not enough: bytes may also be damaged on their way."""
+is not enough: bytes may also be damaged on their way. Only then is any failure a warning."""
 
 ANSWER_S = 10.0
 """How long an order is waited for before the node in charge is told how far it is."""
@@ -157,11 +157,11 @@ class Reconciler:
                 if self._is_over(wish):
                     break
                 text, level = "this node does not hold %s yet: %s", self._level(wish)
-                if not failures:  # other nodes may have given it up: this one hears that before it tries again
+                failures[isinstance(error, Unrecoverable | DamagedSnapshot)] += 1
+                if failures.total() < ATTEMPTS:  # other nodes may have given it up, and this one will hear that
                     log.info(text, wish.name, error, extra=extra)
                 else:
                     self._episodes.begin(wish.name, text, wish.name, error, level=level, extra=extra)
-                failures[isinstance(error, Unrecoverable | DamagedSnapshot)] += 1
                 if wish.parity is not None and failures[True] >= ATTEMPTS:  # its sources stay what they are
                     self._post(wish, RepairState.HOPELESS)
                     return
