@@ -31,8 +31,13 @@ def _losses(report: StallReport, least_ranks: int = 1) -> list[float]:
     return [row["lost_ratio"] for row in sorted(found, key=lambda row: row["ranks"]) if row["ranks"] >= least_ranks]
 
 
+LEAST = 0.05
+"""A loss below so many copies is not told from none."""
+
+
 def _alone(folder: str) -> str:
-    return f"{_losses(_newest(1)[1])[0]:.2f}"
+    loss = _losses(_newest(1)[1])[0]
+    return f"less than {LEAST}" if loss < LEAST else f"{loss:.2f}"
 
 
 def _alone_source(folder: str) -> str:
