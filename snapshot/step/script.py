@@ -14,7 +14,8 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for
+from holdfast.snapshot.step.carried import CarriedVariables, lines_for
+from holdfast.snapshot.step.flow import Carries
 from holdfast.snapshot.step.iterators import Iterators
 from holdfast.snapshot.step.variables import ChangingVariables, Variables
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from holdfast import InMemorySnapshot
 from holdfast.snapshot.state import rng
-from holdfast.snapshot.step.carried import Carries, Flow, RunningValues, function_of, loops_at
+from holdfast.snapshot.step.carried import RunningValues, function_of
+from holdfast.snapshot.step.flow import Carries, Flow, loops_at
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 
 SET_UP = """
