@@ -42,7 +42,7 @@ from holdfast.smp_daemon.shared.records import digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
-from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION, RELEASE, spoken
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
     JOB,
@@ -427,7 +427,7 @@ class TestPeersOfAnotherJob:
         stream = connect(smp.bulk)
         try:
             for sent in (snapshot, run.snapshot(2)):
-                with pytest.raises(StaleEpoch, match="epoch 1 is over"):
+                with pytest.raises(StaleEpoch, match="epoch 1"):
                     call(stream, accumulate_message(run, sent, digest=digest(unit)), unit)
         finally:
             stream.close()
@@ -939,7 +939,8 @@ class Hasty:
         if message["op"] == "finish":
             stream.close()
             self._process.kill()
-        return {"node": "node0", "pid": self._process.pid, "row": None}, None
+        said = {"node": "node0", "pid": self._process.pid, "row": None, "speaks": spoken(), "release": RELEASE}
+        return said, None
 
     def ended(self) -> None:
         pass
