@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from types import CodeType, FrameType, FunctionType, MethodType
+from tokenize import TokenError
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.walk import is_users_own, package_of
@@ -40,6 +42,8 @@ from holdfast.snapshot.step.flow import (
     sources_in,
 )
 from holdfast.snapshot.step.variables import is_users_frame
+
+log = get_log(__name__)
 
 LOOKS_AT = 2
 """The step in which `CarriedVariables` looks."""
@@ -72,6 +76,13 @@ class CarriedVariables:
         at, self._at = self._at, {}
         if not at:
             return None
+        try:
+            return self._look(at)
+        except Exception:  # it can only warn: nothing that it does not understand may end a training
+            log.exception("what the script carries from turn to turn could not be followed, and is not told")
+            return None
+
+    def _look(self, at: Mapping[CodeType, int]) -> Carries:
         found, frames = Carries(), {frame.f_code: frame for frame in _frames()}
         for code, frame in frames.items():
             if (function := function_of(code, frame)) is not None:
@@ -126,7 +137,7 @@ class CarriedVariables:
             inner = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign, gives=gives).found
             for path, line in inner.carried.items():
                 outer = helper.called_outside(path)
-                if not is_kept(outer, known.of(path)):
+                if outer and not is_kept(outer, known.of(path)):
                     found.carried.setdefault(outer, line)
         for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
             if helper.owner and any(path.startswith(f"{helper.owner}.") for path in found.carried):
@@ -262,11 +273,11 @@ def _parsed(code: CodeType) -> Function | None:
     first = 1 if is_whole else code.co_firstlineno
     if first > len(lines):
         return None
-    body = lines if is_whole else inspect.getblock(lines[first - 1 :])
-    is_within = body[0][:1].isspace()
     try:
+        body = lines if is_whole else inspect.getblock(lines[first - 1 :])
+        is_within = body[0][:1].isspace()
         module = ast.parse("".join(["if True:\n"] * is_within + body))
-    except (SyntaxError, ValueError):  # no Python, such as a notebook's own commands
+    except (SyntaxError, ValueError, TokenError):  # no Python, such as a notebook's own commands, or it was edited
         return None
     if is_whole:
         return module
@@ -282,7 +293,8 @@ class Helper:
 
     Attributes:
         function: its source. names: the values that it knows.
-        owner: the path of the object whose method it is, and what it calls that object; both empty if it is none.
+        owner: the path of the object whose method it is; empty if it is none, or the caller has no name for it.
+        itself: what the method calls that object; empty if it is none.
     """
 
     function: ast.FunctionDef | ast.AsyncFunctionDef
@@ -295,11 +307,22 @@ class Helper:
         """What it assigns that outlives the call, by the paths of the caller, with lines."""
         is_kept = outlives(self.function)
         found = assigned_in(self.function.body)
-        return {self.called_outside(path): line for path, line in found.items() if is_kept(path)}
+        outside = {self.called_outside(path): line for path, line in found.items() if is_kept(path)}
+        outside.pop("", None)
+        return outside
 
     def called_outside(self, path: str) -> str:
-        """What the caller calls a path of the function."""
-        return self.owner + path[len(self.itself) :] if self.itself and root_of(path) == self.itself else path
+        """What the caller calls a path of the function; empty if it has no name for that object."""
+        if not self.itself or root_of(path) != self.itself:
+            return path
+        return self.owner and self.owner + path[len(self.itself) :]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return MISSING
 
 
 def helper_of(path: str, values: RunningValues) -> Helper | None:
@@ -317,7 +340,8 @@ def helper_of(path: str, values: RunningValues) -> Helper | None:
     function = _parsed(inner.__code__)
     if function is None or isinstance(function, ast.Module):
         return None
-    names = {**inner.__globals__, **inspect.getclosurevars(inner).nonlocals}
+    cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+    names = {**inner.__globals__, **{name: value for name, cell in cells if (value := _content(cell)) is not MISSING}}
     arguments = function.args.posonlyargs + function.args.args
     itself = arguments[0].arg if held is not None and arguments else ""
     return Helper(function, names | ({itself: held} if itself else {}), owner if itself else "", itself)
