@@ -46,7 +46,7 @@ def read_node_file(arena: Path, job: str, node: str, files: Files) -> NodeFile |
     data = read_json(arena / NODE_FILE, files)
     if data is None:
         return None
-    if isinstance(data, dict) and (written := data.get("format")) != ARENA_FORMAT:
+    if isinstance(data, dict) and (written := data.get("format", ARENA_FORMAT)) != ARENA_FORMAT:
         raise VersionMismatch(
             f"the arena {arena} was written by holdfast {data.get('release')} in format {written}, and "
             f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version. Only if other nodes "

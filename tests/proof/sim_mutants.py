@@ -24,7 +24,7 @@ from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.persist import persister
 from holdfast.smp_daemon.persist.manifest import run_folder
 from holdfast.smp_daemon.persist.reading import runs_at
-from holdfast.smp_daemon.shared import spawn
+from holdfast.smp_daemon.shared import owners, spawn
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
@@ -375,6 +375,7 @@ def _commit_twice(self: SlotPool, slot: Any, record: Any) -> None:
     another = self.create(slot.bytes)
     self.view(another)[:] = self.view(slot)
     another.state, another.snapshot = SlotState.WRITING, slot.snapshot
+    self._change(another, owners.FREE, owners.BUSY)
     _commit(self, another, record)
 
 

@@ -324,9 +324,13 @@ class _Driver:
         before, answers = world.promptness.starts, list[Drained | HoldfastError]()
 
         def drain() -> None:
+            start = smp.store.state.record.start
             try:
                 answers.append(smp.drain(DRAIN_S, (), wait=False))
             except HoldfastError as error:
+                if smp.store.state.record.start != start:  # the job was started again meanwhile: once more
+                    announce()
+                    return
                 answers.append(error)
             world.changed.notify()
 
