@@ -122,6 +122,7 @@ class Script:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     script = Script(*sys.argv[1:])
     node = f"node{script.rank}"
     os.environ |= {"HOLDFAST_ARENA": str(script.folder / node), "HOLDFAST_NODE": node}
