@@ -4,7 +4,8 @@ A counter, a temperature, a hidden state or a best loss is an ordinary variable.
 in the state tells. But the source does: the variable is assigned within the loop, and the value that an earlier turn
 left there reaches a model, an optimizer, a backward, or a decision about one of these. What is only logged does not.
 
-Values are followed by `snapshot.step.flow`, which may miss something, so what is found is named in a warning only.
+Values are followed by `snapshot.step.flow`, which may miss something, so variables are named in a warning only. A new
+job is refused where a step depends on a number that certainly begins anew; see `snapshot.step.script.Script.check`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from holdfast.snapshot.step.flow import (
     MISSING,
     Carries,
     Flow,
+    Function,
     assigned_in,
     called_in,
     loops_at,
@@ -78,17 +80,18 @@ class CarriedVariables:
             return None
         try:
             return self._look(at)
-        except Exception:  # it can only warn: nothing that it does not understand may end a training
+        except Exception:  # a script that it does not understand is no reason to end a training
             log.exception("what the script carries from turn to turn could not be followed, and is not told")
             return None
 
     def _look(self, at: Mapping[CodeType, int]) -> Carries:
         found, frames = Carries(), {frame.f_code: frame for frame in _frames()}
+        named = _Named(self._adapter)
         for code, frame in frames.items():
-            if (function := function_of(code, frame)) is not None:
-                line = at.get(code)
-                one = self._look_into(function, frame, line)
-                within = _enters(function, frame, frame.f_lineno if line is None else line)
+            if (function := function_of(code, frame.f_globals)) is not None:
+                line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
+                within = _enters(function, values, frame.f_lineno if line is None else line)
+                one = _look_into(function, frame.f_lineno, line, within, named, values)
                 found.carried = one.carried | found.carried
                 found.updated = one.updated | found.updated
                 found.counts |= one.counts
@@ -106,43 +109,56 @@ class CarriedVariables:
         caller = frame.f_back
         if caller is None or not is_users_frame(caller):
             return set()
-        function = function_of(caller.f_code, caller)
+        function = function_of(caller.f_code, caller.f_globals)
         return set() if function is None else _repeats(function, caller.f_lineno)
 
-    def _look_into(self, function: Function, frame: FrameType, begun: int | None) -> Carries:
-        turns: list[ast.For | ast.While] = []
-        reads = False
-        if begun is not None:
-            within = _enters(function, frame, begun)
-            stepped = loops_at(function, frame.f_lineno)
-            turns = [each for each in loops_at(function, begun) if each in stepped]
-            turns = [each for each in turns if within is None or each.lineno >= within.lineno]
-            reads = bool(turns) and isinstance(turns[-1], ast.For) and begun <= (turns[-1].iter.end_lineno or 0)
-            if not turns:
-                return Carries()
-        named, values = _Named(self._adapter), RunningValues({**frame.f_globals, **frame.f_locals})
-        is_kept = partial(named.has, values)
-        sources = sources_in(turns)
-        paths = [*called_in(turns), *sources]
-        helpers = {path: each for path in paths if (each := helper_of(path, values)) is not None}
 
-        def written_by(path: str) -> dict[str, int]:
-            return helpers[path].writes if path in helpers else {}
+def _look_into(
+    function: Function,
+    line: int,
+    begun: int | None,
+    within: ast.With | ast.AsyncWith | None,
+    named: _Named,
+    values: RunningValues,
+) -> Carries:
+    """What a running function carries.
 
-        found = Flow(function, turns, reads, values.of, _is_ours, is_kept, named.is_foreign, written_by).found
-        for called, helper in helpers.items():
-            known = RunningValues(helper.names)
-            kept = partial(named.has, known)
-            gives = called in sources
-            inner = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign, gives=gives).found
-            for path, line in inner.carried.items():
-                outer = helper.called_outside(path)
-                if outer and not is_kept(outer, known.of(path)):
-                    found.carried.setdefault(outer, line)
-        for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
-            if helper.owner and any(path.startswith(f"{helper.owner}.") for path in found.carried):
-                found.carried |= {path: at for path, at in helper.writes.items() if not is_kept(path, values.of(path))}
-        return found
+    Args:
+        line: where it is. begun: where it was as the step began; None: it was not running.
+        within: the block around that line that enters the hook.
+        values: its variables.
+    """
+    turns: list[ast.For | ast.While] = []
+    reads = False
+    if begun is not None:
+        stepped = loops_at(function, line)
+        turns = [each for each in loops_at(function, begun) if each in stepped]
+        turns = [each for each in turns if within is None or each.lineno >= within.lineno]
+        reads = bool(turns) and isinstance(turns[-1], ast.For) and begun <= (turns[-1].iter.end_lineno or 0)
+        if not turns:
+            return Carries()
+    is_kept = partial(named.has, values)
+    sources = sources_in(turns)
+    paths = [*called_in(turns), *sources]
+    helpers = {path: each for path in paths if (each := helper_of(path, values)) is not None}
+
+    def written_by(path: str) -> dict[str, int]:
+        return helpers[path].writes if path in helpers else {}
+
+    found = Flow(function, turns, reads, values.of, _is_ours, is_kept, named.is_foreign, written_by).found
+    for called, helper in helpers.items():
+        known = RunningValues(helper.names)
+        kept = partial(named.has, known)
+        gives = called in sources
+        inner = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign, gives=gives).found
+        for path, line in inner.carried.items():
+            outer = helper.called_outside(path)
+            if outer and not is_kept(outer, known.of(path)):
+                found.carried.setdefault(outer, line)
+    for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
+        if helper.owner and any(path.startswith(f"{helper.owner}.") for path in found.carried):
+            found.carried |= {path: at for path, at in helper.writes.items() if not is_kept(path, values.of(path))}
+    return found
 
 
 def lines_for(found: Carries) -> list[str]:
@@ -162,9 +178,6 @@ def lines_for(found: Carries) -> list[str]:
             name = owner.rpartition(".")[2]
             lines[f'snap.track("{name}", get=lambda: dict({owner}), set={owner}.update)'] = None
     return sorted(lines)
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
 class RunningValues:
@@ -260,9 +273,9 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def function_of(code: CodeType, frame: FrameType) -> Function | None:
-    """The source of a function, if there is any."""
-    linecache.getlines(code.co_filename, frame.f_globals)
+def function_of(code: CodeType, variables: dict[str, Any]) -> Function | None:
+    """The source of a function, if there is any. `variables`: of its module, which may have its own loader."""
+    linecache.getlines(code.co_filename, variables)
     return _parsed(code)
 
 
@@ -336,8 +349,7 @@ def helper_of(path: str, values: RunningValues) -> Helper | None:
     trains = isinstance(held, torch.nn.Module | torch.optim.Optimizer) or _is_ours(held)
     if trains or not isinstance(inner, FunctionType) or not is_users_own(inner):
         return None
-    linecache.getlines(inner.__code__.co_filename, inner.__globals__)
-    function = _parsed(inner.__code__)
+    function = function_of(inner.__code__, inner.__globals__)
     if function is None or isinstance(function, ast.Module):
         return None
     cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
@@ -365,9 +377,8 @@ def _repeats(function: Function, line: int) -> set[int]:
     return {loop.lineno for loop in loops if not any(loop.lineno <= each.lineno for each in again)}
 
 
-def _enters(function: Function, frame: FrameType, line: int) -> ast.With | ast.AsyncWith | None:
+def _enters(function: Function, values: RunningValues, line: int) -> ast.With | ast.AsyncWith | None:
     """The block around `line` that enters the hook."""
-    values = RunningValues({**frame.f_globals, **frame.f_locals})
     for each in parts_of(function):
         if isinstance(each, ast.With | ast.AsyncWith) and each.lineno <= line <= (each.end_lineno or 0):
             for item in each.items:

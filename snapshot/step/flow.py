@@ -18,6 +18,8 @@ import torch
 
 from holdfast.snapshot.state.walk import is_users_own, package_of
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+
 Origins = frozenset[str]
 NONE: Origins = frozenset()
 
@@ -160,7 +162,7 @@ class Flow:
 
     def __init__(
         self,
-        function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module,
+        function: Function,
         turns: list[ast.For | ast.While],
         reads: bool,
         value_of: Callable[[str], Any],
@@ -440,7 +442,7 @@ def _innermost_path(node: ast.expr) -> str:
     return path_of(node)
 
 
-def outlives(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> Callable[[str], bool]:
+def outlives(function: Function) -> Callable[[str], bool]:
     """Whether what is assigned to a path is there when the function is called again."""
     if isinstance(function, ast.Module):
         return lambda path: True

@@ -289,7 +289,7 @@ def at_the_top() -> FrameType | None:
 def test_the_source_of_a_function_is_found_with_its_lines(function: Callable[[], FrameType | None]) -> None:
     frame = function()
     assert frame is not None
-    source = function_of(frame.f_code, frame)
+    source = function_of(frame.f_code, frame.f_globals)
     assert isinstance(source, ast.FunctionDef) and source.name == function.__name__
     assert source.body[0].lineno <= frame.f_lineno <= (source.end_lineno or 0)
 
@@ -298,7 +298,7 @@ def test_without_a_source_nothing_is_found() -> None:
     names: dict[str, Any] = {"inspect": inspect}
     exec("def made():\n    return inspect.currentframe()", names)
     frame = names["made"]()
-    assert function_of(frame.f_code, frame) is None
+    assert function_of(frame.f_code, frame.f_globals) is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 128, 623, 624, 625, 3000])
