@@ -115,7 +115,7 @@ class FirstTurns:
 
     def step_begins(self) -> None:
         """A step has begun. Raises as `Script.check`."""
-        if self._unstepped is not None and self._unstepped.is_first() and self._unstepped.changed():
+        if self._unstepped is not None and self._unstepped.step_begins():
             self._script.parameters_changed()
         self._script.step_begins(is_new=self.is_new, declared=self._position.declared, reads=self._reads)
 
@@ -231,15 +231,10 @@ class Unstepped:
         self._turns = 0
         self._has_begun = False
 
-    def is_first(self) -> bool:
-        """Whether this is called for the first time."""
-        self._has_begun, before = True, self._has_begun
-        return not before
-
-    def changed(self) -> bool:
-        """Whether parameters have changed since this was made or last asked."""
-        before, self._before = self._before, self._samples()
-        return before != self._before
+    def step_begins(self) -> bool:
+        """A step begins. Returns whether it is the first, and parameters have changed since the loop was entered."""
+        is_first, self._has_begun = not self._has_begun, True
+        return is_first and self._changed()
 
     def look(self) -> bool:
         """A turn has ended, and no optimizer has stepped so far. Returns whether to look again.
@@ -248,7 +243,7 @@ class Unstepped:
             ConfigError: parameters have changed in each of the first `UNSTEPPED_TURNS` turns.
         """
         self._turns += 1
-        if not self.changed():
+        if not self._changed():
             return False
         if self._turns == UNSTEPPED_TURNS:
             raise ConfigError(
@@ -258,6 +253,11 @@ class Unstepped:
                 "turn is a step"
             )
         return True
+
+    def _changed(self) -> bool:
+        """Whether parameters have changed since this was made or last asked."""
+        before, self._before = self._before, self._samples()
+        return before != self._before
 
     def _samples(self) -> list[bytes]:
         return [elements_of(each, SAMPLED) for each in self._parameters]

@@ -28,8 +28,7 @@ class Rehearsal:
         """
         self._adapter = adapter
         self._more = more
-        self._before = self._generators()
-        self._torch: bytes = rng.capture()["torch"]
+        self.note()
         self._amount: int | None = None  # of numbers that the first turn drew from torch's generator
         self._values: dict[str, object] = {}
         self._drew: set[str] | None = None  # the generators that the first turn drew from
@@ -37,8 +36,8 @@ class Rehearsal:
 
     def note(self) -> None:
         """A step has ended: note how the generators are."""
-        self._before = self._generators()
-        self._torch = rng.capture()["torch"]
+        states = rng.capture()
+        self._before, self._torch = self._generators(states), bytes(states["torch"])
 
     def note_values(self) -> None:
         """Note how values are: as the loop is entered, or as the first step ends."""
@@ -46,7 +45,7 @@ class Rehearsal:
 
     def drawn(self) -> list[str]:
         """The generators that were drawn from since `note`."""
-        now = self._generators()
+        now = self._generators(rng.capture())
         return sorted(name for name in now if now[name] != self._before.get(name))
 
     def uneven(self) -> list[str]:
@@ -55,7 +54,9 @@ class Rehearsal:
         drew = set(self.drawn())
         if self._drew is None:
             self._drew = drew
-        return sorted((drew ^ self._drew) & self._generators().keys())  # those that do not count any more are not there
+        return sorted(
+            (drew ^ self._drew) & self._generators(rng.capture()).keys()
+        )  # those that do not count any more are not there
 
     def amounts(self) -> tuple[int, int] | None:
         """How many numbers were drawn from torch's generator before the first step and since `note`, if these are not
@@ -81,6 +82,6 @@ class Rehearsal:
         except HoldfastError:
             return {}  # they cannot be captured: the first snapshot raises this, too
 
-    def _generators(self) -> dict[str, str]:
-        states = rng.capture() | rng.states(self._adapter.generators()) | self._more()
+    def _generators(self, captured: Tree) -> dict[str, str]:
+        states = captured | rng.states(self._adapter.generators()) | self._more()
         return streams.digests(states)

@@ -133,7 +133,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 def numbers_between(before: bytes, after: bytes) -> int | None:
     """How many numbers the CPU's generator of torch has drawn between two of its states, from `capture`; None:
-    more than some million, or it was seeded."""
+    more than a million or so, or it was seeded in between."""
     (key, place), (key_after, place_after) = map(_twister, (before, after))
     twister, blocks = np.random.MT19937(), 0
     twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": place}}
