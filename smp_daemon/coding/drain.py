@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from holdfast.smp_daemon.coding.regroup import moved
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
@@ -85,6 +86,12 @@ def leave_on_signals(
         signal.signal(signal.SIGTERM, begin)
 
 
+class Mover(Protocol):
+    """`Monitor.move`."""
+
+    def __call__(self, spares: Collection[Address], deadline_s: float, *, still: bool) -> None: ...
+
+
 class Draining:
     """The drain of one SMP. Thread-safe: several threads may call `run` and `hand_over`, and each waits until the node
     is drained."""
@@ -94,20 +101,21 @@ class Draining:
         store: Store,
         network: Network,
         inventory: Callable[[], Inventory],
-        move: Callable[..., None],
+        move: Mover,
     ) -> None:
         """
         Args:
             inventory: returns what this node holds now.
-            move: `Monitor.move`: makes the job's nodes regroup without this one. Blocks.
+            move: makes the job's nodes regroup without this one. Blocks.
         """
         self._store = store
         self._network = network
         self._inventory = inventory
         self._move = move
         self._ended = network.Event()
-        # Guarded by `_lock`, since gRPC threads, trainers' connections and the SIGTERM thread change them: how many of
-        # these are at work, the spares that any of them has named, and the start since which nothing here is needed.
+        # Changed under `_lock`, since gRPC threads, trainers' connections and the SIGTERM thread do; replaced whole, so
+        # reading needs no lock: how many of these are at work, the spares that any of them has named, and, in a tuple,
+        # the start since which nothing here is needed, which may be None; an empty tuple: the node is needed.
         self._running = 0
         self._spares: frozenset[Address] = frozenset()
         self._drained_in: tuple[Start | None, ...] = ()
@@ -180,7 +188,8 @@ class Draining:
                 try:
                     found = attempt(limit)
                     if isinstance(found, Drained):
-                        self._drained_in = (start,)
+                        with self._lock:
+                            self._drained_in = (start,)
                         return found
                     last = found
                 except ConfigError:
@@ -223,7 +232,7 @@ class Draining:
         if trained and not still:
             return f"trainers are connected to {', '.join(trained)}, and no snapshot is whole without {mine.node} yet"
         self._move(self._spares, max(1.0, limit - self._network.monotonic()), still=still)
-        return "it has only just begun"
+        return f"what {mine.node} holds was moved just now, and it is yet to be seen whether that is all"
 
     def _everywhere(self, mine: Inventory) -> list[Inventory]:
         """The inventories of all SMPs that answer. Those of nodes that came later are known only to others."""

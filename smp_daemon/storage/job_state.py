@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from enum import Enum, auto
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.identity import Run, epoch_text
@@ -18,6 +19,15 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.node_file import NODE_FILE, NodeFile, read_node_file
 
 log = get_log(__name__)
+
+
+class Predecessor(Enum):
+    """What an SMP finds of the one before it in this arena."""
+
+    KNOWN = auto()
+    FORGOTTEN = auto()
+    """``node.json`` is lost, but a layout names this job and node, so what is held counts."""
+    NONE = auto()
 
 
 class JobState:
@@ -136,9 +146,8 @@ class JobState:
         known = NodeFile(self._job, self._node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
         known.write(self._arena.path)
 
-    def adopt(self) -> bool | None:
-        """Take over what a predecessor knew. Returns whether it is known; False: ``node.json`` is lost, but what is
-        held may count; None: nothing counts. Raises as `read_node_file`, but for a damaged file."""
+    def adopt(self) -> Predecessor:
+        """Take over what a predecessor knew. Raises as `read_node_file`, but for a damaged file."""
         try:
             known = read_node_file(self._arena.path, self._job, self._node, self._arena.files)
             damaged = known is None and NODE_FILE in self._arena.directory.lost
@@ -149,10 +158,10 @@ class JobState:
         if known is not None or damaged:
             self._arena.layouts.adopt(self._arena.directory.note_lost)
         if known is None:
-            return False if self._is_ours() else None
+            return Predecessor.FORGOTTEN if self._is_ours() else Predecessor.NONE
         self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
         self.given_up = frozenset(known.given_up)
-        return True
+        return Predecessor.KNOWN
 
     def _is_ours(self) -> bool:
         """Whether a layout in the arena names this job and this node, as ``node.json`` would."""

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings, Key, ShardKey
-from holdfast.smp_daemon.storage.job_state import JobState
+from holdfast.smp_daemon.storage.job_state import JobState, Predecessor
 from holdfast.smp_daemon.storage.outcomes import Outcomes
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool
 from holdfast.smp_daemon.storage.receiving import Receiving
@@ -340,14 +340,14 @@ class Store:
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
         failpoint("adopt.before")
-        known = self.state.adopt()
-        if known is None:
+        predecessor = self.state.adopt()
+        if predecessor is Predecessor.NONE:
             self.arena.clear()
             return
-        if known:
+        if predecessor is Predecessor.KNOWN:
             self.outcomes.adopt()
         self.holdings.adopt()
-        if not known:
+        if predecessor is Predecessor.FORGOTTEN:
             # What is held has records and digests of its own, so it stays. Lost are: the epoch, the newest protected
             # snapshot, and the record of the last start. All other nodes were told the same, and a start takes the
             # newest that any of them knows. The newest epoch of what is left is never newer than the lost one. If it is
