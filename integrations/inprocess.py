@@ -116,9 +116,9 @@ class _News:
 
     def __init__(self, first: JobAttempt, channel: socket.socket) -> None:
         self._channel = channel
+        # Guards all below, which the main thread and the one that listens change; both abandon groups under it.
         self._changed = threading.Condition()
-        self.attempt = self._newest = first
-        """The attempt that was taken last."""
+        self.attempt = self._newest = first  # the attempt that was taken last, and the newest that was announced
         self._is_open = True
         threading.Thread(target=self._listen, name="holdfast-attempts", daemon=True).start()
 

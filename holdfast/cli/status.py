@@ -120,7 +120,8 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     for each in overview.statuses:
         parts += [Text(f"{each.inventory.node}: {line}") for line in (each.reserving, each.verifying) if line]
     parts += [Text(f"{name} is leaving: it moves what it holds to others", style="yellow") for name in overview.leaving]
-    parts += [Text(overview.goodput[1])] if overview.goodput[1] else []
+    _, spent = overview.goodput
+    parts += [Text(spent)] if spent else []
     parts += [Text(recovery_line(recovery)) for recovery in overview.recoveries[:2]]
     rows = []
     for status, own in zip(overview.statuses, overview.inventories, strict=True):

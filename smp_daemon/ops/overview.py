@@ -199,6 +199,7 @@ class Overview:
     def to_json(self) -> dict[str, Any]:
         """The overview as plain data, for the page and for scripts. Layouts appear only as digests."""
         digests = {layout.digest for status in self.statuses for layout in status.inventory.layouts.values()}
+        effective, spent = self.goodput
         return {
             "job": self.job,
             "run": None if self.run is None else to_plain(self.run),
@@ -216,7 +217,7 @@ class Overview:
             "versions": self.versions,
             "persisted": self.tiers,
             "recoveries": self.recoveries,
-            "goodput": {"effective": self.goodput[0], "text": self.goodput[1], **to_plain(self.spent)},
+            "goodput": {"effective": effective, "text": spent, **to_plain(self.spent)},
             "events": [[node, event.at, event.level, event.text] for node, event in self.events],
             "repeats": self.repeats,
             "older": [list(snapshot) for snapshot in self.older],

@@ -328,7 +328,7 @@ REQUIRE = Setting(
 LEAVE_ON = Setting(
     TRAINERS,
     "HOLDFAST_LEAVE_ON",
-    ValueKind("TERM,USR1,...", lambda text: _signals(text)),
+    ValueKind("TERM,USR1,...", _signals),
     "",
     "Signals that announce to a trainer that its node is to be taken away: the job ends as with `holdfast drain`.",
     shown="none",

@@ -70,19 +70,24 @@ def entered(kind: str, callbacks: list[Average], state_of: StateOf = lambda call
     return snap, model, optim, overlooked
 
 
+def train(job: Entered) -> None:
+    snap, model, optim, overlooked = job
+    snap.settle()
+    overlooked.look()
+    model(torch.ones(1, 3)).sum().backward()
+    snap.drain(60)  # without this, such short steps would be skipped while snapshots are being sealed
+    optim.step()
+    optim.zero_grad()
+
+
 @pytest.mark.parametrize("kind", ["module", "dict", "list"])
 def test_an_average_goes_with_the_snapshot_and_is_not_overlooked(
     arena: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first: list[Average] = []
-    snap, model, optim, overlooked = entered(kind, first)
+    job = snap, *_ = entered(kind, first)
     for _ in range(4):
-        snap.settle()
-        overlooked.look()
-        model(torch.ones(1, 3)).sum().backward()
-        snap.drain(60)  # without this, such short steps would be skipped while snapshots are being sealed
-        optim.step()
-        optim.zero_grad()
+        train(job)
         for by, average in enumerate(first, 1):
             average.update(by)
     snap.settle()
@@ -103,15 +108,10 @@ def test_what_a_callback_counts_goes_with_the_snapshot_unless_it_tells_of_a_file
     arena: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first: list[Average] = []
-    snap, model, optim, overlooked = entered("module", first)
+    job = snap, *_ = entered("module", first)
     counting, writing = first
     for step in range(4):
-        snap.settle()
-        overlooked.look()
-        model(torch.ones(1, 3)).sum().backward()
-        snap.drain(60)  # without this, such short steps would be skipped while snapshots are being sealed
-        optim.step()
-        optim.zero_grad()
+        train(job)
         counting.best_score = torch.tensor(float(step))
         counting.seen = [*counting.seen, step]
         writing.seen, writing.file = [step], io.StringIO()
