@@ -264,12 +264,14 @@ def read_state(early: Tree) -> Tree:
     return found
 
 
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory of a type for which torch has kernels of CUDA that work on lists of tensors."""
-    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: CUDA's kernels for lists of tensors do not know all types, and take those of 16 bits
+    through others, which changes the bits of a NaN."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.view(_INTEGERS[plain.itemsize]) if plain.itemsize in _INTEGERS else plain
 
 
 class Staging:
@@ -290,9 +292,7 @@ class Staging:
             with within_memory("what may change at any moment"):
                 staged = tuple(SlotTensor(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
         with torch.no_grad():
-            torch._foreach_copy_(
-                [_signed(piece.tensor) for piece in staged], [_signed(piece.tensor) for piece in pieces]
-            )
+            torch._foreach_copy_([_bits(piece.tensor) for piece in staged], [_bits(piece.tensor) for piece in pieces])
         return staged
 
     def give_back(self, staged: tuple[SlotTensor, ...]) -> None:
