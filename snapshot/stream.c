@@ -96,11 +96,33 @@ int holdfast_copy_digested(const struct run *runs, size_t count, const unsigned 
     return 0;
 }
 
-/* Hands a table of runs to a function that only queues copies, such as cuMemcpyAsync; stops at the first failure. */
-int holdfast_queue(int (*copy_async)(void *, const void *, size_t, void *), const struct run *runs, size_t count,
-                   void *stream) {
-    for (size_t i = 0; i < count; i++) {
-        int code = copy_async(runs[i].target, runs[i].source, runs[i].bytes, stream);
+/* What a driver has to queue work on a stream; each returns 0 or an error code. `batch` may be missing: many copies in
+ * one call, with their `attributes`. `set` writes bytes of the device, by a kernel. */
+struct driver {
+    int (*copy)(void *target, const void *source, size_t bytes, void *stream);
+    int (*batch)(void *const *targets, const void *const *sources, const size_t *bytes, size_t count,
+                 const void *attributes, const size_t *first, size_t kinds, size_t *failed, void *stream);
+    const void *attributes;
+    int (*set)(void *target, unsigned char value, size_t bytes, void *stream);
+};
+
+/* Queues copies in parts, each up to one of the `ends`; after each part the byte at `between` is set, unless it is NULL.
+ * What a batch refuses is queued copy by copy. Stops at the first failure, and returns its code. */
+int holdfast_queue(const struct driver *driver, void *const *targets, const void *const *sources, const size_t *bytes,
+                   const size_t *ends, size_t parts, void *between, void *stream) {
+    const size_t zero = 0;
+    for (size_t part = 0, first = 0; part < parts; first = ends[part++]) {
+        size_t failed = 0, count = ends[part] - first;
+        int code = -1;
+        if (driver->batch != NULL)
+            code = driver->batch(targets + first, sources + first, bytes + first, count, driver->attributes, &zero, 1,
+                                 &failed, stream);
+        if (code) {
+            code = 0;
+            for (size_t i = first; i < ends[part] && !code; i++)
+                code = driver->copy(targets[i], sources[i], bytes[i], stream);
+        }
+        if (!code && between != NULL) code = driver->set(between, 0, 1, stream);
         if (code) return code;
     }
     return 0;

@@ -169,11 +169,13 @@ class CudaEngine:
         filling = CudaFilling(self)
         base = np.array([address_of(slot), 0, 0], np.uint64)
         plain = [(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in pieces if piece.is_plain]
-        filling.take(runs.make_runs(plain) + base)
+        with filling.taking() as take:
+            take(runs.make_runs(plain) + base)
         with self.on_stream("the load from the slot"):
             for chunk in (chunk for p in pieces if not p.is_plain for chunk in chunks(p, CHUNK_BYTES)):
                 scratch = self.runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
-                self.ring.load(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
+                with self.ring.loading() as take:
+                    take(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
                 self.runtime.copy(chunk.tensor, scratch)
         filling.finish()
 
@@ -213,29 +215,28 @@ class CudaEngine:
         runtime, direct = self.runtime, self._pages.has(slot)
         base = np.array([0, address_of(slot), 0], np.uint64)
 
-        def store(table: Runs) -> None:
+        def store(parts: Sequence[Runs]) -> None:
             pause(0)
             if direct:
-                runtime.copy_runs(table + base)
+                runtime.copy_parts([part + base for part in parts])
             else:
-                self.ring.store(table + base, begun)
-            if not runtime.one_queue:
-                runtime.make_way()
+                for part in parts:
+                    self.ring.store(part + base, begun)
 
         for chunk in (chunk for piece in table.odd for chunk in chunks(piece, CHUNK_BYTES)):
             scratch = runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
             runtime.copy(scratch, chunk.tensor)
             rows = runs.make_runs([(scratch.data_ptr(), chunk.offset, chunk.bytes)])
-            store(runs.cut(rows, 1, REGISTER_BYTES))
+            store([runs.cut(rows, 1, REGISTER_BYTES)])
             if runtime.one_queue:
                 runtime.wait(self.stream.record_event(), begun)
         batches = table.batches
         together = max(1, -(-len(batches) // MOST_CHUNKS)) if direct else 1  # a batch fills a buffer of the ring
-        marks = max(1, len(batches) // MARKS)
-        for first in range(0, len(batches), together):
-            store(np.concatenate(batches[first : first + together]))
-            if first % marks < together:
-                yield self.stream.record_event()
+        parts = [np.concatenate(batches[first : first + together]) for first in range(0, len(batches), together)]
+        at_once = max(1, -(-len(parts) // MARKS))
+        for first in range(0, len(parts), at_once):
+            store(parts[first : first + at_once])
+            yield self.stream.record_event()
 
     def check(self, pieces: Sequence[SlotTensor]) -> None:
         """Raise `ConfigError` if a piece is on another device."""
@@ -387,9 +388,10 @@ class CudaFilling:
             before = engine.runtime.current_stream().record_event()
             engine.stream.wait_event(before)
 
-    def take(self, table: Runs) -> None:
-        with self._engine.on_stream("the load from the slot"):
-            self._engine.ring.load(table)
+    @contextmanager
+    def taking(self) -> Iterator[Callable[[Runs], None]]:
+        with self._engine.on_stream("the load from the slot"), self._engine.ring.loading() as take:
+            yield take
 
     def finish(self) -> None:
         engine = self._engine

@@ -6,16 +6,14 @@ Each is looked up at its first use in ``libcuda``, which comes with the driver o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.copy.runs import Runs, queue
+from holdfast.snapshot.copy.runs import Driver, Runs, queue
 
 REGISTER_BYTES = 64 << 20
 """Most bytes for one ``cudaHostRegister``: launches of other threads and processes wait until it ends."""
@@ -73,16 +71,16 @@ def new_stream(priority: int) -> int:
     return int(stream.value or 0)
 
 
-def queue_copies(table: Runs, stream: int) -> None:
-    """Queue copies on a stream: rows of source, target and bytes, each on the device or in pinned memory.
+def queue_copies(parts: Sequence[Runs], stream: int, between: int = 0) -> None:
+    """Queue copies on a stream, in parts: rows of source, target and bytes, each on the device or in pinned memory.
 
-    One call queues all. With an older driver, on the default stream, or if that call fails, each is queued by a call of
-    its own, in C. The GIL is free meanwhile.
+    One call queues each part as a whole; with an older driver, on the default stream, or if that call fails, each copy
+    is queued by a call of its own. All of this is in C, and the GIL is free meanwhile.
+
+    Args:
+        between: address of a byte of the device, which a kernel sets after each part; 0: none.
     """
-    batch = _batches() if stream else None
-    if batch is not None and not batch(table, stream):
-        return
-    if code := queue(_address("cuMemcpyAsync"), table, stream):
+    if code := queue(_queueing(bool(stream)), parts, stream, between):
         raise RuntimeError(_text(code))
 
 
@@ -97,48 +95,33 @@ class _Attributes(ctypes.Structure):
     )
 
 
+_READ_IN_ORDER = _Attributes(order=IN_STREAM_ORDER)
+
+
 @cache
-def _batches() -> Callable[[Runs, int], int] | None:
-    """``cuMemcpyBatchAsync`` as first released, which returns an error code; None: the driver is older."""
+def _queueing(batches: bool) -> Driver:
+    """The driver's functions. `batches`: with the one for many copies in one call, if there is one."""
+    batch = _batch() if batches else None
+    return Driver(_address("cuMemcpyAsync"), batch, ctypes.addressof(_READ_IN_ORDER), _address("cuMemsetD8Async"))
+
+
+def _batch() -> int | None:
+    """The address of ``cuMemcpyBatchAsync`` as first released, which returns an error code; None: the driver is
+    older."""
     version, found, status = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
     _call("cuDriverGetVersion", ctypes.byref(version))
-    if version.value < BATCHES_SINCE:
-        return None
-    _call(
-        "cuGetProcAddress_v2",
-        b"cuMemcpyBatchAsync",
-        ctypes.byref(found),
-        BATCHES_SINCE,
-        ctypes.c_uint64(0),
-        ctypes.byref(status),
-    )
+    if version.value >= BATCHES_SINCE:
+        _call(
+            "cuGetProcAddress_v2",
+            b"cuMemcpyBatchAsync",
+            ctypes.byref(found),
+            BATCHES_SINCE,
+            ctypes.c_uint64(0),
+            ctypes.byref(status),
+        )
     if not found.value:
         log.debug("this driver has no batches of copies")
-        return None
-    pointer, word = ctypes.c_void_p, ctypes.c_size_t
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, word, pointer, pointer, word, pointer, pointer)
-    function = kind(found.value)
-    attributes, first = _Attributes(order=IN_STREAM_ORDER), ctypes.c_size_t(0)
-
-    def batch(table: Runs, stream: int) -> int:
-        sources, targets, lengths = (np.ascontiguousarray(column) for column in table.T)
-        failed = ctypes.c_size_t(0)
-        code: int = function(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            lengths.ctypes.data,
-            len(table),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
-        if code:
-            log.debug("%d copies are queued one by one: %s", len(table), _text(code))
-        return code
-
-    return batch
+    return found.value
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -60,9 +60,9 @@ class Runtime(Protocol):
     `on` makes a stream, and its device, the calling thread's current one; within it the thread breaks no capture of a
     CUDA graph. On the current stream `copy` queues a copy between tensors of the device, and `copy_runs` queues rows of
     source, target and bytes, each on the device or pinned, and within one allocation: `allocation_of` tells which one a
-    tensor of the device is in. Sources and targets must stay until the copy is done.
-    `scratch` is device memory that, once dropped, only work queued later on that stream gets. `make_way` lets copies of
-    other streams go before those that are queued next, by a kernel between them.
+    tensor of the device is in. Sources and targets must stay until the copy is done. `copy_parts` does the same for
+    several tables, and copies of other streams may go between two of them, unless the device has `one_queue`.
+    `scratch` is device memory that, once dropped, only work queued later on that stream gets.
     `wait` blocks until an event, or raises `DeadlineExceeded` once the device has taken 60 s for it since `begun`,
     however long it takes to get there: work of training comes before. `register` page-locks host memory and gives every
     device access to it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
@@ -78,8 +78,8 @@ class Runtime(Protocol):
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
     def copy_runs(self, table: Runs) -> None: ...
+    def copy_parts(self, parts: Sequence[Runs]) -> None: ...
     def allocation_of(self, tensor: torch.Tensor) -> int: ...
-    def make_way(self) -> None: ...
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def pinned(self, count: int) -> torch.Tensor: ...
     def wait(self, event: DeviceEvent, begun: DeviceEvent | None = None) -> None: ...
@@ -143,17 +143,18 @@ class TorchRuntime:
         target.copy_(source, non_blocking=True)
 
     def copy_runs(self, table: Runs) -> None:
-        cuda_driver.queue_copies(table, torch.cuda.current_stream(self.device).cuda_stream)
+        cuda_driver.queue_copies([table], torch.cuda.current_stream(self.device).cuda_stream)
+
+    def copy_parts(self, parts: Sequence[Runs]) -> None:
+        # Copies that follow each other on a stream are one piece of work to the copy engine; a kernel separates them.
+        if self._speck is None:
+            self._speck = self.scratch((1,), torch.uint8)
+        between = 0 if self.one_queue else self._speck.data_ptr()
+        cuda_driver.queue_copies(parts, torch.cuda.current_stream(self.device).cuda_stream, between)
 
     def allocation_of(self, tensor: torch.Tensor) -> int:
         # A storage is always within one.
         return cuda_driver.allocation_of(tensor.data_ptr()) or tensor.untyped_storage().data_ptr()
-
-    def make_way(self) -> None:
-        # Copies that follow each other on a stream are one piece of work to the copy engine; a kernel separates them.
-        if self._speck is None:
-            self._speck = torch.zeros(1, device=self.device)
-        self._speck.zero_()
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)

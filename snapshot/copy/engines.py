@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -114,9 +114,9 @@ class Transfer(Protocol):
 class Filling(Protocol):
     """Fills live tensors."""
 
-    def take(self, table: Runs) -> None:
-        """Copy runs of host memory into live tensors. The sources may go when it returns. Several threads may call it
-        at once."""
+    def taking(self) -> AbstractContextManager[Callable[[Runs], None]]:
+        """In this block, the function that this gives copies runs of host memory into live tensors, for the thread that
+        entered it. Their sources may go when it returns. Several threads may each enter one at once."""
         ...
 
     def finish(self) -> None:
@@ -289,8 +289,8 @@ class CpuEngine:
     def fill(self) -> Filling:
         return self
 
-    def take(self, table: Runs) -> None:
-        runs.copy(table)
+    def taking(self) -> AbstractContextManager[Callable[[Runs], None]]:
+        return nullcontext(runs.copy)
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         rows = [(address_of(slot) + p.offset, p.tensor.data_ptr(), p.bytes) for p in pieces if p.is_plain]
@@ -309,11 +309,11 @@ class CpuEngine:
 
 
 def load_threads() -> int:
-    """Number of threads that fill live tensors. Each digests and copies 4 to 6 GB/s, and a device takes 50: a rank
-    takes half of its share of the cores."""
+    """Number of threads that fill live tensors. Each digests and copies 3 to 6 GB/s, and a device takes 50: a rank
+    takes its share of the cores, on which nothing else runs yet."""
     cores = len(os.sched_getaffinity(0))
     share = cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, min(FEW_THREADS, cores), min(LOAD_THREADS, share // 2))
+    return max(1, min(FEW_THREADS, cores), min(LOAD_THREADS, share))
 
 
 def golden(turn: int, count: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,11 +14,14 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, Runtime
 from holdfast.snapshot.copy.runs import Runs
 
+LINE = 64
+"""Bytes of a cache line, with which what is copied next begins."""
+
 
 class Ring:
     """A fixed number of buffers of one length, made when they are first needed, and used in turn.
 
-    One thread calls `store` and `land`. Any thread may call `load`; as many of its calls work at a time as there are
+    One thread calls `store` and `land`. Any thread may enter `loading`; as many are within at a time as there are
     buffers. The caller's current stream must be `stream`.
     """
 
@@ -41,7 +46,7 @@ class Ring:
         buffer = self._take()
         try:
             target = np.uint64(buffer.data_ptr()) + _starts(table)
-            self._runtime.copy_runs(_with(table, target=target))
+            self._runtime.copy_parts([_with(table, target=target)])
             event = self._stream.record_event()
         except BaseException:  # what was queued nevertheless comes before all that the buffer is used for next
             self._give(buffer, None)
@@ -53,18 +58,49 @@ class Ring:
         while self._stored:
             self._land_first(begun)
 
-    def load(self, table: Runs) -> None:
-        """Queue runs from memory to the device, one buffer after another. When it returns their sources may go."""
-        for part in runs.batches(table, self._bytes):
-            with self._turns:
-                buffer, event = self._take(), None
-                try:
-                    source = np.uint64(buffer.data_ptr()) + _starts(part)
-                    runs.copy(_with(part, target=source))
-                    self._runtime.copy_runs(_with(part, source=source))
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[Runs], None]]:
+        """In this block, the function that this gives takes runs from memory to the device. Their sources may go when
+        it returns; all of them are queued when the block ends. A buffer is sent when it is full: a transfer of little
+        takes as much of Python's time as one of much, and Python serves one thread at a time."""
+        rows: list[Runs] = []
+        buffer: torch.Tensor | None = None
+        used = 0
+
+        def take(table: Runs) -> None:
+            for part in runs.batches(table, self._bytes) if table[:, 2].sum() > self._bytes else [table]:
+                stage(part)
+
+        def stage(part: Runs) -> None:
+            nonlocal buffer, used
+            length = int(part[:, 2].sum())
+            if used + length > self._bytes:
+                send()
+            if buffer is None:
+                buffer = self._take()
+            held = np.uint64(buffer.data_ptr() + used) + _starts(part)
+            runs.copy(_with(part, target=held))
+            rows.append(_with(part, source=held))
+            used += -(-length // LINE) * LINE
+
+        def send() -> None:
+            nonlocal buffer, used
+            if buffer is None:
+                return
+            full, event, buffer, used = buffer, None, None, 0
+            try:
+                if rows:
+                    self._runtime.copy_runs(np.concatenate(rows))
                     event = self._stream.record_event()
-                finally:
-                    self._give(buffer, event)
+            finally:
+                rows.clear()
+                self._give(full, event)
+
+        with self._turns:
+            try:
+                yield take
+            finally:
+                send()
 
     def settle(self) -> None:
         """Block until no transfer to or from a buffer is in progress, and forget stored runs that have not landed."""

@@ -19,7 +19,20 @@ from holdfast.smp_daemon.shared import xxh3
 PIECE_BYTES = 64 << 20
 """Length of the longest run after `split`: how often a copy can be paced or stopped."""
 
-_COPY_ASYNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+class Driver(ctypes.Structure):
+    """Addresses of C functions that queue work on a device; see ``struct driver`` in `snapshot/stream.c`."""
+
+    _fields_ = (
+        ("copy", ctypes.c_void_p),
+        ("batch", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("set", ctypes.c_void_p),
+    )
+
+
+_COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
 
 Runs = NDArray[np.uint64]
 """Shape [n, 3]: source address, target address, length in bytes."""
@@ -129,16 +142,31 @@ def copy_digested(runs: Runs, ends: NDArray[np.uint8], digests: NDArray[np.uint6
         raise MemoryError("no memory for the state of a digest")
 
 
-def queue(copy_async: int, runs: Runs, stream: int) -> int:
-    """Call ``copy_async(target, source, bytes, stream)``, a C function at that address, for every run, until one call
-    does not return 0. Returns the last call's result. Other Python threads go on."""
+def queue(driver: Driver, parts: Sequence[Runs], stream: int, between: int = 0) -> int:
+    """Queue every run on a stream of a device, part by part, in one call; other Python threads go on.
+
+    Args:
+        between: address of a byte of the device that is set after each part, by a kernel; 0: none.
+
+    Returns:
+        0, or the code of the first error, after which nothing is queued.
+    """
     library = _library()
-    if library is not None:
-        table = np.ascontiguousarray(runs)
-        return int(library.holdfast_queue(copy_async, table.ctypes.data, len(table), stream))
-    function = _COPY_ASYNC(copy_async)
-    for source, target, length in runs.tolist():
-        if code := function(target, source, length, stream):
+    if library is None:
+        return _queue_one_by_one(driver, parts, stream, between)
+    sources, targets, lengths = np.ascontiguousarray(np.concatenate(parts).T)
+    ends = np.cumsum([len(part) for part in parts], dtype=np.uint64)
+    addresses = (array.ctypes.data for array in (targets, sources, lengths, ends))
+    return int(library.holdfast_queue(ctypes.addressof(driver), *addresses, len(parts), between, stream))
+
+
+def _queue_one_by_one(driver: Driver, parts: Sequence[Runs], stream: int, between: int) -> int:
+    copy, set_byte = _COPY(driver.copy), _SET(driver.set)
+    for part in parts:
+        for source, target, length in part.tolist():
+            if code := copy(target, source, length, stream):
+                return int(code)
+        if between and (code := set_byte(between, 0, 1, stream)):
             return int(code)
     return 0
 
@@ -165,6 +193,6 @@ def _library() -> ctypes.CDLL | None:
         ctypes.c_void_p,
     ]
     library.holdfast_copy_digested.restype = ctypes.c_int
-    library.holdfast_queue.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.holdfast_queue.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     library.holdfast_queue.restype = ctypes.c_int
     return library

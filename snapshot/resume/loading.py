@@ -7,6 +7,7 @@ that core's cache. Both release the GIL. A damaged unit is never copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -121,16 +122,18 @@ class _Loading:
         return (units[first : first + size] for first in range(0, len(units), size))
 
     def _work(self, units: Sequence[int]) -> list[int]:
-        return [unit for unit in units if not self._take(unit)]
-
-    def _take(self, unit: int) -> bool:
-        if not self._shard.matches(unit):
-            return False
-        for fill, parts, rows in self._filled:
-            begin, end = rows[unit : unit + 2]
-            if begin < end:
-                fill.take(parts[begin:end])
-        return True
+        with ExitStack() as stack:
+            takers = [(stack.enter_context(fill.taking()), parts, rows) for fill, parts, rows in self._filled]
+            bad = []
+            for unit in units:
+                if not self._shard.matches(unit):
+                    bad.append(unit)
+                    continue
+                for take, parts, rows in takers:
+                    begin, end = rows[unit : unit + 2]
+                    if begin < end:
+                        take(parts[begin:end])
+            return bad
 
 
 def _make_whole(loading: _Loading, bad: list[int], repair: Repair) -> None:

@@ -181,7 +181,7 @@ def test_without_a_context_the_driver_refuses_and_a_thread_that_has_entered_has_
         try:
             if enter:
                 runtime.enter_thread()
-            cuda_driver.queue_copies(table, stream.cuda_stream)  # type: ignore[attr-defined]
+            cuda_driver.queue_copies([table], stream.cuda_stream)  # type: ignore[attr-defined]
             said.append("queued")
         except RuntimeError as error:
             said.append(str(error))
@@ -203,7 +203,8 @@ def test_an_engine_is_the_first_thing_that_a_thread_makes_on_a_device(gpu: Emula
         source, target = torch.arange(50), torch.zeros(50, dtype=torch.int64)
         there = gpu.empty((50,), None, torch.int64)
         filling = engine.fill()
-        filling.take(runs.make_runs([(source.data_ptr(), there.data_ptr(), 400)]))
+        with filling.taking() as take:
+            take(runs.make_runs([(source.data_ptr(), there.data_ptr(), 400)]))
         filling.finish()
         with engine.on_stream("a test"):
             engine.ring.store(runs.make_runs([(there.data_ptr(), target.data_ptr(), 400)]))
@@ -284,7 +285,7 @@ def test_work_on_a_stream_of_another_device_is_refused() -> None:
         stream = TorchRuntime(torch.device("cuda", 1)).own_stream("copies")
         table = runs.make_runs([(source.data_ptr(), target.data_ptr(), 36)])
         with pytest.raises(RuntimeError, match="resource handle"):
-            cuda_driver.queue_copies(table, stream.cuda_stream)  # type: ignore[attr-defined]
+            cuda_driver.queue_copies([table], stream.cuda_stream)  # type: ignore[attr-defined]
 
 
 def test_a_fork_of_the_process_leaves_the_device_alone(gpu: EmulatedCuda) -> None:
@@ -455,7 +456,6 @@ def test_copies_that_a_driver_refuses_use_up_no_pinned_buffer(
     engine, live = engine_on(gpu), gpu.tensor(torch.randn(400))
     with monkeypatch.context() as refusing:
         refusing.setattr(cuda_driver, "queue", lambda *given: 1)
-        refusing.setattr(cuda_driver, "_batches", lambda: None)
         for _ in range(2 * BUFFERS):
             with pytest.raises(HoldfastError, match="CUDA error 1"):
                 copied(engine, live)

@@ -285,6 +285,19 @@ static int batch(void **targets, void **sources, size_t *counts, size_t count, v
     return leave(code);
 }
 
+static int launch(Stream *stream, Function function, uint64_t argument) {  // called with the lock
+    for (Op *op = stream->first; op; op = op->next) if (op->kind == COPY) { waited_kernels++; break; }
+    return put(stream, (Op){.kind = KERNEL, .function = function, .argument = argument});
+}
+
+static void clear_byte(uint64_t target) { *(char *)target = 0; }
+
+int cuMemsetD8Async(uint64_t target, unsigned char value, size_t count, void *handle) {
+    int code = enter_at(handle);
+    if (!code && (value || count != 1 || !range_of(target, 1))) code = INVALID;
+    return leave(code ? code : launch(at(handle), clear_byte, target));
+}
+
 int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status) {
     (void)flags;
     *found = !strcmp(name, "cuMemcpyBatchAsync") && version == 12080 ? (void *)batch : NULL;
@@ -438,14 +451,10 @@ int cuGraphLaunch(Graph *graph, void *handle) {
 
 // ---------------------------------------------------------------- what only tests call
 
-// Queue a kernel: `function(argument)`. `*behind`: whether a copy is before it in its stream, so that its hardware queue
-// waits for that copy.
+// Queue a kernel: `function(argument)`. If a copy is before it in its stream, its hardware queue waits for that copy.
 int testLaunch(void *handle, Function function, uint64_t argument) {
     int code = enter_at(handle);
-    if (code) return leave(code);
-    Stream *stream = at(handle);
-    for (Op *op = stream->first; op; op = op->next) if (op->kind == COPY) { waited_kernels++; break; }
-    return leave(put(stream, (Op){.kind = KERNEL, .function = function, .argument = argument}));
+    return leave(code ? code : launch(at(handle), function, argument));
 }
 
 // Let a stream rest for so many microseconds before its next work.

@@ -44,7 +44,7 @@ _ASKS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"}
 
 _DEVICE, _IS_CUDA, _IS_CPU = (getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu"))
 
-_NO_KERNEL = {torch.uint16, torch.uint32, torch.uint64}
+_NO_KERNEL = {torch.uint16, torch.uint32, torch.uint64, torch.complex32, getattr(torch, "float8_e8m0fnu", None)}
 """What torch has no kernels of CUDA for in operations on lists of tensors."""
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -281,10 +281,12 @@ class EmulatedCuda:
                 if isinstance(each, torch.Tensor)
             ]
 
+            does = _copied_through_floats if name == "_foreach_copy_" else function
+
             def work() -> None:
                 found = [
                     each
-                    for each in pytree.tree_leaves(function(*raw_arguments, **raw_options))
+                    for each in pytree.tree_leaves(does(*raw_arguments, **raw_options))
                     if isinstance(each, torch.Tensor)
                 ]
                 for target, source in zip(fresh, found, strict=True):
@@ -387,7 +389,14 @@ class EmulatedRuntime:
             block = self._standin.memory.of(tensor)
         return 0 if block is None else block.address
 
-    def make_way(self) -> None:
+    def copy_parts(self, parts: Sequence[Runs]) -> None:
+        for part in parts:
+            self.copy_runs(part)
+            if not self.one_queue:
+                self.separate()
+
+    def separate(self) -> None:
+        """Queue a kernel that does nothing."""
         self._standin.current(self._number).queue(lambda: None)
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -501,6 +510,13 @@ class _ReportDevice(TorchFunctionMode):
             return there if dtype == there.dtype else there.to(dtype)
         options["device"] = torch.device("cpu")
         return standin.tensor(func(*args, **options), goal.index or 0)
+
+
+def _copied_through_floats(targets: list[torch.Tensor], sources: list[torch.Tensor], *_: Any) -> None:
+    """CUDA's kernel for lists of tensors computes with 32 bits: a NaN of fewer is no longer the same after it."""
+    for target, source in zip(targets, sources, strict=True):
+        narrow = source.is_floating_point() and source.itemsize < 4
+        target.copy_(source.float() if narrow else source)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
