@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.chaos.megatron_cpu import install
+from holdfast.chaos.megatron_cpu import install, share_gpu
 
 install()
 warnings.filterwarnings("ignore", message=".*Apex.*")
@@ -185,6 +185,8 @@ def build(
 
     `complete` is called with the chunks before they are wrapped.
     """
+    if torch.cuda.is_available() and dist.get_backend() == "gloo":
+        share_gpu()
     config = _config(options)
     chunks: list[Any] = [_chunk(config, options, stage).to(drill.place()) for stage in range(options.virtual or 1)]
     if options.dtype != "fp32":

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from holdfast.smp_daemon.shared.errors import ConfigError
+
 FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
 
 
@@ -50,6 +52,19 @@ def install() -> bool:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotAboutGenerators())
     _install_experts()
     return True
+
+
+def share_gpu() -> None:
+    """Let ranks that share a GPU train over gloo: it reduces tensors of a GPU one at a time, and Megatron gives it
+    several in one call. Reductions that overlap the backward pass are not helped."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def one_at_a_time(group: Any, *, async_ops: bool) -> Any:
+        if async_ops:
+            raise ConfigError("overlap: ranks that share a GPU cannot reduce gradients beside the backward pass")
+        return contextlib.nullcontext()
+
+    param_and_grad_buffer._coalescing_manager = one_at_a_time
 
 
 def _install_experts() -> None:
