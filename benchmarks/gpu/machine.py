@@ -32,6 +32,9 @@ OF_CHECKS = "GPU_CHECKS"
 """Variable in the environment of all processes of a check: its directory, after those of the checks that it is part of,
 separated by colons."""
 
+SHOWN = 5
+"""How many failed tests are named."""
+
 BESIDE_OTHERS = 6
 """How many times as long as on a machine with a GPU, which does nothing else, work may take in a dry run."""
 
@@ -146,14 +149,15 @@ def _is_of(process: psutil.Process, base: Path) -> bool:
 
 
 def tests(*arguments: str, deadline_s: float = 100.0, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
-    """Run tests; return whether they pass, and the last line that they print."""
+    """Run tests; return whether they pass, and what pytest says of them: the line at the end, and those that failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     variables = {**os.environ, **(environment or {})}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s, env=variables, check=False
     )
     lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
-    return done.returncode == 0, lines[-1]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 0, "; ".join([lines[-1], *failed[:SHOWN]])
 
 
 def _driver() -> str:

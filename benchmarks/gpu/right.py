@@ -214,6 +214,8 @@ def demo(machine: Machine) -> Figures:
     if not done.stdout.startswith("{"):
         return {"failure": done.stderr[-300:], "passes": False}
     found = json.loads(done.stdout)
+    if "error" in found:
+        return {"failure": found["error"]["message"][-300:], "passes": False}
     lost = [recovery["lost_steps"] for recovery in found["recoveries"]]
     shown = {name: found[name] for name in ("identical", "difference", "leaks")}
     return {**shown, "lost_steps": lost, "passes": found["identical"] and len(lost) == 2 and done.returncode == 0}
