@@ -76,7 +76,7 @@ class MemoryWriter(StorageWriter):
         *,
         job: str | None = None,
         protect: str = "auto",
-        arena: Path | None = None,
+        arena: str | Path | None = None,
         start: bool = True,
         deadline_s: float = 120.0,
     ) -> None:
@@ -147,7 +147,7 @@ class MemoryReader(StorageReader):
         start: start an SMP on a node that has none yet, such as one that replaces a lost node.
     """
 
-    def __init__(self, *, job: str | None = None, arena: Path | None = None, start: bool = True) -> None:
+    def __init__(self, *, job: str | None = None, arena: str | Path | None = None, start: bool = True) -> None:
         super().__init__()
         self._memory = Memory(job, ".dcp", arena, start=start)
         self._name = ""

@@ -58,7 +58,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         *,
         job: str | None = None,
         protect: str = "auto",
-        arena: Path | None = None,
+        arena: str | Path | None = None,
         start: bool = True,
         deadline_s: float = 120.0,
     ) -> None:

@@ -30,7 +30,7 @@ class Memory:
         self,
         job: str | None,
         suffix: str,
-        arena: Path | None,
+        arena: str | Path | None,
         *,
         start: bool,
         protect: str = "auto",

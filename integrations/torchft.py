@@ -67,7 +67,7 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         self,
         *,
         job: str | None = None,
-        arena: Path | None = None,
+        arena: str | Path | None = None,
         start: bool = True,
         like: Callable[[], T] | None = None,
     ) -> None:

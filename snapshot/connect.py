@@ -72,7 +72,7 @@ def start_here(
     start_smp(job, node, arena, host=host, ports=ports, deadline_s=deadline_s, system=system)
 
 
-def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:
+def prefetch(*, job: str | None = None, arena: str | Path | None = None) -> threading.Thread:
     """Get this node's SMP ready while the job still imports and builds its model. Optional; returns at once.
 
     Starts an SMP if none serves, which checks and repairs what an earlier one left. Errors are logged here, and raised

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -34,6 +36,32 @@ from holdfast.snapshot.resume.arrange import Protection, parse_protect
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
+Kind = tuple[tuple[type, ...], str]
+"""The types of a value, and what to call it."""
+
+TEXT: Kind = ((str,), "a string")
+YES_OR_NO: Kind = ((bool,), "True or False")
+COUNT: Kind = ((Integral,), "a whole number")
+NUMBER: Kind = ((Real,), "a number")
+
+KINDS: Mapping[str, Kind] = {
+    "job": TEXT,
+    "protect": TEXT,
+    "domains": TEXT,
+    "slots": COUNT,
+    "start": YES_OR_NO,
+    "keep": YES_OR_NO,
+    "strict": YES_OR_NO,
+    "arena": ((str, Path), "a path"),
+    "deadline_s": NUMBER,
+    "overhead_budget": NUMBER,
+    "max_repeats": COUNT,
+    "generations": COUNT,
+    "restore_step": COUNT,
+    "elastic": YES_OR_NO,
+}
+"""Of what type a caller must give each option that is of one only; the others are checked with their values."""
+
 
 class OptionsGiven(TypedDict, total=False):
     """`Options` as a caller of `holdfast.InMemorySnapshot` may give them; None is the same as left out."""
@@ -47,7 +75,7 @@ class OptionsGiven(TypedDict, total=False):
     start: bool
     keep: bool
     strict: bool
-    arena: Path | None
+    arena: str | Path | None
     deadline_s: float
     overhead_budget: float | None
     max_repeats: int | None
@@ -76,7 +104,7 @@ class Options:
     start: bool = True
     keep: bool = False
     strict: bool = False
-    arena: Path | None = None
+    arena: str | Path | None = None
     deadline_s: float = 60.0
     overhead_budget: float = field(default_factory=OVERHEAD_BUDGET.value)
     max_repeats: int = field(default_factory=MAX_REPEATS.value)
@@ -91,7 +119,12 @@ class Options:
     @classmethod
     def given(cls, **values: Any) -> Options:
         """Options from values by name; None is the same as left out."""
-        return cls(**{name: value for name, value in values.items() if value is not None})
+        kept = {name: value for name, value in values.items() if value is not None}
+        for name in KINDS.keys() & kept.keys():
+            kinds, said = KINDS[name]
+            if not isinstance(kept[name], kinds) or (isinstance(kept[name], bool) and bool not in kinds):
+                raise ConfigError(f"{name}={kept[name]!r}: give {said}")
+        return cls(**kept)
 
     def __post_init__(self) -> None:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:

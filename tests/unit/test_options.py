@@ -1,0 +1,44 @@
+"""Options of the hook are checked before anything is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast import InMemorySnapshot
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.options import KINDS, Options
+
+WRONG: dict[str, Any] = {
+    "job": 5,
+    "protect": 2,
+    "domains": ["a"],
+    "slots": "3",
+    "start": "no",
+    "keep": 1,
+    "strict": "yes",
+    "arena": 7,
+    "deadline_s": "60",
+    "overhead_budget": "1%",
+    "max_repeats": True,
+    "generations": 1.5,
+    "restore_step": "7",
+    "elastic": "off",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_option_of_another_type_is_refused_by_name(name: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=f"^{name}="):
+        InMemorySnapshot(model, torch.optim.SGD(model.parameters(), lr=0.1), **{name: WRONG[name]})
+
+
+def test_a_path_may_be_a_string_and_a_number_may_be_numpys() -> None:
+    options = Options.given(job="j", arena="/dev/shm/there", slots=np.int64(4), deadline_s=np.float32(5), elastic=None)
+    assert options.job_arena == Path("/dev/shm/there/j")
+    assert options.slots == 4
