@@ -8,10 +8,12 @@ something. Pure: what a variable holds as the function runs is asked of the call
 from __future__ import annotations
 
 import ast
+import dis
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
+from functools import lru_cache
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -186,6 +188,7 @@ class Flow:
         self._state: dict[str, Origins] = {}
         self._loops: list[ast.AST] = []
         self._decided: Origins = NONE  # what decides whether this statement runs
+        self._shared = _globals_of(function)
         if not turns:
             outside = outlives(function)
             self._carry(path for path in self._lines if outside(path))
@@ -378,7 +381,8 @@ class Flow:
         if code is None:
             return NONE
         owner = path.rpartition(".")[0]
-        paths = [*code.co_freevars, *code.co_names, *(f"{owner}.{name}" for name in code.co_names if owner)]
+        names, attributes = _read_in(code)
+        paths = [*code.co_freevars, *names & self._shared, *(f"{owner}.{name}" for name in attributes if owner)]
         return frozenset().union(*(self._state.get(each, NONE) for each in paths))
 
     def _call(self, node: ast.Call) -> None:
@@ -424,6 +428,14 @@ class Flow:
         return package_of(type(owner).__module__) == "torch" and hasattr(owner, "optimizer")
 
 
+@lru_cache(maxsize=256)
+def _read_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The global variables that a function reads, and the attributes, of whatever object."""
+    found = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_")]
+    names = frozenset(each.argval for each in found if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return names, frozenset(each.argval for each in found if each.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+
+
 def _name_of(call: ast.Call) -> str:
     return path_of(call.func).rpartition(".")[2] or (call.func.attr if isinstance(call.func, ast.Attribute) else "")
 
@@ -442,13 +454,23 @@ def _innermost_path(node: ast.expr) -> str:
     return path_of(node)
 
 
+def _declared_in(function: Function) -> set[str]:
+    """The names that a function says are those of variables around it."""
+    return {name for each in parts_of(function) if isinstance(each, ast.Nonlocal | ast.Global) for name in each.names}
+
+
+def _globals_of(function: Function) -> set[str]:
+    """Which names mean the same variables in a function and in others that read them as global ones."""
+    if isinstance(function, ast.Module):
+        return set(assigned_in(function.body))
+    return _declared_in(function)
+
+
 def outlives(function: Function) -> Callable[[str], bool]:
     """Whether what is assigned to a path is there when the function is called again."""
     if isinstance(function, ast.Module):
         return lambda path: True
-    declared = {
-        name for each in parts_of(function) if isinstance(each, ast.Nonlocal | ast.Global) for name in each.names
-    }
+    declared = _declared_in(function)
     arguments = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
     names = [each for each in parts_of(function) if isinstance(each, ast.Name)]
     own = {each.id for each in names if isinstance(each.ctx, ast.Store)} - declared

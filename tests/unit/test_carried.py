@@ -108,6 +108,22 @@ def test_a_name_that_is_used_again_for_a_log_is_not_taken_for_what_it_was() -> N
     assert not found.carried
 
 
+class Moving:
+    """Has an attribute with the name of somebody's variable."""
+
+    n = "cpu"
+
+    def batch(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.n)
+
+
+def test_a_variable_with_the_name_of_an_attribute_is_another() -> None:
+    turn = (
+        TRAIN.replace("model(x)", "model(device.batch(x))") + "for n, p in model.named_parameters():\n    print(n, p)"
+    )
+    assert look(turn, device=Moving()).carried == {}
+
+
 def test_what_a_pass_leaves_counts_too() -> None:
     early = "if n < best:\n    best, wait = n, 0\nelse:\n    wait += 1\n    if wait > 3:\n        break"
     found = look(TRAIN, before="best, wait, n = 9.0, 0, 0.0", after="n = model(x).sum().item()\n" + early)
