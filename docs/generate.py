@@ -141,8 +141,8 @@ def _jobs() -> Iterator[str]:
     yield "## Kinds of jobs"
     yield (
         "Each line is a run of `make matrix` whose report is committed: every kind of job was trained undisturbed, "
-        "and again with a trainer and then a whole node killed in the middle of steps. On CPUs; on a GPU nothing has "
-        "run yet ([why, and what is ready](gpu.md))."
+        "and again with a trainer and then a whole node killed in the middle of steps. On CPUs; [what ran on a "
+        "GPU](gpu.md)."
     )
     rows = []
     for path in sorted(RESULTS.glob("matrix-*.json"), reverse=True):

@@ -189,6 +189,7 @@ def latency(machine: Machine) -> Figures:
         engines.prepare([slot], nullcontext)
         pieces, _ = _placed(list(torch.split(torch.zeros(count, dtype=torch.uint8, device=device.name), count // 4)))
         small = torch.ones(1, device=device.name)
+        _launched(device, small)  # CUDA loads a kernel at its first launch, and waits for the device meanwhile
         idle = statistics.median(_asked(small) for _ in range(20))
         [(alone,)] = _in_turns(device, lambda: _moved(engines, pieces, slot))[-1:]
         seen: list[float] = []
