@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
@@ -31,53 +30,18 @@ class Writable(Protocol):
         ...
 
 
-class PersistPlace(Protocol):
-    """The operations that a storage must offer.
-
-    Attributes:
-        name: the name to show to people; without passwords.
-    """
-
-    name: str
-
-    def files(self, path: str) -> dict[str, int]:
-        """Names and lengths of the files in a directory; empty if there is no such directory."""
-        ...
-
-    def directories(self, path: str) -> list[str]:
-        """Names of the directories in a directory; empty if there is no such directory."""
-        ...
-
-    def read(self, path: str, most: int) -> bytes:
-        """The contents of a small file. Raises `PlaceError` if it is longer than `most` bytes."""
-        ...
-
-    def read_part(self, path: str, start: int, count: int) -> bytes:
-        """`count` bytes of a file from `start`; fewer where the file ends. Thread-safe."""
-        ...
-
-    def create(self, path: str) -> AbstractContextManager[Writable]:
-        """A context manager that gives a binary file to write to. The file appears, whole, if the block ends without an
-        error, and otherwise not at all."""
-        ...
-
-    def remove(self, path: str) -> None:
-        """Remove a file, or a directory with its contents; harmless if it is not there."""
-        ...
-
-
 def open_place(url: str) -> PersistPlace:
     """The place that `url`, a path or a URL, names. Reads and writes nothing yet, but for some storages it connects,
     which blocks.
 
     Raises:
-        ConfigError: fsspec, or a package it needs for that kind of URL, is not installed, or there is no such kind.
+        ConfigError: a package that fsspec needs for that kind of URL is not installed, or there is no such kind.
         PlaceError: the storage cannot be reached.
     """
     if not url:
         raise ConfigError("the place for persisted snapshots is empty: give a directory or a URL such as s3://...")
     path = _directory(url)
-    return Remote(url) if path is None else Directory(path)
+    return PersistPlace(url) if path is None else Directory(path)
 
 
 def place_name(url: str) -> str:
@@ -119,95 +83,44 @@ def _reported(what: str) -> Iterator[None]:
         raise PlaceError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-class Directory:
-    """A directory on a file system that all nodes share."""
+class PersistPlace:
+    """A place reached through fsspec. Files appear when they are closed, as in every object store.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self.name = str(root)
-
-    def files(self, path: str) -> dict[str, int]:
-        with _reported(f"{self._root / path} cannot be listed"):
-            try:
-                with os.scandir(self._root / path) as entries:
-                    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-            except FileNotFoundError:
-                return {}
-
-    def directories(self, path: str) -> list[str]:
-        with _reported(f"{self._root / path} cannot be listed"):
-            try:
-                with os.scandir(self._root / path) as entries:
-                    return [entry.name for entry in entries if entry.is_dir()]
-            except FileNotFoundError:
-                return []
-
-    def read(self, path: str, most: int) -> bytes:
-        return _limited(self.read_part(path, 0, most + 1), path, most)
-
-    def read_part(self, path: str, start: int, count: int) -> bytes:
-        with _reported(f"{self._root / path} cannot be read"):
-            with (self._root / path).open("rb") as file:
-                file.seek(start)
-                return file.read(count)
-
-    @contextmanager
-    def create(self, path: str) -> Iterator[Writable]:
-        target = self._root / path
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
-        with _reported(f"{target} cannot be written"):
-            if not self._root.is_dir():  # a storage that is not mounted: what is written would be lost with the node
-                raise PlaceError(_absent(self._root))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with part.open("wb", buffering=0) as file:
-                    yield _Flushing(file)
-                    _to_disk(file)
-                part.replace(target)
-                _sync_directory(target.parent)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-
-    def remove(self, path: str) -> None:
-        target = self._root / path
-        with _reported(f"{target} cannot be removed"):
-            if target.is_dir():
-                shutil.rmtree(target, ignore_errors=True)
-                if target.exists():
-                    shutil.rmtree(target)
-            else:
-                target.unlink(missing_ok=True)
-
-
-class Remote:
-    """A place reached through fsspec. Files appear when they are closed, as in every object store."""
+    Attributes:
+        name: the name to show to people; without passwords.
+    """
 
     def __init__(self, url: str) -> None:
-        try:
-            import fsspec
-        except ImportError as error:
-            raise ConfigError(f"{_shown(url)} needs fsspec: pip install fsspec") from error
+        """Raises as `open_place`."""
+        import fsspec
+
+        self.name = _shown(url)
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{_shown(url)} cannot be used: {error}") from error
+            raise ConfigError(f"{self.name} cannot be used: {error}") from error
         except Exception as error:
-            raise PlaceError(f"{_shown(url)} cannot be reached: {type(error).__name__}: {error}") from error
-        self.name = _shown(url)
+            raise PlaceError(f"{self.name} cannot be reached: {type(error).__name__}: {error}") from error
 
     def files(self, path: str) -> dict[str, int]:
+        """Names and lengths of the files in a directory; empty if there is no such directory."""
         return {_last(entry): int(entry["size"] or 0) for entry in self._list(path) if entry["type"] == "file"}
 
     def directories(self, path: str) -> list[str]:
+        """Names of the directories in a directory; empty if there is no such directory."""
         return [_last(entry) for entry in self._list(path) if entry["type"] == "directory"]
 
     def read(self, path: str, most: int) -> bytes:
+        """The contents of a small file. Raises `PlaceError` if it is longer than `most` bytes."""
         with _reported(f"{self.name}/{path} cannot be read"):
             with self._fs.open(self._at(path), "rb") as file:  # object stores refuse a part of an empty file
-                return _limited(file.read(most + 1), path, most)
+                content: bytes = file.read(most + 1)
+        if len(content) > most:
+            raise PlaceError(f"{path} is longer than {most} bytes")
+        return content
 
     def read_part(self, path: str, start: int, count: int) -> bytes:
+        """`count` bytes of a file from `start`; fewer where the file ends. Thread-safe."""
         with _reported(f"{self.name}/{path} cannot be read"):
             # by name: s3fs has the version in second place
             content: bytes = self._fs.cat_file(self._at(path), start=start, end=start + count)
@@ -215,6 +128,8 @@ class Remote:
 
     @contextmanager
     def create(self, path: str) -> Iterator[Writable]:
+        """Gives a binary file to write to. The file appears, whole, if the block ends without an error, and otherwise
+        not at all."""
         with _reported(f"{self.name}/{path} cannot be written"):
             self._fs.makedirs(self._fs._parent(self._at(path)), exist_ok=True)
             file = self._fs.open(self._at(path), "wb")
@@ -226,23 +141,46 @@ class Remote:
             file.close()
 
     def remove(self, path: str) -> None:
-        with _reported(f"{self.name}/{path} cannot be removed"):
-            try:
-                self._fs.rm(self._at(path), recursive=True)
-            except FileNotFoundError:
-                pass
+        """Remove a file, or a directory with its contents; harmless if it is not there."""
+        with _reported(f"{self.name}/{path} cannot be removed"), suppress(FileNotFoundError):
+            self._fs.rm(self._at(path), recursive=True)
 
     def _list(self, path: str) -> list[dict[str, Any]]:
-        with _reported(f"{self.name}/{path} cannot be listed"):
+        with _reported(f"{self.name}/{path} cannot be listed"), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            try:
-                found: list[dict[str, Any]] = self._fs.ls(self._at(path), detail=True)
-            except FileNotFoundError:
-                return []
+            found: list[dict[str, Any]] = self._fs.ls(self._at(path), detail=True)
             return [entry for entry in found if _last(entry)]
+        return []
 
     def _at(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
+
+
+class Directory(PersistPlace):
+    """A directory on a file system that all nodes share. What is written is on its disk before it appears."""
+
+    def __init__(self, root: Path) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
+        self._fs, self._root, self.name = LocalFileSystem(), str(root), str(root)
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Writable]:
+        target = Path(self._at(path))
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
+        with _reported(f"{target} cannot be written"):
+            if not Path(self._root).is_dir():  # a storage that is not mounted: what is written would go with the node
+                raise PlaceError(_absent(Path(self._root)))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with part.open("wb", buffering=0) as file:
+                    yield _Flushing(file)
+                    _to_disk(file)
+                part.replace(target)
+                _sync_directory(target.parent)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
 
 
 def _discard(file: Any) -> None:
@@ -282,12 +220,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _limited(content: bytes, path: str, most: int) -> bytes:
-    if len(content) > most:
-        raise PlaceError(f"{path} is longer than {most} bytes")
-    return content
 
 
 def _last(entry: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from holdfast.smp_daemon.ops.overview import look as overview_of
 from holdfast.smp_daemon.persist import persister, place
 from holdfast.smp_daemon.persist.manifest import PersistManifest, folder, shard_name
 from holdfast.smp_daemon.persist.options import PersistOptions
-from holdfast.smp_daemon.persist.place import Directory, Remote, open_place
+from holdfast.smp_daemon.persist.place import Directory, PersistPlace, open_place
 from holdfast.smp_daemon.persist.reading import StoredShards, find, look
 from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
 from holdfast.smp_daemon.service import Smp
@@ -377,7 +377,7 @@ def cat_a_version(self: Any, path: str, version: Any = None, start: Any = None, 
 
 
 @pytest.fixture(params=["directory", "memory", "versions"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> place.PersistPlace:
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PersistPlace:
     if request.param == "directory":
         (tmp_path / "deep/er").mkdir(parents=True)
         return open_place(f"file://{tmp_path}/deep/er")
@@ -389,7 +389,7 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     return open_place("memory://bucket/prefix")
 
 
-def test_a_place_keeps_files(anywhere: place.PersistPlace) -> None:
+def test_a_place_keeps_files(anywhere: PersistPlace) -> None:
     assert anywhere.files("job/one") == {}
     assert anywhere.directories("job") == []
     for name, content in (("a", b"12345"), ("b", b"")):
@@ -430,7 +430,7 @@ def test_what_would_be_lost_with_the_node_is_warned_of(tmp_path: Path) -> None:
 
 def test_a_place_is_shown_without_its_password() -> None:
     pytest.importorskip("fsspec")
-    assert Remote("memory://me:secret@bucket/prefix").name == "memory://bucket/prefix"
+    assert PersistPlace("memory://me:secret@bucket/prefix").name == "memory://bucket/prefix"
     with pytest.raises(ConfigError, match=r"nosuch://bucket cannot"):
         open_place("nosuch://me:secret@bucket")
 
