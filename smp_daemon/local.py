@@ -13,7 +13,6 @@ from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.lending import Lender
 from holdfast.smp_daemon.recovery.rebuild import recover
-from holdfast.smp_daemon.shared.deadlines import STUCK_S
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
@@ -26,7 +25,6 @@ from holdfast.smp_daemon.shared.messages import (
     AskPersistedLayout,
     AskSlots,
     AskUnit,
-    Await,
     Configure,
     Ended,
     Finish,
@@ -37,7 +35,6 @@ from holdfast.smp_daemon.shared.messages import (
     Leave,
     Lend,
     LentUnit,
-    Outcome,
     Persist,
     Recover,
     Recovered,
@@ -59,7 +56,6 @@ from holdfast.smp_daemon.shared.starts import KILLED, WELL, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, SocketStream
 from holdfast.smp_daemon.shared.uids import peer_of
 from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
-from holdfast.smp_daemon.storage.pool import Slot, SlotPool
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """Number of unit digests that fit into a message beside its other fields."""
@@ -94,7 +90,6 @@ class TrainerConversation:
             Configure: self._configure,
             AskSlots: self._slots,
             Seal: self._seal,
-            Await: self._await,
             Recover: self._recover,
             Lend: self._lend,
             AskUnit: self._unit,
@@ -183,17 +178,13 @@ class TrainerConversation:
         self._epoch = request.epoch
 
     def _configure(self, request: Configure) -> Reserved:
-        layout = request.layout
-        count = self._store.configure(layout)
-        self._smp.persister.configured(layout)
-        seen = -1
-        while request.wait and count < layout.slots and (moves := self._store.outcomes.board.moves) != seen:
-            seen, count = moves, self._store.await_reserved(layout.epoch, layout.slots, STUCK_S)
+        count = self._store.configure(request.layout)
+        self._smp.persister.configured(request.layout)
         return Reserved(count=count)
 
     def _slots(self, request: AskSlots) -> SlotFiles:
         found = self._store.slots(request.epoch, request.coord)
-        return SlotFiles(slots=tuple(_slot_file(pool, slot) for pool, slot in found))
+        return SlotFiles(slots=tuple(SlotFile(**pool.place(slot)) for pool, slot in found))
 
     def _seal(self, request: Seal) -> None:
         self._store.sealing.seal(
@@ -208,9 +199,6 @@ class TrainerConversation:
             digests=request.digests,
         )
         self._smp.next_s, self._smp.spent = request.next_s, request.spent
-
-    def _await(self, request: Await) -> Outcome:
-        return Outcome(outcome=int(self._store.outcomes.await_outcome(request.snapshot, request.deadline_s)))
 
     def _recover(self, request: Recover) -> Recovered:
         sources, coord = request.sources, request.coord
@@ -227,16 +215,7 @@ class TrainerConversation:
                 f"{coord} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "
                 f"has room for {MAX_DIGESTS} digests: use longer units, or more ranks with smaller shards"
             )
-        status = (self._store.arena.path / recovered.file).stat()
-        return Recovered(
-            file=recovered.file,
-            inode=status.st_ino,
-            bytes=status.st_size,
-            how=recovered.how,
-            bytes_fetched=recovered.bytes_fetched,
-            unit_bytes=recovered.unit_bytes,
-            digests=tuple(recovered.digests),
-        )
+        return recovered
 
     def _lend(self, request: Lend) -> None:
         """Make later `AskUnit` requests return units of this snapshot."""
@@ -316,8 +295,3 @@ def checked_peer(sock: socket.socket) -> int:
     if uid != os.getuid():
         raise ConfigError(f"process {pid} of user {uid} may not use this SMP")
     return pid
-
-
-def _slot_file(pool: SlotPool, slot: Slot) -> SlotFile:
-    path = pool.path(slot)
-    return SlotFile(file=path.name, inode=path.stat().st_ino, bytes=slot.bytes)

@@ -20,7 +20,7 @@ from holdfast.smp_daemon.persist.place import PersistPlace, caution, open_place,
 from holdfast.smp_daemon.persist.reading import StoredShards, find_runs, look, run_files
 from holdfast.smp_daemon.persist.writing import note_run, publish, tidy, write_node
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
-from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, hold_shard
+from holdfast.smp_daemon.recovery.rebuild import hold_shard
 from holdfast.smp_daemon.shared.deadlines import STUCK_S, Progress
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -28,6 +28,7 @@ from holdfast.smp_daemon.shared.inventory import Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.messages import Recovered
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
@@ -160,7 +161,7 @@ class Persister:
             raise DamagedSnapshot(f"{snapshot} at {self._its_place.name} is not whole: {found.reason}")
         return found.manifest.layout
 
-    def recover(self, snapshot: SnapshotId, layout: Layout, coord: str, check: bool) -> RecoveredSlot:
+    def recover(self, snapshot: SnapshotId, layout: Layout, coord: str, check: bool) -> Recovered:
         """Make sure that this node holds a shard of a persisted snapshot. Blocks; see `hold_shard`.
 
         Args:

@@ -135,7 +135,7 @@ class UnitSource(ABC):
 
     @abstractmethod
     def how(self, coord: str) -> str:
-        """How a shard comes from here, see `rebuild.RecoveredSlot`."""
+        """How a shard comes from here, see `messages.Recovered`."""
 
     @abstractmethod
     def shard_unit(self, coord: str, index: int, out: memoryview) -> WantedUnit:

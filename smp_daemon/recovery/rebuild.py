@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.messages import Recovered
 from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.storage.codings import Coding
@@ -31,23 +32,6 @@ METHODS = ("chain", "decode")
 log = get_log(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredSlot:
-    """A recovered shard: its slot file, how it was recovered, and the bytes that came over the network for it.
-
-    Attributes:
-        how: ``held``, ``repaired`` (some units were damaged), ``fetched`` from another node, ``rebuilt`` from the rest
-            of its stripes, or ``persisted`` (read from storage).
-        unit_bytes, digests: from its commit record.
-    """
-
-    file: str
-    how: str
-    bytes_fetched: int
-    unit_bytes: int
-    digests: tuple[int, ...]
-
-
 def recover(
     store: Store,
     sources: Sources,
@@ -55,7 +39,7 @@ def recover(
     method: str = "chain",
     check: bool = True,
     go_on: Callable[[], None] = lambda: None,
-) -> RecoveredSlot:
+) -> Recovered:
     """Make sure that `store` holds the shard of `coord`, from the memory of other SMPs; see `hold_shard`.
 
     Args:
@@ -74,7 +58,7 @@ def recover(
 
 def hold_shard(
     store: Store, source: UnitSource, coord: str, check: bool, go_on: Callable[[], None] = lambda: None
-) -> RecoveredSlot:
+) -> Recovered:
     """Make sure that `store` holds the shard of `coord`, which `source` gives. Blocks while bytes are transferred.
 
     Args:
@@ -210,11 +194,17 @@ def _fetcher(store: Store, sources: Sources, *, by_chain: bool = True) -> Fetche
     return Fetcher(sources, store.counters, store.backend, by_chain=by_chain, network=store.network)
 
 
-def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> RecoveredSlot:
-    """The `RecoveredSlot` of a shard that is held. Raises `ProtocolError` if it was given up meanwhile."""
+def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Recovered:
+    """The `Recovered` of a shard that is held. Raises `ProtocolError` if it was given up meanwhile."""
     with store.changed:
         _, record = store.holdings.open(key)
         pool = store.arena.shard_pool(key.coord)
         slot = pool.find(key.snapshot, SlotState.SEALED)
         assert slot is not None  # `open` has found it under this lock
-        return RecoveredSlot(pool.path(slot).name, how, bytes_fetched, record.unit_bytes, record.digests)
+        return Recovered(
+            **pool.place(slot),
+            how=how,
+            bytes_fetched=bytes_fetched,
+            unit_bytes=record.unit_bytes,
+            digests=record.digests,
+        )

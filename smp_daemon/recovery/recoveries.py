@@ -42,7 +42,7 @@ class Recovery:
         restored: when the last of this node's shards was available, or, later, in its trainer's memory.
         stepped: when the first of this node's trainers had finished a step.
         protected: when a snapshot of the new epoch was protected.
-        how: how each coordinate's shard was recovered: see `smp_daemon.recovery.rebuild.RecoveredSlot`, or
+        how: how each coordinate's shard was recovered: see `smp_daemon.shared.messages.Recovered`, or
             ``resharded`` from units.
         bytes_fetched: bytes fetched from other nodes, for all shards.
     """

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.connection import SmpConnection
+from holdfast.smp_daemon.shared.deadlines import Progress
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     ProtocolError,
+    SmpUnavailable,
     StaleEpoch,
 )
 from holdfast.smp_daemon.shared.goodput import UNTOLD, Spent
@@ -36,7 +38,6 @@ from holdfast.smp_daemon.shared.messages import (
     AskPersistedLayout,
     AskSlots,
     AskUnit,
-    Await,
     Configure,
     Ended,
     Finish,
@@ -45,7 +46,6 @@ from holdfast.smp_daemon.shared.messages import (
     Leave,
     Lend,
     LentUnit,
-    Outcome,
     Persist,
     Recover,
     Recovered,
@@ -68,8 +68,8 @@ from holdfast.smp_daemon.shared.trainer_slots import TakenSlot, TrainerSlots
 ANSWER_S = 5.0
 """How much longer than the requested wait the SMP may take to answer."""
 
-AWAIT_S = 600.0
-"""Longest wait that one message asks for; a longer one takes several, as a large snapshot takes hours to protect."""
+LOOK_EVERY_S = 2e-3
+"""Pause before the board is looked at again, in seconds."""
 
 END_DEADLINE_S = 5.0
 """How long a trainer that ends waits to report it, in seconds: twice, for its turn and for the answer. The SMP sees
@@ -80,15 +80,7 @@ PLACE_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RecoveredShard:
-    """A shard that this node's SMP has recovered.
-
-    Attributes:
-        view: its slot file, mapped.
-        how: ``held``, ``repaired``, ``fetched``, ``rebuilt`` or ``persisted``.
-        bytes_fetched: bytes fetched over the network for it.
-        unit_bytes: length of its units; the last may be shorter.
-        digests: digest of each unit, from the seal.
-    """
+    """A shard that this node's SMP has recovered: its slot file, mapped, and what `messages.Recovered` says of it."""
 
     view: memoryview
     how: str
@@ -164,12 +156,19 @@ class SmpClient(SmpConnection):
             ArenaTooSmall: there is not enough room.
             DeadlineExceeded: not all of the memory was reserved in time.
         """
-        message = Configure(layout=layout, wait=wait)
-        reply = self._call_to_move(message, 0) if wait else self._call(message, MOVE_DEADLINE_S)
-        count = from_plain(Reserved, reply, "how much is reserved").count
-        if wait and count < layout.slots:
-            raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots in time")
-        return count
+        message, progress, moves = Configure(layout=layout), Progress(self.system.monotonic), -1
+        while True:
+            reply = self._call(message, MOVE_DEADLINE_S)
+            count = from_plain(Reserved, reply, "how much is reserved").count
+            if not wait or count >= layout.slots:
+                return count
+            while self._board.epoch == layout.epoch and self.ready(layout.epoch) == count:
+                if (now := self._board.moves) != moves:
+                    moves = now
+                    progress.moved()
+                if progress.is_stuck:
+                    raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots")
+                self._look_again()
 
     def ready(self, epoch: int) -> int:
         """How many slots of every shard, and of parity, may be used in that epoch; or `board.REFUSED`: `configure` says
@@ -277,15 +276,17 @@ class SmpClient(SmpConnection):
             self._board.copying(self._row, step)
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
-        """Block until `snapshot` is protected or has failed, at most `deadline_s`, or `ANSWER_S` more if the SMP does
-        not respond."""
+        """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
         until_s = self.system.monotonic() + deadline_s
-        while True:
-            left_s = min(max(0.0, until_s - self.system.monotonic()), AWAIT_S)
-            reply = self._call(Await(snapshot=snapshot, deadline_s=left_s), left_s + ANSWER_S)
-            outcome = SnapshotOutcome(from_plain(Outcome, reply, "what became of a snapshot").outcome)
-            if outcome is not SnapshotOutcome.PENDING or self.system.monotonic() >= until_s:
-                return outcome
+        while (outcome := self.outcome(snapshot)) is SnapshotOutcome.PENDING and self.system.monotonic() < until_s:
+            self._look_again()
+        return outcome
+
+    def _look_again(self) -> None:
+        """Pause before another look at the board. Raises `SmpUnavailable` if nobody posts there any more."""
+        if self.connection is None:
+            raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
+        self.system.sleep(LOOK_EVERY_S)
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
         """Have the SMP recover `coord` from wherever its bytes are. Returns the shard, mapped.

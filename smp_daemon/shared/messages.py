@@ -110,10 +110,9 @@ class Join(Request, tag="join", kw_only=True):
 
 
 class Configure(Request, tag="configure", kw_only=True):
-    """Reserve memory for a layout. `wait`: answer only once all of it is reserved."""
+    """Reserve memory for a layout. The board says how far that is."""
 
     layout: Layout
-    wait: bool = True
 
 
 class Reserved(Reply, kw_only=True):
@@ -170,19 +169,6 @@ class Seal(Request, tag="seal", kw_only=True):
     digests: tuple[Unsigned, ...] = ()
 
 
-class Await(Request, tag="await", kw_only=True):
-    """Answer once the snapshot is protected, or has failed."""
-
-    snapshot: SnapshotId
-    deadline_s: Seconds
-
-
-class Outcome(Reply, kw_only=True):
-    """A `board.SnapshotOutcome`."""
-
-    outcome: int
-
-
 class InEpoch(Request, kw_only=True):
     """A request that changes something but names no snapshot of the current epoch.
 
@@ -201,7 +187,14 @@ class Recover(InEpoch, tag="recover", kw_only=True):
 
 
 class Recovered(SlotFile, kw_only=True):
-    """Where a recovered shard is, how it was recovered, and its digests; see `client.RecoveredShard`."""
+    """Where a recovered shard is.
+
+    Attributes:
+        how: ``held``, ``repaired`` (some units were damaged), ``fetched`` from another node, ``rebuilt`` from the rest
+            of its stripes, or ``persisted`` (read from storage).
+        bytes_fetched: how many came over the network for it.
+        unit_bytes, digests: from its commit record.
+    """
 
     how: str
     bytes_fetched: Count
@@ -316,7 +309,6 @@ TrainerRequest = (
     | Configure
     | AskSlots
     | Seal
-    | Await
     | Recover
     | Lend
     | AskUnit

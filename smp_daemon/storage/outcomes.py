@@ -137,20 +137,6 @@ class Outcomes:
                 if given_up(snapshot) and progress.outcome is SnapshotOutcome.PENDING:
                     self._post(snapshot, SnapshotOutcome.FAILED)
 
-    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
-        """Block until `snapshot` is protected or has failed, or until the deadline. Returns its outcome."""
-
-        def outcome() -> SnapshotOutcome:
-            progress = self._progress.get(snapshot)
-            if progress is not None:
-                return progress.outcome
-            over = snapshot.epoch != self._state.epoch or self._given_up(snapshot)
-            return SnapshotOutcome.FAILED if over else self.board.outcome(*snapshot)
-
-        with self._changed:
-            self._changed.wait_for(lambda: outcome() is not SnapshotOutcome.PENDING, deadline_s)
-            return outcome()
-
     def _post(self, snapshot: SnapshotId, outcome: SnapshotOutcome) -> None:
         self._progress[snapshot].outcome = outcome
         self.board.post(snapshot.step, outcome)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from holdfast.smp_daemon.shared import owners
 from holdfast.smp_daemon.shared.budget import Budget, wipe
@@ -203,6 +203,11 @@ class SlotPool:
     def path(self, slot: Slot) -> Path:
         """The slot's file."""
         return self.arena / f"{self.name}.{slot.index}.{self.suffix}"
+
+    def place(self, slot: Slot) -> dict[str, Any]:
+        """Its file and the inode of that, as `messages.SlotFile` has them."""
+        path = self.path(slot)
+        return {"file": path.name, "inode": path.stat().st_ino, "bytes": slot.bytes}
 
     def record_path(self, slot: Slot) -> Path:
         """The file of the slot's commit record."""

@@ -165,8 +165,8 @@ class Sealing:
             return key.snapshot in wanted or key.snapshot >= before
 
         self._holdings.look()
-        self.forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
+        self.forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self._arena.release(keep, before, self._held, parities)
         self._reserver.make_good()
         self._holdings.keep_only(stays)

@@ -187,23 +187,6 @@ class Store:
             self.changed.notify_all()
             return self._ready(layout)
 
-    def await_reserved(self, epoch: int, count: int, deadline_s: float) -> int:
-        """Block until trainers may use `count` slots of every shard, and of parity, or until the deadline. Returns how
-        many they may use.
-
-        Raises:
-            StaleEpoch: a newer epoch has begun.
-            ArenaTooSmall: there was no memory for them.
-        """
-        with self.changed:
-            layout = self.state.configured(epoch)
-            self.changed.wait_for(
-                lambda: self.state.epoch != epoch or bool(self.reserver.error) or self._ready(layout) >= count,
-                deadline_s,
-            )
-            self.state.check_epoch(epoch)
-            return self._ready(layout)
-
     def _post_ready(self) -> None:
         """Post how many slots trainers may use. The caller holds the lock, or no other thread has the store yet."""
         if self.state.layout is not None:

@@ -527,6 +527,11 @@ def test_an_smp_serves_before_its_budget_is_reserved(ground: Ground, monkeypatch
     held.go()
 
 
+def await_reserved(store: Store, count: int) -> None:
+    with store.changed:
+        assert store.changed.wait_for(lambda: store.outcomes.board.ready(1) == count, DEADLINE_S)
+
+
 def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,7 +544,7 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     layout = arrange(JOB, 1, [RankInfo("dp0", "n0", "127.0.0.1", 1, 2, PAGE)], Protection(0, 0), 2)
     store.join(1)
     store.configure(layout)
-    assert store.await_reserved(1, 2, DEADLINE_S) == 2
+    await_reserved(store, 2)
     pool = store.arena.shard_pool("dp0")
     _, _, late = store.receiving.slot_for(pool, SnapshotId(1, 5), PAGE)
     held, go_on, reserve = [], threading.Event(), SlotMemory.reserve
@@ -557,7 +562,7 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     assert sorted(each.state for each in pool.slots) == [SlotState.FREE, SlotState.MAKING]
     late[:] = b"x" * PAGE
     go_on.set()
-    assert store.await_reserved(1, 2, DEADLINE_S) == 2
+    await_reserved(store, 2)
     assert [each.state for each in pool.slots] == [SlotState.FREE] * 2
     assert held == [False]
     assert bytes(pool.view(slot)) == bytes(PAGE), "whoever received writes to nothing"

@@ -278,8 +278,6 @@ class TestWhatIsNotASnapshotIsRefused:
         run = next_run_on(lone)
         with pytest.raises(ProtocolError):
             run["dp0"].client.join(1 << 63)
-        with pytest.raises(ProtocolError):
-            run["dp0"].client.await_outcome(run.snapshot(1 << 62), 0.0)
         assert run["dp0"].client.inventory().epoch == run.epoch
         run.protect(1)
 

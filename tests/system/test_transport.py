@@ -503,7 +503,7 @@ class TestAnSmpIsToldNonsense:
             pytest.param(frame(b"{}", payload=(1 << 64) - 1), id="huge unit"),
             pytest.param(frame(b"{}", payload=MAX_UNIT_BYTES + 1), id="unit above the limit"),
             pytest.param(frame(b"not JSON"), id="not JSON"),
-            pytest.param(frame(b'{"op": "await", "deadline_s": Infinity}'), id="infinite"),
+            pytest.param(frame(b'{"op": "leave", "deadline_s": Infinity}'), id="infinite"),
             pytest.param(frame(b'{"op": "inventory", "job": "\\ud800"}'), id="half a character"),
             pytest.param(frame(b"[" * 100_000), id="deep JSON"),
             pytest.param(frame(b"[1, 2]"), id="not an object"),

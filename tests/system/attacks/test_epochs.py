@@ -69,7 +69,6 @@ class Zombie:
             "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
             "slots": ({"coord": "dp0", "epoch": 1}, STALE),
             "seal": ({**written, "slot": "dp0.0.safetensors", "taken": 1, "keep": []}, STALE),
-            "await": ({"snapshot": self.old, "deadline_s": 0}, None),
             "recover": ({"sources": sources, "coord": "dp1", "epoch": 1}, STALE),
             "lend": ({"sources": sources, "epoch": 1}, STALE),
             "unit": ({"coord": "dp1", "unit": 0, "epoch": 1}, STALE),
@@ -174,7 +173,7 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 
 TRAINER_OPERATIONS = (
-    *("hello", "inventory", "inventories", "join", "configure", "seal", "await", "recover", "lend"),
+    *("hello", "inventory", "inventories", "join", "configure", "seal", "recover", "lend"),
     *(
         "unit",
         "repair_parity",
