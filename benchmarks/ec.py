@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from benchmarks.pyeclib_codec import codec_of
 from holdfast.bench import smp as bench_smp
 from holdfast.bench.machine import describe, machine
 from holdfast.cli.arguments import Parser, output_file
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
-from holdfast.doctor import why_unusable
-from holdfast.ec import Codec, choose_codec, describe_auto
+from holdfast.ec import Codec, describe_auto
 from holdfast.ec.codec import Buffer, as_array
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -207,6 +207,15 @@ def cells(plan: EcBenchmark, unusable: Iterable[str]) -> list[Setting]:
     ]
 
 
+def why_unusable(backend: str) -> str:
+    """Why a backend cannot be measured here; empty if it can."""
+    try:
+        codec_of(4, 2, backend)
+    except (ValueError, ImportError) as error:
+        return str(error)
+    return ""
+
+
 def _slow(backend: str, m: int) -> bool:
     return backend == "pyeclib" or (backend == "numpy" and m > 1)
 
@@ -278,7 +287,7 @@ class _Stripe:
 
 
 def _measure(cell: Setting, stripes: Sequence[_Stripe], pool: ThreadPoolExecutor, budget_s: float) -> Row:
-    codec = choose_codec(cell.k, cell.m, cell.backend)
+    codec = codec_of(cell.k, cell.m, cell.backend)
     calls = [stripe.call(cell, codec) for stripe in stripes]
     copies = [stripe.memcpy(cell) for stripe in stripes]
     copy_times, call_times = _times(pool, copies), _times(pool, calls)

@@ -8,9 +8,8 @@ from functools import cache
 from holdfast.ec import isal
 from holdfast.ec.codec import Codec, Kernel
 from holdfast.ec.numpy_kernel import NumpyKernel
-from holdfast.ec.pyeclib_codec import PyECLibCodec
 
-BACKENDS = ("auto", "isal", "numpy", "pyeclib")
+BACKENDS = ("auto", "isal", "numpy")
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +18,8 @@ def choose_codec(k: int, m: int, backend: str = "auto") -> Codec:
     """The codec for k data and m parity units.
 
     Args:
-        backend: ``"isal"`` (in place, about as fast as memory), ``"numpy"`` (no native code; slow for m > 1),
-            ``"pyeclib"`` (the reference; slow: it frames and copies), or ``"auto"``: ISA-L or, if that cannot be used,
-            NumPy, with one line in the log.
+        backend: ``"isal"`` (in place, about as fast as memory), ``"numpy"`` (no native code; slow for m > 1), or
+            ``"auto"``: ISA-L or, if that cannot be used, NumPy, with one line in the log.
 
     Raises:
         ValueError: k or m is out of range, or the backend is unknown, not installed or unable to do this k and m.
@@ -37,11 +35,6 @@ def choose_codec(k: int, m: int, backend: str = "auto") -> Codec:
             raise ValueError(f"backend 'isal' cannot be used: {error}; install pyeclib or libisal2") from error
     if backend == "numpy":
         return Codec(k, m, NumpyKernel())
-    if backend == "pyeclib":
-        try:
-            return PyECLibCodec(k, m)
-        except ImportError as error:
-            raise ValueError(f"backend 'pyeclib' cannot be used: {error}; install pyeclib") from error
     raise ValueError(f"unknown erasure code backend {backend!r}: use one of {', '.join(BACKENDS)}")
 
 

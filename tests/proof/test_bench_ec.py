@@ -30,10 +30,11 @@ from benchmarks.ec import (
     notes,
     repeats,
     verdicts,
+    why_unusable,
 )
+from benchmarks.pyeclib_codec import codec_of
 from holdfast import ConfigError
 from holdfast.bench.smp import ProtectRow, RebuildRow
-from holdfast.doctor import why_unusable
 from holdfast.ec import choose_codec
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,7 @@ def test_what_is_timed_computes_what_it_should(backend: str, k: int, m: int) -> 
     if why_unusable(backend):
         pytest.skip(why_unusable(backend))
     stripe = _Stripe(k, m, 4096, np.random.default_rng(1))
-    codec = choose_codec(k, m, backend)
+    codec = codec_of(k, m, backend)
     cell = Setting("encode", k, m, 4096, backend, threads=1)
     data = [bytes(unit) for unit in stripe.data]
     expected = [memoryview(bytearray(4096)) for _ in range(m)]

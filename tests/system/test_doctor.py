@@ -26,7 +26,7 @@ GOOD = Facts(
     python="3.11.7",
     packages={"torch": "2.13.0", "megatron-core": "0.16.1", "pyeclib": "1.8.0", "grpcio": "1.85.1"},
     auto=("isal", ""),
-    unusable={"isal": "", "numpy": "", "pyeclib": ""},
+    unusable={"isal": "", "numpy": ""},
     isal="/usr/lib/libisal.so.2",
     arena=Path("/dev/shm/holdfast-0"),
     parent=Path("/dev/shm"),
@@ -111,20 +111,6 @@ def test_a_missing_isal_is_a_note_with_the_fix() -> None:
     assert "auto takes numpy" in findings["erasure code"]["found"]
     assert findings["backend numpy"]["fix"] == ""
     assert status == (not all(finding["ok"] for finding in findings.values()))
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "import sys; sys.modules['pyeclib'] = sys.modules['pyeclib.ec_iface'] = None",
-        "import pyeclib.ec_iface as e\ndef refuse(*a, **k): raise e.ECBackendInstanceNotAvailable('no ISA-L')\n"
-        "e.ECDriver = refuse",
-    ],
-    ids=["not installed", "without its ISA-L"],
-)
-def test_an_unusable_pyeclib_is_a_note(before: str) -> None:
-    _, findings, _ = doctor(before=before)
-    assert findings["backend pyeclib"]["ok"] and findings["backend pyeclib"]["fix"]
 
 
 def test_an_arena_that_cannot_be_is_a_problem() -> None:

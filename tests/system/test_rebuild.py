@@ -155,7 +155,7 @@ def test_an_unknown_way_to_rebuild_is_refused(ground: Ground, monkeypatch: pytes
         ground.smp()
 
 
-@pytest.mark.parametrize("backend", ["isal", "numpy", "pyeclib"])
+@pytest.mark.parametrize("backend", ["isal", "numpy"])
 def test_smps_of_different_backends_understand_each_other(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pyeclib_codec import codec_of
 from holdfast.ec import Codec, backends, choose_codec, describe_auto, isal
 from holdfast.ec.isal import XOR_ALIGNMENT, IsalKernel
 from tests.deadlines import DEADLINE_S
@@ -99,23 +100,17 @@ class TestTheChoice:
         assert [choose_codec(3, m).name for m in (1, 2)] == ["isal", "isal"]
         assert describe_auto() == ("isal", "")
 
-    @pytest.mark.parametrize("backend", ["isal", "numpy", "pyeclib"])
+    @pytest.mark.parametrize("backend", ["isal", "numpy"])
     @pytest.mark.parametrize("m", [1, 2])
     def test_a_named_backend_is_the_one_given(self, backend: str, m: int) -> None:
         codec = choose_codec(5, m, backend)
         assert (codec.name, codec.k, codec.m) == (backend, 5, m)
 
     def test_an_unknown_backend_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"'jerasure': .*auto, isal, numpy, pyeclib"):
+        with pytest.raises(ValueError, match=r"'jerasure': .*auto, isal, numpy"):
             choose_codec(2, 1, "jerasure")
 
-    @pytest.mark.parametrize("m", [2, 3])
-    def test_pyeclib_refuses_plain_copies_and_names_who_can(self, m: int) -> None:
-        with pytest.raises(ValueError, match=rf"'pyeclib' .*\(1\+{m}\): use 'auto'"):
-            choose_codec(1, m, "pyeclib")
-        assert choose_codec(1, 1, "pyeclib").name == "pyeclib"
-
-    @pytest.mark.parametrize("backend", ["auto", "isal", "numpy", "pyeclib"])
+    @pytest.mark.parametrize("backend", ["auto", "isal", "numpy"])
     @pytest.mark.parametrize(("k", "m"), [(0, 1), (-1, 1), (1, 0), (1, -1), (255, 1), (1, 255), (200, 56)])
     def test_a_code_out_of_range_is_refused(self, backend: str, k: int, m: int) -> None:
         with pytest.raises(ValueError, match=f"not k={k}, m={m}"):
@@ -124,11 +119,6 @@ class TestTheChoice:
     def test_the_widest_codes_are_accepted(self) -> None:
         assert choose_codec(254, 1).k == 254
         assert choose_codec(1, 254).m == 254
-
-    def test_without_pyeclib_its_backend_is_refused_with_the_fix(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "pyeclib.ec_iface", None)
-        with pytest.raises(ValueError, match=r"'pyeclib' .*: .*install pyeclib"):
-            choose_codec(3, 2, "pyeclib")
 
 
 class TestWithoutTheLibrary:
@@ -306,7 +296,7 @@ class TestThreads:
     @pytest.mark.parametrize("m", [1, 3])
     def test_four_threads_may_use_one_codec(self, backend: str, m: int) -> None:
         k, length = 4, 50_001
-        codec = choose_codec(k, m, backend)
+        codec = codec_of(k, m, backend)
         reference = choose_codec(k, m, "numpy")
         stripes = [[*data, *encode(reference, data)] for data in (random_units(k, length, seed) for seed in range(4))]
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.ec import Codec, TooManyErasures, choose_codec
+from benchmarks.pyeclib_codec import MAX_UNIT_BYTES, PyECLibCodec, codec_of
+from holdfast.ec import Codec, TooManyErasures
 from holdfast.ec.codec import Kernel, check_equal_lengths
 from holdfast.ec.isal import load
 from holdfast.ec.matrix import multiplication_table, multiply
 from holdfast.ec.numpy_kernel import NumpyKernel
-from holdfast.ec.pyeclib_codec import MAX_UNIT_BYTES, PyECLibCodec
 from tests.sampling import chosen
 
 UNIT_SIZES = (0, 1, 63, 64, 65, 4095, 4097)
@@ -117,21 +117,21 @@ class TestTheBackendsAgree:
     @sampled_pyeclib_code
     def test_everyone_writes_the_parity_that_pyeclib_writes(self, k: int, m: int, length: int) -> None:
         data = random_units(k, length)
-        expected = encode(choose_codec(k, m, "pyeclib"), data)
-        assert encode(choose_codec(k, m, "isal"), data) == expected
-        assert encode(choose_codec(k, m, "numpy"), data) == expected
+        expected = encode(codec_of(k, m, "pyeclib"), data)
+        assert encode(codec_of(k, m, "isal"), data) == expected
+        assert encode(codec_of(k, m, "numpy"), data) == expected
 
     @pytest.mark.parametrize(("k", "m"), [(1, 1), (3, 1), (8, 1), (2, 2), (6, 3), (12, 4)])
     def test_everyone_writes_the_parity_that_pyeclib_writes_for_a_big_unit(self, k: int, m: int) -> None:
         data = random_units(k, BIG_UNIT)
-        expected = encode(choose_codec(k, m, "pyeclib"), data)
-        assert encode(choose_codec(k, m, "isal"), data) == expected
-        assert encode(choose_codec(k, m, "numpy"), data) == expected
+        expected = encode(codec_of(k, m, "pyeclib"), data)
+        assert encode(codec_of(k, m, "isal"), data) == expected
+        assert encode(codec_of(k, m, "numpy"), data) == expected
 
     @pytest.mark.parametrize("length", [65, 4097])
     @sampled_pyeclib_code
     def test_everyone_rebuilds_what_pyeclib_rebuilds(self, k: int, m: int, length: int) -> None:
-        codecs = [choose_codec(k, m, backend) for backend in BACKENDS]
+        codecs = [codec_of(k, m, backend) for backend in BACKENDS]
         source = random.Random(k * m)
         stripe = stripe_of(codecs[0], length)
         for lost in source.sample(list(erasures(codecs[0], at_most=m)), min(k, 8)):
@@ -142,11 +142,11 @@ class TestTheBackendsAgree:
     @pytest.mark.parametrize(("k", "m"), chosen([*PROVED, *WIDE], [*PROVED[::6], *WIDE]))
     def test_isal_and_numpy_write_the_same_parity(self, k: int, m: int, length: int) -> None:
         data = random_units(k, length)
-        assert encode(choose_codec(k, m, "isal"), data) == encode(choose_codec(k, m, "numpy"), data)
+        assert encode(codec_of(k, m, "isal"), data) == encode(codec_of(k, m, "numpy"), data)
 
     @given(st.integers(1, 9), st.integers(0, 300), st.integers(1, 20).flatmap(lambda k: st.permutations(range(k))))
     def test_isal_and_numpy_agree_on_any_units(self, m: int, length: int, order: list[int]) -> None:
-        isal, numpy = (choose_codec(len(order), m, backend) for backend in ("isal", "numpy"))
+        isal, numpy = (codec_of(len(order), m, backend) for backend in ("isal", "numpy"))
         data = random_units(len(order), length)
         stripe = data + encode(numpy, data)
         assert encode(isal, data) == stripe[len(order) :]
@@ -157,12 +157,12 @@ class TestTheBackendsAgree:
 
     @each_backend
     def test_one_parity_is_the_xor_of_the_data(self, backend: str) -> None:
-        codec = choose_codec(3, 1, backend)
+        codec = codec_of(3, 1, backend)
         assert encode(codec, [b"\x01\xf0", b"\x02\x0f", b"\x04\xff"]) == [b"\x07\x00"]
 
     @pytest.mark.parametrize(("backend", "m"), [("isal", 1), ("isal", 3), ("numpy", 1), ("numpy", 3), ("pyeclib", 1)])
     def test_parities_of_a_single_unit_are_its_copies(self, backend: str, m: int) -> None:
-        assert encode(choose_codec(1, m, backend), [b"copied"]) == [b"copied"] * m
+        assert encode(codec_of(1, m, backend), [b"copied"]) == [b"copied"] * m
 
 
 class TestTheKernels:
@@ -185,14 +185,14 @@ class TestTheKernels:
 class TestAccumulate:
     @sampled_small_code
     def test_every_order_gives_what_encode_gives(self, backend: str, k: int, m: int) -> None:
-        codec = choose_codec(k, m, backend)
+        codec = codec_of(k, m, backend)
         data = random_units(k, 65)
         for order in islice(permutations(range(k)), 0, None, 7 if k > 4 else 1):
             assert accumulate(codec, data, order) == encode(codec, data)
 
     @each_code
     def test_each_parity_may_stand_alone_or_with_any_others(self, backend: str, m: int) -> None:
-        codec = choose_codec(4, m, backend)
+        codec = codec_of(4, m, backend)
         data = random_units(4, 65)
         expected = encode(codec, data)
         for rows in chain.from_iterable(permutations(range(m), count) for count in range(1, m + 1)):
@@ -204,7 +204,7 @@ class TestAccumulate:
     @each_code
     @pytest.mark.parametrize("length", [*UNIT_SIZES, BIG_UNIT])
     def test_any_length_gives_what_encode_gives(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         data = random_units(3, length)
         assert accumulate(codec, data, [2, 0, 1]) == encode(codec, data)
 
@@ -213,7 +213,7 @@ class TestAccumulate:
     def test_a_shuffled_order_gives_what_encode_gives(
         self, backend: str, m: int, order: list[int], length: int
     ) -> None:
-        codec = choose_codec(len(order), m, backend)
+        codec = codec_of(len(order), m, backend)
         data = random_units(len(order), length)
         assert accumulate(codec, data, order) == encode(codec, data)
 
@@ -222,7 +222,7 @@ class TestReconstruct:
     @sampled_small_code
     @pytest.mark.parametrize("length", [0, 1, 65])
     def test_every_loss_of_up_to_m_units_comes_back(self, backend: str, k: int, m: int, length: int) -> None:
-        codec = choose_codec(k, m, backend)
+        codec = codec_of(k, m, backend)
         stripe = stripe_of(codec, length)
         for lost in erasures(codec, at_most=m):
             rebuilt = reconstruct(codec, stripe, others(codec, lost), lost)
@@ -230,7 +230,7 @@ class TestReconstruct:
 
     @sampled_small_code
     def test_each_unit_comes_back_from_any_k_others(self, backend: str, k: int, m: int) -> None:
-        codec = choose_codec(k, m, backend)
+        codec = codec_of(k, m, backend)
         stripe = stripe_of(codec, 33)
         for kept in combinations(range(k + m), k):
             for index in others(codec, kept):
@@ -238,32 +238,32 @@ class TestReconstruct:
 
     @each_code
     def test_units_may_be_named_in_any_order(self, backend: str, m: int) -> None:
-        codec = choose_codec(4, m, backend)
+        codec = codec_of(4, m, backend)
         stripe = stripe_of(codec, 64)
         assert reconstruct(codec, stripe, [4, 3, 0, 2], [1]) == {1: stripe[1]}
 
     @each_code
     @pytest.mark.parametrize("length", [4095, 4097, BIG_UNIT])
     def test_a_long_unit_comes_back(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         stripe = stripe_of(codec, length)
         assert reconstruct(codec, stripe, others(codec, [1]), [1]) == {1: stripe[1]}
 
     @each_code
     def test_a_wanted_unit_that_survived_is_copied(self, backend: str, m: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         stripe = stripe_of(codec, 64)
         for index in range(3):
             assert reconstruct(codec, stripe, range(3), [index, 3]) == {index: stripe[index], 3: stripe[3]}
 
     @each_code
     def test_nothing_wanted_is_nothing_written(self, backend: str, m: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         assert reconstruct(codec, stripe_of(codec, 64), range(3), []) == {}
 
     @sampled_small_code
     def test_more_than_m_lost_units_are_too_many(self, backend: str, k: int, m: int) -> None:
-        codec = choose_codec(k, m, backend)
+        codec = codec_of(k, m, backend)
         stripe = stripe_of(codec, 16)
         for lost in combinations(range(k + m), m + 1):
             with pytest.raises(TooManyErasures, match=f"^{k - 1} units .* {k} are needed"):
@@ -271,7 +271,7 @@ class TestReconstruct:
 
     @each_code
     def test_too_few_empty_units_are_too_many_erasures_as_well(self, backend: str, m: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         with pytest.raises(TooManyErasures):
             reconstruct(codec, stripe_of(codec, 0), [0, 1], [2])
 
@@ -279,7 +279,7 @@ class TestReconstruct:
 class TestPartialSums:
     @pytest.mark.parametrize(("k", "m"), list(product(range(1, 7), range(1, 4))))
     def test_sums_in_any_order_give_every_lost_unit_of_every_pattern(self, k: int, m: int) -> None:
-        codec = choose_codec(k, m, "isal")
+        codec = codec_of(k, m, "isal")
         stripe = stripe_of(codec, 65)
         source = random.Random(k << 8 | m)
         for lost in erasures(codec, at_most=m):
@@ -290,7 +290,7 @@ class TestPartialSums:
     @each_backend
     @pytest.mark.parametrize("length", UNIT_SIZES)
     def test_sums_made_in_several_places_add_up_to_the_unit(self, backend: str, length: int) -> None:
-        codec = choose_codec(4, 3, backend)
+        codec = codec_of(4, 3, backend)
         stripe = stripe_of(codec, length)
         terms = list(codec.coefficients(others(codec, [1, 3]), 3).items())
         halves = [summed(codec, stripe, terms[:2]), summed(codec, stripe, terms[2:])]
@@ -298,54 +298,54 @@ class TestPartialSums:
 
     @pytest.mark.parametrize(("k", "m"), [(1, 1), (1, 3), (4, 1), (4, 3)])
     def test_a_data_unit_that_survives_is_itself(self, k: int, m: int) -> None:
-        codec = choose_codec(k, m, "isal")
+        codec = codec_of(k, m, "isal")
         for survivors in (range(k + m), *combinations(range(k + m), k)):
             for index in set(survivors) & set(range(k)):
                 assert codec.coefficients(survivors, index) == {index: 1}
 
     def test_a_parity_is_its_row_of_data_and_a_parity_that_takes_part_is_itself(self) -> None:
-        codec = choose_codec(2, 2, "isal")
+        codec = codec_of(2, 2, "isal")
         assert codec.coefficients(range(4), 2) == {0: 142, 1: 244}
         assert codec.coefficients([1, 2], 2) == {2: 1}
 
     def test_more_survivors_than_k_are_not_asked_for_more_than_k(self) -> None:
-        codec = choose_codec(3, 3, "isal")
+        codec = codec_of(3, 3, "isal")
         assert codec.coefficients([5, 4, 3, 2, 1], 0).keys() == {1, 2, 3}
 
     @pytest.mark.parametrize("survivors", [[], [1], [1, 4]])
     def test_fewer_than_k_survivors_are_too_few(self, survivors: list[int]) -> None:
         with pytest.raises(TooManyErasures, match=f"^{len(survivors)} units"):
-            choose_codec(3, 2, "isal").coefficients(survivors, 0)
+            codec_of(3, 2, "isal").coefficients(survivors, 0)
 
     @pytest.mark.parametrize(("survivors", "wanted"), [([0, 1, 9], 2), ([0, 1, 3], 5), ([0, 1, 3], -1)])
     def test_numbers_outside_the_stripe_are_refused(self, survivors: list[int], wanted: int) -> None:
         with pytest.raises(ValueError, match=r"3\+2 code has units 0\.\.4"):
-            choose_codec(3, 2, "isal").coefficients(survivors, wanted)
+            codec_of(3, 2, "isal").coefficients(survivors, wanted)
 
     @each_backend
     @pytest.mark.parametrize("factor", [0, 1, 2, 255])
     def test_add_scaled_adds_a_multiple_of_each_byte(self, backend: str, factor: int) -> None:
         out = bytearray(b"\x11" * 256)
-        choose_codec(2, 1, backend).add_scaled(factor, memoryview(bytes(range(256))), memoryview(out))
+        codec_of(2, 1, backend).add_scaled(factor, memoryview(bytes(range(256))), memoryview(out))
         assert list(out) == [0x11 ^ int(multiplication_table()[factor, value]) for value in range(256)]
 
     @each_backend
     @pytest.mark.parametrize("factor", [-1, 256])
     def test_a_factor_that_is_no_byte_is_refused(self, backend: str, factor: int) -> None:
         with pytest.raises(ValueError, match=f"a byte, not {factor}"):
-            choose_codec(2, 1, backend).add_scaled(factor, memoryview(b"abc"), memoryview(bytearray(3)))
+            codec_of(2, 1, backend).add_scaled(factor, memoryview(b"abc"), memoryview(bytearray(3)))
 
     @each_backend
     def test_add_scaled_refuses_two_lengths(self, backend: str) -> None:
         with pytest.raises(ValueError, match=r"one length, not \[3, 4\]"):
-            choose_codec(2, 1, backend).add_scaled(1, memoryview(b"abc"), memoryview(bytearray(4)))
+            codec_of(2, 1, backend).add_scaled(1, memoryview(b"abc"), memoryview(bytearray(4)))
 
 
 class TestTheCallersBuffers:
     @each_code
     @pytest.mark.parametrize("length", [0, 1, 63, 65, 4097])
     def test_encode_writes_nothing_beside_its_parities(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         data = random_units(3, length)
         arena, parity = fenced(m, length)
         codec.encode(views(data), parity)
@@ -355,7 +355,7 @@ class TestTheCallersBuffers:
     @each_code
     @pytest.mark.parametrize("length", [0, 1, 63, 65, 4097])
     def test_accumulate_writes_nothing_beside_its_parities(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         data = random_units(3, length)
         arena, parity = fenced(m, length)
         for index, unit in enumerate(views(data)):
@@ -366,7 +366,7 @@ class TestTheCallersBuffers:
     @each_code
     @pytest.mark.parametrize("length", [0, 1, 63, 65, 4097])
     def test_reconstruct_writes_nothing_beside_the_wanted(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         stripe = stripe_of(codec, length)
         arena, wanted = fenced(m, length)
         survivors = {index: memoryview(stripe[index]) for index in range(m, 3 + m)}
@@ -376,7 +376,7 @@ class TestTheCallersBuffers:
 
     @each_code
     def test_the_units_read_are_left_as_they_were(self, backend: str, m: int) -> None:
-        codec = choose_codec(3, m, backend)
+        codec = codec_of(3, m, backend)
         stripe = [bytearray(unit) for unit in stripe_of(codec, 65)]
         before = [bytes(unit) for unit in stripe]
         codec.encode(views(stripe[:3]), views(filled(m, 65, 0)))
@@ -399,7 +399,7 @@ class TestWhatIsRefused:
     @each_code
     @pytest.mark.parametrize("length", [64, 65])
     def test_results_are_not_written_into_read_only_memory(self, backend: str, m: int, length: int) -> None:
-        codec = choose_codec(2, m, backend)
+        codec = codec_of(2, m, backend)
         data, constant = views(random_units(2, length)), bytes(length)
         parity = {row: memoryview(constant) for row in range(m)}
         survivors = {1: data[1], 2: data[0]}
@@ -417,7 +417,7 @@ class TestWhatIsRefused:
 
     @pytest.mark.parametrize(("backend", "m"), list(product(("isal", "numpy"), (1, 2))))
     def test_units_with_gaps_are_refused(self, backend: str, m: int) -> None:
-        codec = choose_codec(2, m, backend)
+        codec = codec_of(2, m, backend)
         with pytest.raises(BufferError, match="contiguous"):
             codec.encode([memoryview(bytes(6))[::2]] * 2, views(filled(m, 3, 0)))
         with pytest.raises(BufferError, match="contiguous"):
@@ -427,12 +427,12 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize("call", CALLS_WITH_OTHER_LENGTHS)
     def test_units_of_two_lengths_are_refused(self, backend: str, m: int, call: Callable[[Codec, int], None]) -> None:
         with pytest.raises(ValueError, match="one length"):
-            call(choose_codec(2, m, backend), m)
+            call(codec_of(2, m, backend), m)
 
     @each_code
     @pytest.mark.parametrize("more", [(-1, 0), (1, 0), (0, -1), (0, 1)])
     def test_encode_refuses_a_wrong_number_of_units(self, backend: str, m: int, more: tuple[int, int]) -> None:
-        codec = choose_codec(2, m, backend)
+        codec = codec_of(2, m, backend)
         data, parity = filled(2 + more[0], 3, 0), filled(m + more[1], 3, 0)
         with pytest.raises(ValueError, match=rf"(not|with) {len(data)} .*{len(parity)}"):
             codec.encode(views(data), views(parity))
@@ -442,18 +442,24 @@ class TestWhatIsRefused:
     def test_accumulate_refuses_units_that_do_not_exist(
         self, backend: str, m: int, index: int, rows: list[int]
     ) -> None:
-        codec = choose_codec(2, m, backend)
+        codec = codec_of(2, m, backend)
         with pytest.raises(ValueError, match=r"data units 0\.\.1"):
             codec.accumulate(index, memoryview(b"abc"), {row: memoryview(bytearray(3)) for row in rows})
 
     @each_code
     @pytest.mark.parametrize("index", [-1, 9])
     def test_reconstruct_refuses_units_outside_the_stripe(self, backend: str, m: int, index: int) -> None:
-        codec = choose_codec(2, m, backend)
+        codec = codec_of(2, m, backend)
         one, other = views([b"abc", b"def"])
         for survivors, wanted in (({0: one, 1: other}, index), ({1: one, index: other}, 0)):
             with pytest.raises(ValueError, match=rf"units 0\.\.{m + 1}, not \[{index}\]"):
                 codec.reconstruct(survivors, {wanted: memoryview(bytearray(3))})
+
+    @pytest.mark.parametrize("m", [2, 3])
+    def test_pyeclib_refuses_plain_copies(self, m: int) -> None:
+        with pytest.raises(ValueError, match="plain copies"):
+            PyECLibCodec(1, m)
+        assert PyECLibCodec(1, 1).name == "pyeclib"
 
     def test_pyeclib_refuses_a_unit_too_long_for_its_library(self) -> None:
         unit = memoryview(bytearray(MAX_UNIT_BYTES + 1))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.pyeclib_codec import PyECLibCodec
 from holdfast.ec import Codec, Piece, Stripes, TooManyErasures, choose_codec, choose_unit_bytes
 from holdfast.ec.stripes import DEFAULT_UNIT_BYTES, PAGE_BYTES
 from tests.sampling import chosen, costly
@@ -373,7 +374,7 @@ class TestLostBytesComeBack:
     @costly()
     @given(geometries(data=2, parity=2, longest=24), st.integers(0, 1000))
     def test_any_two_positions_come_back_through_pyeclib(self, stripes: Stripes, seed: int) -> None:
-        assert every_m_come_back(stripes, choose_codec(2, 2, "pyeclib"), seed)
+        assert every_m_come_back(stripes, PyECLibCodec(2, 2), seed)
 
     @pytest.mark.parametrize(
         ("segments", "k", "m"),

@@ -1,4 +1,5 @@
-"""The reference backend: encodes and reconstructs with pyeclib's own API. The other backends are tested against it.
+"""The reference: a codec that encodes and reconstructs with pyeclib's own API. The backends are tested against it, and
+measured beside it.
 
 pyeclib frames each fragment with a header, copies its input, holds the GIL throughout every call and asserts on
 unexpected input in C. So it only ever gets `bytes` of equal length, at most `MAX_UNIT_BYTES`.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from holdfast.ec import choose_codec
 from holdfast.ec.codec import Buffer, Codec, check_equal_lengths, check_numbers
 from holdfast.ec.numpy_kernel import NumpyKernel
 
@@ -22,7 +24,7 @@ class PyECLibCodec(Codec):
     def __init__(self, k: int, m: int) -> None:
         """Raises `ValueError` for plain copies, which pyeclib lacks; `ImportError` if it or its ISA-L is missing."""
         if k == 1 and m > 1:
-            raise ValueError(f"backend 'pyeclib' has no plain copies (1+{m}): use 'auto'")
+            raise ValueError(f"pyeclib has no plain copies (1+{m})")
         from pyeclib.ec_iface import ECDriver, ECDriverError
 
         super().__init__(k, m, NumpyKernel())
@@ -70,3 +72,8 @@ class PyECLibCodec(Codec):
         joined = b"".join(bytes(unit).ljust(padded, b"\0") for unit in data)
         fragments: list[bytes] = self._driver.encode(joined)
         return fragments
+
+
+def codec_of(k: int, m: int, backend: str) -> Codec:
+    """The codec of a backend or, for ``"pyeclib"``, the reference. Raises as these."""
+    return PyECLibCodec(k, m) if backend == "pyeclib" else choose_codec(k, m, backend)
