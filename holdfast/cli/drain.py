@@ -10,7 +10,7 @@ from holdfast.cli.arguments import add_arena, deadline_up_to
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.smp import check_readable
 from holdfast.cli.status import gather
-from holdfast.smp_daemon.coding.drain import Drained
+from holdfast.smp_daemon.coding.regroup import Drained
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.addresses import parse_spares
@@ -62,14 +62,14 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"moving what {parsed.node} holds of job {overview.job}", file=out, flush=True)
     with PeerClient(overview.job) as peers:
         drained = from_plain(Drained, peers.ask(address, message, parsed.deadline + MARGIN_S), "what became of a drain")
-    print(sentence(drained), file=out)
-    write_json(parsed.json, {"job": overview.job, **to_plain(drained)})
+    print(sentence(parsed.node, drained), file=out)
+    write_json(parsed.json, {"job": overview.job, "node": parsed.node, **to_plain(drained)})
     return 0
 
 
-def sentence(drained: Drained) -> str:
-    """The result of a drain, in words."""
-    begin = f"{drained.node} may be taken away, and its memory is free: "
+def sentence(node: str, drained: Drained) -> str:
+    """The result of draining a node, in words."""
+    begin = f"{node} may be taken away, and its memory is free: "
     if drained.snapshot is None:
         return begin + "it held no snapshot that is needed"
     held = f"{drained.snapshot} is held whole by {', '.join(drained.holders)}"

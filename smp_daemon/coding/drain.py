@@ -14,14 +14,12 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.smp_daemon.coding.regroup import moved
+from holdfast.smp_daemon.coding.regroup import Drained, moved
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.runs import given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
@@ -33,22 +31,6 @@ FIRST_S, MOST_S = 0.02, 1.0
 """First and longest pause between two attempts. The pause doubles after each attempt."""
 
 log = get_log(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """The result of draining `node`, which may now be taken away.
-
-    Attributes:
-        snapshot: the snapshot that the other nodes hold whole; None: there was nothing to move.
-        holders: names of the nodes that hold its shards.
-        tolerates: how many more nodes may be lost, whichever they are.
-    """
-
-    node: str
-    snapshot: SnapshotId | None
-    holders: tuple[str, ...]
-    tolerates: int
 
 
 def leave_on_signals(
@@ -222,7 +204,7 @@ class Draining:
         inventories = own_inventories(answers, None if over else mine.run)  # of a run that is over, nothing is needed
         result = moved(inventories)
         if result is not None:
-            return Drained(mine.node, result.snapshot, result.holders, result.tolerates)
+            return result
         if all(inventory.leaving for inventory in inventories):
             raise ConfigError(
                 f"no other SMP of job {self._store.job!r} answers that could take over what {mine.node} holds: start "

@@ -112,11 +112,11 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """The newest snapshot, held whole by the nodes that stay.
+class Drained:
+    """What the nodes that stay hold, so that those that leave may be taken away.
 
     Attributes:
-        snapshot: None if no node holds a whole one, and none was ever protected.
+        snapshot: the newest, which they hold whole; None: none is held whole, and none was ever protected.
         holders: names of the nodes that hold its shards.
         tolerates: how many more nodes may be lost, whichever they are.
     """
@@ -126,7 +126,7 @@ class Moved:
     tolerates: int
 
 
-def moved(inventories: Sequence[Inventory]) -> Moved | None:
+def moved(inventories: Sequence[Inventory]) -> Drained | None:
     """What is safe without the leaving nodes; None if they are still needed.
 
     They are needed until the nodes that stay hold every shard and the complete parity of every group.
@@ -138,7 +138,7 @@ def moved(inventories: Sequence[Inventory]) -> Moved | None:
     if snapshot is None:
         protected = newest_protected(inventories)
         if protected is None:
-            return Moved(None, (), 0)
+            return Drained(None, (), 0)
         raise Unrecoverable(
             f"{protected} was protected, but the nodes that answer, this one included, cannot restore all of it, so "
             "this node must stay. Bring the others back first, or give the run up with `holdfast give-up`"
@@ -151,7 +151,7 @@ def moved(inventories: Sequence[Inventory]) -> Moved | None:
         return None
     names = {inventory.bulk: inventory.node for inventory in staying}
     holders = tuple(sorted({names[at] for at in sources.shards.values()}))
-    return Moved(snapshot, holders, min(tolerates(sources, group) for group in range(len(sources.layout.groups))))
+    return Drained(snapshot, holders, min(tolerates(sources, group) for group in range(len(sources.layout.groups))))
 
 
 def _is_whole(layout: Layout, group: int, held: dict[str, set[str]], leaving: Collection[str]) -> bool:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.coding.buffer_pool import BufferPool, buffers_for
-from holdfast.smp_daemon.coding.drain import Drained, Draining
+from holdfast.smp_daemon.coding.drain import Draining
 from holdfast.smp_daemon.coding.protect import Protector
+from holdfast.smp_daemon.coding.regroup import Drained
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor

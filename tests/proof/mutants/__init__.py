@@ -175,9 +175,9 @@ def _protected_as_soon_as_sealed() -> None:
 
 def _a_drained_node_goes_too_early() -> None:
     from holdfast.smp_daemon.coding import drain
-    from holdfast.smp_daemon.coding.regroup import Moved
+    from holdfast.smp_daemon.coding.regroup import Drained
 
-    _replace(drain, "moved", lambda inventories: Moved(None, (), 0))
+    _replace(drain, "moved", lambda inventories: Drained(None, (), 0))
 
 
 def _the_protected_slot_is_freed() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from holdfast.smp_daemon.coding.drain import Drained
+from holdfast.smp_daemon.coding.regroup import Drained
 from holdfast.smp_daemon.shared import limits
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, StateMismatch
 from tests.proof.sim.faults import Faults
