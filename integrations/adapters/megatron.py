@@ -19,7 +19,6 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.integrations.adapters.megatron_offload import HybridState, stepped
 from holdfast.integrations.adapters.megatron_optimizers import (
     casts,
@@ -38,14 +37,15 @@ from holdfast.integrations.adapters.untried import warn_of_untried
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import set_dtype
+from holdfast.snapshot.state.adapter import Adapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.snapshot.state.live import Change, LiveTensor, Look, Stateful, Tree
 
 TRIED = ("0.16", "0.19")
 """Releases with which every kind of job was killed, restored and compared."""
 
 
-class MegatronAdapter(BaseAdapter):
-    """`snapshot.state.adapter.Adapter` for megatron-core 0.16 to 0.19."""
+class MegatronAdapter(Adapter):
+    """For megatron-core 0.16 to 0.19."""
 
     def __init__(
         self,

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.copy.tensors import block_of, local, piece_of
+from holdfast.snapshot.state.adapter import Adapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.snapshot.state.hidden import untracked
 from holdfast.snapshot.state.live import At, Change, LiveTensor, Look, Stateful
 from holdfast.snapshot.state.optimizers import OptimizerState, nested, says_more, unwrapped
 
 
-class TorchAdapter(BaseAdapter):
-    """`snapshot.state.adapter.Adapter` for modules and optimizers. A rank's coordinate is its rank."""
+class TorchAdapter(Adapter):
+    """For modules and optimizers. A rank's coordinate is its rank."""
 
     def __init__(
         self,

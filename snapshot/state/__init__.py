@@ -16,7 +16,6 @@ __all__ = [
     "replicas",
     "rng",
     "shares",
-    "steppers",
     "streams",
     "tracked",
     "values",

@@ -1,117 +1,436 @@
-"""The hook's interface to a framework. Each framework has one implementation, in `integrations`."""
+"""The hook's interface to a framework, and what all frameworks have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.state.live import At, Container, LiveTensor, Look, Tree, Updated
+from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, leaf_of, local, memory_of
+from holdfast.snapshot.state import rng, tracked
+from holdfast.snapshot.state.extra_states import SCALING, ExtraStates, put_back_scaling, scalings, with_extra_state
+from holdfast.snapshot.state.flags import GRADIENTS, Flags
+from holdfast.snapshot.state.hidden import Changing, generators, owners, samples_of_attributes
+from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look, Stateful, Tree, Updated
+from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
-from holdfast.snapshot.state.tracked import Tracked
+from holdfast.snapshot.state.tracked import Tracked, containers
+
+log = get_log(__name__)
+
+OWNER = "the model and the optimizers"
+"""Who keeps the generators of `Adapter.generators`, as errors name it."""
 
 
-class Adapter(Protocol):
-    """A job's state on this rank. Called from the training thread only.
+class Adapter:
+    """A job's state on this rank: modules, the states of optimizers, schedules, extras, and what the user tracks. Each
+    framework has a subclass, which says what raises `NotImplementedError` here. Called from the training thread only.
 
     Attributes:
         rebuilds: what the user has said for `rebuild`.
+        carried: random streams of absent ranks, by coordinate.
     """
 
-    rebuilds: list[Callable[[At], object]]
+    def __init__(
+        self,
+        model: Any,
+        states: Sequence[OptimizerState],
+        scheduler: Stateful | Sequence[Stateful] | None,
+        extra: Mapping[str, Stateful | None] | None,
+    ) -> None:
+        self._modules = check_modules(model)
+        self._states = states
+        several = isinstance(scheduler, list | tuple)
+        schedulers: Sequence[Any] = scheduler if several else [] if scheduler is None else [scheduler]  # type: ignore[assignment]
+        self._schedulers: list[Stateful] = [
+            _check_stateful(f"scheduler[{i}]" if several else "scheduler", each) for i, each in enumerate(schedulers)
+        ]
+        self._extra: dict[str, Stateful] = {
+            name: _check_stateful(f"extra[{name!r}]", part)
+            for name, part in ({} if extra is None else extra).items()
+            if part is not None
+        }
+        self._tracked: dict[str, Tracked] = {}
+        with_extra_state(self._roots())  # raises now rather than with the first snapshot
+        _warn_of_own_tensors(self._roots())
+        self._extra_states = ExtraStates()
+        self._episodes = Episodes(log)
+        self._generators: dict[str, Any] | None = None
+        self._watches: list[Changing[str]] = []
+        self._told: set[str] = set()  # by any watch: `verify` makes new ones with every layout
+        self.rebuilds: list[Callable[[At], object]] = []
+        self._parameters: frozenset[str] | None = None  # names, when the layout was last made
+        self._withdraw: list[Callable[[], object]] = []
+        self.carried: dict[str, Tree] = {}
+        self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
     def coordinate(self) -> str:
         """The rank's logical place, which does not change when ranks are renumbered."""
-        ...
+        raise NotImplementedError
 
     def replica_set(self) -> str:
         """Name of the set of ranks that hold `replicated` tensors alike: the same on each of them."""
-        ...
+        raise NotImplementedError
 
     def track(self, piece: Tracked) -> None:
         """Add a piece of state. Raises `ConfigError` if its name is taken."""
-        ...
+        if piece.name in self._tracked:
+            raise ConfigError(f"track({piece.name!r}): there is one of that name already")
+        self._tracked[piece.name] = piece
 
     def rebuild(self, at: At) -> None:
         """A snapshot of a job that was `at` that place is about to be checked: make what it has beside what it began
         with."""
-        ...
+        for each in self.rebuilds:
+            each(at)
 
     def modules(self) -> Sequence[torch.nn.Module]:
         """The modules whose forward, in training and with gradients, begins a step."""
-        ...
+        return self._modules
 
     def optimizers(self) -> Sequence[Any]:
         """The objects whose ``step()`` changes the state; the last one's ends a step."""
-        ...
+        raise NotImplementedError
 
-    def steppers(self) -> Steppers:
-        """Start to watch for other optimizers that step this job's parameters."""
-        ...
+    def tensors(self) -> Iterator[LiveTensor]:
+        """Every tensor of the state, under a name that is the same in every run of the job. Walks all of it."""
+        raise NotImplementedError
+
+    def scalers(self) -> Sequence[GradScaler]:
+        """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's step."""
+        return [part for part in self._extra.values() if isinstance(part, GradScaler)]
 
     def extras(self) -> Collection[str]:
         """Names of the objects with a ``state_dict`` that this rank has besides modules, optimizers and schedules."""
-        ...
+        return self._extra.keys()
+
+    def steppers(self) -> Steppers:
+        """Start to watch for other optimizers that step this job's parameters."""
+        parameters = [p for module in self._modules for p in module.parameters()]
+        updated = [p for state in self._states for _, p in state.parameters()]
+        captured = [state.optimizer for state in self._states]
+        return Steppers(self.optimizers(), [*captured, *self._inside()], [*parameters, *updated])
+
+    def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        """Optimizers that are captured as part of the optimizer that contains them."""
+        return ()
+
+    def updated(self) -> dict[str, Updated]:
+        """The parameters of all optimizers, by the stem that the names of their state begin with."""
+        return {stem: parameter for state in self._states for stem, parameter in state.updated().items()}
+
+    def watched(self) -> Iterator[Container]:
+        """The containers in which `tensors` found the tensors."""
+        for module in self._modules:
+            yield from containers(module)
+        for state in self._states:
+            yield from state.watched()
+        for piece in self._tracked.values():
+            yield from piece.watched()
+
+    def look(self) -> Look:
+        """A new look at the state beside its tensors."""
+        self._generators = self._find_generators()
+        flags, states = Flags(self._modules), [state.look() for state in self._states]
+        fixed = {
+            "flags": flags.names(),
+            "optim": [state.fixed for state in states],
+            "schedulers": [type(each).__qualname__ for each in self._schedulers],
+        }
+        return Look(fixed, partial(self._late, flags, states, with_extra_state(self._roots())))
+
+    def early(self) -> Tree:
+        """State that reading data for the next step changes: random generators, data iterators."""
+        return {
+            "rng": rng.capture(),
+            "extra": self._extras(late=False),
+            "tracked": tracked.values(self._tracked, late=False),
+            "generators": rng.states(self.generators()),
+            **({"streams": self.carried} if self.carried else {}),
+        }
+
+    def _late(self, flags: Flags, states: Sequence[Look], extra: Sequence[tuple[str, Any]]) -> Tree:
+        """Values of what one look has found. `extra`: the modules that have an extra state."""
+        return {
+            "optim": [state.late() for state in states],
+            "scheduler": [each.state_dict() for each in self._schedulers],
+            "extra": self._extras(late=True),
+            "get_extra_state": {name: self._extra_states.of(module) for name, module in extra},
+            **scalings(extra),
+            "flags": flags.state(),
+            GRADIENTS: flags.gradients(),
+            "tracked": tracked.values(self._tracked, late=True),
+        }
+
+    def verify(self) -> None:
+        """Check that state that is not captured can be derived bit for bit. Raises `StateMismatch` if it cannot. Warns
+        once if a schedule changes an optimizer's options but was not given, and so is not captured. From now on `watch`
+        compares attributes."""
+        self._warn_of_growth()
+        found = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
+        captured = set(map(memory_of, found))
+        self._watches = [
+            Changing(partial(samples_of_attributes, list(roots), self.named(), captured), patience)
+            for roots, patience in ((self._roots(), 3), (self._unknown_optimizers(), 1))
+        ]
+        schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
+        if not (self._tracked or self._schedulers or schedules):
+            for state in self._states:
+                if hasattr(getattr(state.optimizer, "step", None), "_wrapped_by_lr_sched"):
+                    kind = type(state.optimizer).__qualname__
+                    text = "a schedule changes options of %s, and is not captured: give it as scheduler="
+                    self._episodes.begin("schedule", text, kind)
+
+    def _warn_of_growth(self) -> None:
+        """Warn as soon as parameters are added in training, which no restart makes by itself."""
+        before, now = self._parameters, frozenset(parameter_names(self._modules).values())
+        self._parameters = now
+        if before is not None and (new := sorted(now - before)) and not self.rebuilds:
+            self._episodes.begin(
+                "growth",
+                "%s: added in training. A restart makes the model as the script first makes it, without them, and is "
+                "then refused: say how they are made, by snap.rebuild(function), before the hook is entered",
+                some(new),
+            )
+
+    def watch(self) -> None:
+        """Called as a snapshot is taken: warn of attributes that change from step to step and are not captured."""
+        found = {place for watch in self._watches for place in watch.look()} - self._told
+        if found:
+            self._told |= found
+            log.warning(
+                "%s: changed by steps, and not captured. If a step reads what an earlier one left there, a restart "
+                "gives other results: then name it by snap.track. `holdfast audit` tells whether it does",
+                some(sorted(found)),
+            )
+
+    def generators(self) -> Mapping[str, Any]:
+        """The random generators in attributes of modules and optimizers that are captured, by name."""
+        if self._generators is None:
+            self._generators = self._find_generators()
+        return self._generators
+
+    def _find_generators(self) -> dict[str, Any]:
+        return generators([*self._roots(), *self._unknown_optimizers()], self.named())
 
     def named(self) -> Sequence[Any]:
         """What the user has named beside modules, optimizers and schedules: what to call for their values, or the
         objects themselves."""
-        ...
+        return [*(part.get for part in self._tracked.values() if part.get is not None), *self._extra.values()]
 
-    def scalers(self) -> Sequence[Any]:
-        """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's step."""
-        ...
-
-    def tensors(self) -> Iterator[LiveTensor]:
-        """Every tensor of the state, under a name that is the same in every run of the job. Walks all of it."""
-        ...
-
-    def updated(self) -> dict[str, Updated]:
-        """The parameters of all optimizers, by the stem that the names of their state begin with."""
-        ...
-
-    def watched(self) -> Iterator[Container]:
-        """The containers in which `tensors` found the tensors."""
-        ...
-
-    def look(self) -> Look:
-        """A new look at the state beside its tensors."""
-        ...
-
-    def early(self) -> Tree:
-        """State that reading data for the next step changes: random generators, data iterators."""
-        ...
-
-    def generators(self) -> Mapping[str, Any]:
-        """The random generators in attributes of modules and optimizers that are captured, by name."""
-        ...
-
-    def watch(self) -> None:
-        """Called as a snapshot is taken: warn of attributes that change from step to step and are not captured."""
-        ...
-
-    def verify(self) -> None:
-        """Check that state that is not captured can be derived bit for bit. Raises `StateMismatch` if it cannot."""
-        ...
+    def _unknown_optimizers(self) -> list[tuple[str, Any]]:
+        """The optimizers, by name, that may keep in attributes what the adapter does not know."""
+        return []
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         """Create the tensors of `leaves` that a new job would only make later, such as Adam's moments."""
-        ...
+        for state in self._states:
+            state.materialise(leaves)
+        self._withdraw = [undo for name, module in self._of_modules() for undo in shape_buffers(module, name, leaves)]
+        device = next((p.device for module in self._modules for p in module.parameters()), torch.device("cpu"))
+        self._before = [(p.tensors, dict(p.tensors)) for p in self._tracked.values() if isinstance(p.tensors, dict)]
+        for piece in self._tracked.values():
+            piece.materialise(leaves, device)
 
     def withdraw(self) -> None:
         """Remove what the last `materialise` created, because the snapshot does not fit after all."""
-        ...
+        for state in self._states:
+            state.withdraw()
+        for undo in self._withdraw:
+            undo()
+        for tensors, before in self._before:
+            tensors.clear()
+            tensors.update(before)
 
     def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Raises `StateMismatch` unless `load` will find everything it needs. Called before anything is written."""
-        ...
+        check_names("extra", {**early["extra"], **late["extra"]}, self._extra)
+        held, have = fixed["schedulers"], [type(each).__qualname__ for each in self._schedulers]
+        if held != have:
+            raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
+        names = [name for name, _ in with_extra_state(self._roots())]
+        check_names("what has get_extra_state", late["get_extra_state"], names)
+        tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
+        self._generators = self._find_generators()
+        rng.check(self._generators, early["generators"], OWNER)
+        if len(late["optim"]) != len(self._states):
+            raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._states)} in this job")
+        for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
+            state.check(plain, kept)
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Load what `early` and `look` returned, after the tensors are restored; random generators last."""
-        ...
+        self._before = []
+        for scheduler, saved in zip(self._schedulers, late["scheduler"], strict=True):
+            scheduler.load_state_dict(saved)
+        for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
+            state.load(plain, kept)
+        held = {**early["extra"], **late["extra"]}
+        for name, part in self._extra.items():
+            part.load_state_dict(_state_for(part, held[name]))
+        Flags(self._modules).load(fixed["flags"], late["flags"], late[GRADIENTS])
+        for name, module in with_extra_state(self._roots()):
+            module.set_extra_state(late["get_extra_state"][name])
+            put_back_scaling(name, module, late.get(SCALING, {}).get(name, {}))
+        tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
+        self.carried = early.get("streams", {})
+        self.rewinding(early)()
 
     def rewinding(self, early: Tree) -> Callable[[], None]:
         """A function that sets the random generators to their state in `early`, and nothing else, at every call."""
-        ...
+
+        def rewind() -> None:
+            rng.restore(early["rng"])
+            rng.put_back(self.generators(), early["generators"], OWNER)
+
+        return rewind
+
+    def _extras(self, *, late: bool) -> Tree:
+        """The states of the extras that settle late (see `settles_late`), or of the others."""
+        return {n: _state_of(part) for n, part in self._extra.items() if settles_late(part) is late}
+
+    def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules, by name."""
+        yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
+
+    def _roots(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """All modules that were given, by name, including tracked ones."""
+        yield from self._of_modules()
+        for name, piece in self._tracked.items():
+            if isinstance(piece.tensors, torch.nn.Module):
+                yield f"tracked.{name}", piece.tensors
+
+    def _tracked_tensors(self) -> Iterator[LiveTensor]:
+        for piece in self._tracked.values():
+            yield from piece.live()
+
+
+def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:
+    """A module's buffers, persistent or not. Forward may change them."""
+    for name, buffer in module.named_buffers():
+        yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.ANY, block=block_of(buffer))
+
+
+def shape_buffers(module: torch.nn.Module, prefix: str, leaves: Mapping[str, Leaf]) -> Iterator[Callable[[], object]]:
+    """Give buffers the shapes that they had in the snapshot, uninitialised, and make those that are made in the first
+    forward: caches that grow, masks, running scales. Yields what undoes it."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    for path, owner in module.named_modules():
+        for name, buffer in list(owner._buffers.items()):
+            leaf = leaves.get(".".join(filter(None, (prefix, path, name))))
+            if leaf is None or (buffer is not None and (local(buffer) is not buffer or buffer.shape == leaf.shape)):
+                continue
+            if buffer is None:
+                owner._buffers[name] = empty_like_leaf(leaf, device)
+                yield partial(owner._buffers.__setitem__, name, None)
+            elif leaf_of(leaf.name, buffer).dtype == leaf.dtype:
+                undo = partial(setattr, buffer, "data", buffer.data)
+                buffer.data = empty_like_leaf(leaf, buffer.device)  # the same object: others may refer to it
+                yield undo
+
+
+def check_modules(model: Any) -> list[torch.nn.Module]:
+    """`model` as a list of modules. Raises `ConfigError` if it is anything else."""
+    modules = list(model) if isinstance(model, list | tuple) else [model]
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"model is a {type(module).__qualname__}: give a torch.nn.Module or a list of them")
+        lazy = [name for name, each in chain(module.named_parameters(), module.named_buffers()) if is_lazy(each)]
+        if lazy:
+            raise ConfigError(
+                f"{some(lazy)}: no shape is known yet, as in a lazy module before its first forward: run it once on a "
+                "batch, under torch.no_grad(), before the hook is made"
+            )
+    return modules
+
+
+def parameter_names(modules: Sequence[torch.nn.Module]) -> dict[torch.Tensor, str]:
+    """The names of the parameters in the job. A parameter with several names gets the first."""
+    names: dict[torch.Tensor, str] = {}
+    for i, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            names.setdefault(parameter, f"model{i}.{name}")
+    return names
+
+
+def warn_of_unnamed(states: Sequence[OptimizerState]) -> None:
+    """Warn if parameters in no module have the same shape: only their place in the optimizer tells them apart."""
+    for state in states:
+        shapes = Counter(tuple(parameter.shape) for _, parameter in state.unnamed())
+        if alike := sum(count for count in shapes.values() if count > 1):
+            text = (
+                "%d parameters that %s updates are in none of the given modules, and have the same shape: a restart "
+                "tells them apart only by their order in the optimizer. Give their module, too, or keep that order"
+            )
+            log.warning(text, alike, type(state.optimizer).__qualname__)
+
+
+def settles_late(part: Stateful) -> bool:
+    """Whether an extra changes between two steps, as schedules, gradient scalers and averages do. Objects that can be
+    iterated over, such as data loaders, change when data is read."""
+    if isinstance(part, torch.nn.Module):
+        return True  # an average of weights; a module may be iterable, too
+    return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
+
+
+def _state_of(part: Any) -> Tree:
+    """The state of an extra. That of a gradient scaler has tensors where ``state_dict`` has numbers: to read these
+    would wait for the device at every boundary."""
+    known = isinstance(part, GradScaler) and type(part).state_dict is GradScaler.state_dict
+    if not known or not part.is_enabled():
+        found: Tree = part.state_dict()
+        return found
+    scale, tracker = part._scale, part._growth_tracker
+    if scale is None or tracker is None:  # they are made as the first loss is scaled
+        scale = torch.tensor(part._init_scale, dtype=torch.float32, device="cpu")
+        tracker = torch.tensor(part._init_growth_tracker, dtype=torch.int32, device="cpu")
+    return {
+        "scale": scale,
+        "growth_factor": part.get_growth_factor(),
+        "backoff_factor": part.get_backoff_factor(),
+        "growth_interval": part.get_growth_interval(),
+        "_growth_tracker": tracker,
+    }
+
+
+def _state_for(part: Stateful, held: Tree) -> Tree:
+    """What `_state_of` gave, for ``load_state_dict``."""
+    if not isinstance(part, GradScaler):
+        return held
+    return {key: each.item() if isinstance(each, torch.Tensor) else each for key, each in held.items()}
+
+
+def _check_stateful(what: str, part: Any) -> Stateful:
+    """Return `part`. Warns if it is a module with an empty state; raises `ConfigError` if it is not `Stateful`."""
+    if not isinstance(part, Stateful):
+        raise ConfigError(f"{what} is a {type(part).__qualname__} without state_dict and load_state_dict")
+    if isinstance(part, torch.nn.Module) and not part.state_dict():
+        log.warning("%s, a %s, has nothing in its state_dict: nothing of it is captured", what, type(part).__qualname__)
+    found: Stateful = part
+    return found
+
+
+def _warn_of_own_tensors(roots: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """Warn if a module with a ``state_dict`` of its own, such as a metric of torchmetrics, keeps tensors beside its
+    parameters and buffers."""
+    for path, module in owners(roots):
+        if type(module).state_dict is torch.nn.Module.state_dict:
+            continue
+        names = [name for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+        if names:
+            log.warning(
+                "%s, a %s, keeps %s beside its parameters and buffers: that is not captured. Name it, by "
+                "snap.track(name, get, set), or make it a buffer",
+                path,
+                type(module).__qualname__,
+                some(names),
+            )

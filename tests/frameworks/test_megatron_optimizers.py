@@ -13,13 +13,14 @@ import torch
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from holdfast.chaos.megatron_cpu import _EagerStream
-from holdfast.integrations.adapters import base, transformer_engine
 from holdfast.integrations.adapters.fused_adam import FusedAdamState, keeps_scales
 from holdfast.integrations.adapters.megatron_offload import HybridState, stepped
 from holdfast.integrations.adapters.megatron_optimizers import check_quantizes
 from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import leaf_of
+from holdfast.snapshot.state import extra_states
+from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.optimizers import OptimizerState
 from tests.proof.standins import fused_adam, offload, quantized
 
@@ -312,11 +313,11 @@ class Scaled(torch.nn.Module):
 
 def test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled() -> None:
     layer, other = Scaled(), Scaled()
-    for number, each in enumerate(transformer_engine.scaling(layer).values()):
+    for number, each in enumerate(extra_states.scaling(layer).values()):
         each.fill_(number + 1.0)
-    held = {key: each.clone() for key, each in transformer_engine.scaling(layer).items()}
+    held = {key: each.clone() for key, each in extra_states.scaling(layer).items()}
     assert sorted(held) == [f"scaling_{way}.{key}" for way in ("bwd", "fwd") for key in ("amax_history", "scale")]
-    transformer_engine.put_back_scaling("model0.0", other, held)
+    extra_states.put_back_scaling("model0.0", other, held)
     assert other.fp8_meta["scaling_fwd"].amax_history.tolist() == [[2.0] * 3] * 4
     assert other.fp8_meta["scaling_bwd"].scale.tolist() == [3.0]
 
@@ -324,12 +325,12 @@ def test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled() -> Non
 @pytest.mark.parametrize("other", [Scaled(unpickles=False), Scaled(length=5), torch.nn.Linear(1, 1)])
 def test_delayed_scaling_without_room_for_it_is_an_error(other: torch.nn.Module) -> None:
     with pytest.raises(StateMismatch, match=r"model0\.0: .*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"):
-        transformer_engine.put_back_scaling("model0.0", other, transformer_engine.scaling(Scaled()))
+        extra_states.put_back_scaling("model0.0", other, extra_states.scaling(Scaled()))
 
 
 def test_extra_state_that_waits_for_the_device_is_asked_for_when_it_may_have_changed() -> None:
     layer = Scaled()
-    adapter = base.BaseAdapter(torch.nn.Sequential(layer, torch.nn.Linear(2, 2)), [], None, None)
+    adapter = Adapter(torch.nn.Sequential(layer, torch.nn.Linear(2, 2)), [], None, None)
     found = [adapter.look().late()["get_extra_state"]["model0.0"] for _ in range(3)]
     layer.fp8_meta["scaling_fwd"].scale.fill_(7.0)
     adapter.look().late()
@@ -344,18 +345,18 @@ def test_extra_state_that_waits_for_the_device_is_asked_for_when_it_may_have_cha
     assert layer.asked == 4
     other = Scaled(unpickles=False)  # it has no scaling, so whatever it gives may change
     for _ in range(3):
-        base.BaseAdapter(torch.nn.Sequential(other, torch.nn.Linear(2, 2)), [], None, None).look().late()
+        Adapter(torch.nn.Sequential(other, torch.nn.Linear(2, 2)), [], None, None).look().late()
     assert other.asked == 3
 
 
 def test_the_adapters_keep_delayed_scaling_with_the_extra_state() -> None:
     model: Any = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 2))
-    adapter = base.BaseAdapter(model, [], None, None)
+    adapter = Adapter(model, [], None, None)
     model[0].fp8_meta["scaling_fwd"].scale.fill_(7.0)
     listed = adapter.look()
     late = listed.late()
-    assert late[base.SCALING].keys() == {"model0.0"}
+    assert late[extra_states.SCALING].keys() == {"model0.0"}
     model[0].fp8_meta["scaling_fwd"].scale.fill_(1.0)
     adapter.load(adapter.early(), late, listed.fixed)
     assert model[0].fp8_meta["scaling_fwd"].scale.tolist() == [7.0]
-    assert base.SCALING not in base.BaseAdapter(model[1], [], None, None).look().late()
+    assert extra_states.SCALING not in Adapter(model[1], [], None, None).look().late()

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import torch
 
-from holdfast.integrations.adapters.base import BaseAdapter
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.persist import persister
@@ -415,7 +414,7 @@ def _wait_for_ever(*arguments: Any) -> None:
 _after_step = Loop.after_step
 _tensors = TorchAdapter.tensors
 _begin = Capture.begin
-_load_extra = BaseAdapter.load
+_load_extra = Adapter.load
 _own_run = own_run
 _tidy = vars(persister)["tidy"]
 
@@ -440,7 +439,7 @@ def _early_as_it_lives(adapter: Adapter, loop: live.Tree) -> Values:
     return Values(encode(adapter.early() | {LOOP: loop}, "early", tensors), tensors)
 
 
-def _without_scalers(self: BaseAdapter, early: Any, late: Any, fixed: Any) -> None:
+def _without_scalers(self: Adapter, early: Any, late: Any, fixed: Any) -> None:
     held, self._extra = self._extra, {}
     _load_extra(self, early, late, fixed)
     self._extra = held
@@ -494,7 +493,7 @@ def _tidy_all_runs(place: Any, job: str, run: str, keep: int) -> Any:
     return _tidy(place, job, run, keep)
 
 
-def _load_and_forget(self: BaseAdapter, *what: Any) -> None:
+def _load_and_forget(self: Adapter, *what: Any) -> None:
     _load_extra(self, *what)
     for optimizer in self.optimizers():
         optimizer.state.clear()
@@ -794,7 +793,7 @@ MUTANTS: dict[str, SimMutant] = {
     "left-out": SimMutant(
         "the state of optimizers is not restored",
         "complete",
-        ((BaseAdapter, "load", _load_and_forget),),
+        ((Adapter, "load", _load_and_forget),),
         _with_state("thaws"),
     ),
     "torn-unseen": SimMutant(
@@ -842,7 +841,7 @@ MUTANTS: dict[str, SimMutant] = {
     "batch-read-before-the-mark": SimMutant(
         "what reading a batch changes is captured once it was read",
         "returns",
-        (("holdfast.integrations.adapters.base", "settles_late", lambda part: True),),
+        (("holdfast.snapshot.state.adapter", "settles_late", lambda part: True),),
         _with_state("loader"),
     ),
     "schedules-left-alone": SimMutant(
@@ -860,7 +859,7 @@ MUTANTS: dict[str, SimMutant] = {
     "scalers-left-alone": SimMutant(
         "gradient scalers are not restored",
         "restored",
-        ((BaseAdapter, "load", _without_scalers),),
+        ((Adapter, "load", _without_scalers),),
         _with_state("scaler"),
     ),
     "flags-left-alone": SimMutant(
@@ -881,7 +880,7 @@ MUTANTS: dict[str, SimMutant] = {
     "average-forgotten": SimMutant(
         "tracked tensors are not captured",
         "restored",
-        ((BaseAdapter, "_tracked_tensors", lambda self: iter(())),),
+        ((Adapter, "_tracked_tensors", lambda self: iter(())),),
         _with_state("average"),
     ),
     "parts-not-gathered": SimMutant(

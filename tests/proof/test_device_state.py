@@ -17,7 +17,6 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
-from holdfast.integrations.adapters.base import BaseAdapter
 from holdfast.integrations.adapters.megatron import TRIED, MegatronAdapter, _put_back
 from holdfast.integrations.adapters.megatron_optimizers import _shards, casts, check_captured, layer_wise, parts
 from holdfast.integrations.adapters.untried import warn_of_untried
@@ -28,6 +27,7 @@ from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.storage.numa import prefer
 from holdfast.smp_daemon.storage.pool import SlotPool
 from holdfast.snapshot.copy import devices
+from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.rng import own_first, placed
 from tests.deadlines import DEADLINE_S
 
@@ -79,7 +79,7 @@ def test_generators_of_the_tracker_draw_the_same_again(graphed: bool, monkeypatc
         return drawn
 
     adapter = MegatronAdapter.__new__(MegatronAdapter)
-    BaseAdapter.__init__(adapter, torch.nn.Linear(1, 1), [], None, None)
+    Adapter.__init__(adapter, torch.nn.Linear(1, 1), [], None, None)
     draw("model")
     early = adapter.early()
     drawn = [draw(name) for name in ("model", "expert", "model")]

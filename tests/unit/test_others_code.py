@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast import ConfigError, InMemorySnapshot
-from holdfast.integrations.adapters.base import settles_late
 from holdfast.snapshot.copy.tensors import empty_restrided, strides_of
+from holdfast.snapshot.state.adapter import settles_late
 from holdfast.snapshot.state.walk import tensors_in
 from tests.unit.test_beginning import STEPS, STOP, Job, Simple, counted, life, plain, trial, warnings_of
 

@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import leaf_of, read_leaf
+from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look, Tree, Updated
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
@@ -45,7 +46,7 @@ NOTHING_FIXED = '{"state":{},"shared":{},"strides":{},"blocks":{}}'
 
 
 @dataclass
-class Toy:
+class Toy(Adapter):
     """An adapter whose state the test sets. Replacing an item of `live` is noticed."""
 
     live: list[LiveTensor] = field(default_factory=list)
