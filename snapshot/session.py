@@ -132,7 +132,6 @@ class Session:
             adapter.modules(),
             is_watched=checks.reading,
             is_plain=restored.began is not None,
-            is_first=options.for_start.block == 1,
         )
         self.capture = Capture(
             adapter,

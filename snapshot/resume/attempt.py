@@ -18,12 +18,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.smp_daemon.shared.belief import Claim, believe_slot
+from holdfast.smp_daemon.shared.belief import Claim
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -40,11 +40,10 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.quantities import duration
-from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, Leaf
 from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
-from holdfast.snapshot.copy.tensors import flat, octets, read_leaf
+from holdfast.snapshot.copy.tensors import flat, octets
 from holdfast.snapshot.resume.blocks import check_block, check_given
 from holdfast.snapshot.resume.choice import PERSISTED
 from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
@@ -60,17 +59,14 @@ from holdfast.snapshot.resume.regions import (
     unclaimed,
 )
 from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.live import At, Tree
 from holdfast.snapshot.state.record import (
     BEGAN,
     INPUTS,
     LOOP,
     NOTES,
-    decode_values,
-    parse_record,
+    SavedShard,
     restore_strides,
-    shared_leaves,
     whole_leaves,
 )
 from holdfast.snapshot.state.replicas import is_part_of
@@ -156,54 +152,6 @@ SOURCES = {
     PERSISTED: "storage",
 }
 """The tiers of `resume.choice`, in words."""
-
-
-class SavedShard:
-    """What one shard says: its format, and its record."""
-
-    def __init__(self, read: Callable[[int, int], memoryview], claim: Claim) -> None:
-        """Read and check the header.
-
-        Args:
-            read: the bytes from an offset on, checked; may block.
-            claim: what the shard should be.
-
-        Raises:
-            ProtocolError: it is not that.
-            HoldfastError: as `read`.
-        """
-        total = claim.bytes or 0
-        first = read(0, min(PAGE_BYTES, total))
-        header = read(0, min(8 + int.from_bytes(first[:8], "little"), total))
-        self.form = believe_slot(header, claim)
-        self.coord = claim.part
-        self.read = read
-        self._snapshot = claim.snapshot
-
-    @cached_property
-    def record(self) -> dict[str, Any]:
-        """Its record. Raises `ProtocolError` if it is none of that snapshot."""
-        return parse_record(bytes(self.read(*self.form.record)), self._snapshot)
-
-    @cached_property
-    def shared(self) -> dict[str, Leaf]:
-        """The leaves that it shares with its replicas, whole, by name."""
-        return shared_leaves(self.record)
-
-    def values(self) -> tuple[Tree, Tree, Tree]:
-        """Its early, late and fixed values, with new tensors in them.
-
-        Raises:
-            ProtocolError: the record cannot be understood.
-            IncompleteSnapshot: it lists something that the shard does not hold.
-        """
-        values = decode_values(self.record, self._tensor)
-        check_complete(values[2], values[1], whole_leaves(self.form, self.shared).keys())
-        return values
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        offset, leaf = self.form.offsets[name]
-        return read_leaf(self.read(offset, leaf.bytes), 0, leaf)
 
 
 class Attempt(ABC):

@@ -31,7 +31,7 @@ from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import slot_tensor
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.attempt import Attempt, SavedShard
+from holdfast.snapshot.resume.attempt import Attempt
 from holdfast.snapshot.resume.regions import (
     Held,
     HeldLeaf,
@@ -48,7 +48,7 @@ from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
-from holdfast.snapshot.state.record import LATE
+from holdfast.snapshot.state.record import LATE, SavedShard
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode_plain

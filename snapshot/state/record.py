@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import some
-from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, plan_slot
 from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.errors import within_memory
-from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of
+from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of, read_leaf
 from holdfast.snapshot.copy.witness import WatchedPieces
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.live import Change, LiveTensor, Look, Tree
 from holdfast.snapshot.state.manifest import FIXED, Manifest
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
@@ -149,11 +152,6 @@ def encode_record(
     return f'{json.dumps(record, separators=(",", ":"))[:-1]},"{FIXED}":{fixed}}}'.encode()
 
 
-def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> dict[str, Any]:
-    """The record of a slot. Raises `ProtocolError` if it is not JSON or belongs to another snapshot."""
-    return parse_record(read_record(slot, form), snapshot)
-
-
 def parse_record(text: bytes, snapshot: SnapshotId) -> dict[str, Any]:
     """Parse a record. Raises `ProtocolError` if it is not JSON or belongs to another snapshot."""
     try:
@@ -236,3 +234,51 @@ def check_leaves(form: SlotFormat, have: Mapping[str, Leaf], shared: Mapping[str
     ]
     if problems:
         raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")
+
+
+class SavedShard:
+    """What one shard says: its format, and its record."""
+
+    def __init__(self, read: Callable[[int, int], memoryview], claim: Claim) -> None:
+        """Read and check the header.
+
+        Args:
+            read: the bytes from an offset on, checked; may block.
+            claim: what the shard should be.
+
+        Raises:
+            ProtocolError: it is not that.
+            HoldfastError: as `read`.
+        """
+        total = claim.bytes or 0
+        first = read(0, min(PAGE_BYTES, total))
+        header = read(0, min(8 + int.from_bytes(first[:8], "little"), total))
+        self.form = believe_slot(header, claim)
+        self.coord = claim.part
+        self.read = read
+        self._snapshot = claim.snapshot
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """Its record. Raises `ProtocolError` if it is none of that snapshot."""
+        return parse_record(bytes(self.read(*self.form.record)), self._snapshot)
+
+    @cached_property
+    def shared(self) -> dict[str, Leaf]:
+        """The leaves that it shares with its replicas, whole, by name."""
+        return shared_leaves(self.record)
+
+    def values(self) -> tuple[Tree, Tree, Tree]:
+        """Its early, late and fixed values, with new tensors in them.
+
+        Raises:
+            ProtocolError: the record cannot be understood.
+            IncompleteSnapshot: it lists something that the shard does not hold.
+        """
+        values = decode_values(self.record, self._tensor)
+        check_complete(values[2], values[1], whole_leaves(self.form, self.shared).keys())
+        return values
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        offset, leaf = self.form.offsets[name]
+        return read_leaf(self.read(offset, leaf.bytes), 0, leaf)

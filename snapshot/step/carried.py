@@ -99,18 +99,8 @@ class CarriedVariables:
                 found.skips |= one.skips
                 found.passes |= one.passes
                 if within is not None:
-                    if not _is_named(function, within):
-                        found.repeats = _repeats(function, within.lineno) or self._called_in_loop(frame)
                     break  # what is further out trains more than once
         return found
-
-    @staticmethod
-    def _called_in_loop(frame: FrameType) -> set[int]:
-        caller = frame.f_back
-        if caller is None or not is_users_frame(caller):
-            return set()
-        function = function_of(caller.f_code, caller.f_globals)
-        return set() if function is None else _repeats(function, caller.f_lineno)
 
 
 def _look_into(
@@ -357,24 +347,6 @@ def helper_of(path: str, values: RunningValues) -> Helper | None:
     arguments = function.args.posonlyargs + function.args.args
     itself = arguments[0].arg if held is not None and arguments else ""
     return Helper(function, names | ({itself: held} if itself else {}), owner if itself else "", itself)
-
-
-def _is_named(function: Function, block: ast.With | ast.AsyncWith) -> bool:
-    """Whether the hook that a block enters is given a job or a number."""
-    entered = [item.context_expr for item in block.items]
-    variables = {path_of(each) for each in entered} - {""}
-    assigned = [each for each in parts_of(function) if isinstance(each, ast.Assign)]
-    made = [each.value for each in assigned if variables & {path_of(target) for target in each.targets}]
-    words = [each.arg for call in (*entered, *made) if isinstance(call, ast.Call) for each in call.keywords]
-    return any(word in (None, "job", "block") for word in words)
-
-
-def _repeats(function: Function, line: int) -> set[int]:
-    """The lines of the loops around `line` that do not try the same again."""
-    tried = [each for each in parts_of(function) if isinstance(each, ast.Try)]
-    loops = [each for each in loops_at(function, line) if isinstance(each, ast.For) and each.lineno < line]
-    again = [each for each in tried if each.lineno <= line <= (each.end_lineno or 0)]
-    return {loop.lineno for loop in loops if not any(loop.lineno <= each.lineno for each in again)}
 
 
 def _enters(function: Function, values: RunningValues, line: int) -> ast.With | ast.AsyncWith | None:

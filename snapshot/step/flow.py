@@ -65,7 +65,6 @@ class Carries:
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
         passes: whether a loop begins at the pass that the hook tells, as ``range(snap.epoch, n)`` does.
-        repeats: lines of loops over several trainings, each of which enters the hook without a name of its own.
         skips: whether the function passes over turns by what the hook tells, and so brings everything to its place.
     """
 
@@ -74,7 +73,6 @@ class Carries:
     counts: set[int] = field(default_factory=set)
     numbered: bool = False
     passes: bool = False
-    repeats: set[int] = field(default_factory=set)
     skips: bool = False
 
 

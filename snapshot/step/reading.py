@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.smp_daemon.shared.belief import Claim, believe_slot
+from holdfast.smp_daemon.shared.belief import Claim
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, read_stamp
-from holdfast.snapshot.copy.tensors import read_leaf
-from holdfast.snapshot.state.completeness import check_complete
-from holdfast.snapshot.state.record import check_leaves, decode_record, decode_values, shared_leaves, whole_leaves
+from holdfast.snapshot.state.record import SavedShard, check_leaves
 
 
 def read_back(shard: RecoveredShard, expected: Claim, leaves: Mapping[str, Leaf]) -> None:
@@ -30,14 +28,13 @@ def read_back(shard: RecoveredShard, expected: Claim, leaves: Mapping[str, Leaf]
     """
     snapshot = expected.snapshot
     try:
-        form = believe_slot(shard.view, expected)
+        saved = SavedShard(lambda offset, length: shard.view[offset : offset + length], expected)
         if bad := [unit for unit in range(len(shard.digests)) if not shard.matches(unit)]:
-            raise DamagedSnapshot(f"{some(_leaves_in(form, shard, bad[0]))}: the bytes are not those that were sealed")
-        record = decode_record(shard.view, form, snapshot)
-        _, late, fixed = decode_values(record, lambda name: read_leaf(shard.view, *form.offsets[name]))
-        shared = shared_leaves(record)
-        check_complete(fixed, late, whole_leaves(form, shared).keys())
-        check_leaves(form, leaves, shared)
+            raise DamagedSnapshot(
+                f"{some(_leaves_in(saved.form, shard, bad[0]))}: the bytes are not those that were sealed"
+            )
+        saved.values()
+        check_leaves(saved.form, leaves, saved.shared)
     except HoldfastError as error:
         if not _holds(shard.view, snapshot):
             raise StaleEpoch(f"its slot was given to another snapshot: {error}") from error

@@ -45,11 +45,6 @@ NUMBERED = (
     "steps depend on the number that enumerate() gives a batch, and it begins at 0 again when a restart goes on in the "
     "middle of a pass: write `for i, batch in snap.data(loader).enumerate():`, which goes on counting"
 )
-REPEATED = (
-    "the loop at line %s makes several trainings under one job: if one after the first is killed, the script begins "
-    "with the first one again, and is refused. Give each a name of its own, InMemorySnapshot(..., job=...), or skip "
-    "what is finished and give each its number, block=..."
-)
 PASSES = (
     "a loop begins at snap.epoch, which counts passes over data that is read by `for batch in snap.data(loader)`, and "
     "this loop reads none so: after a restart it would be 0. Count steps: `for step in snap.steps(n)`"
@@ -70,7 +65,6 @@ class Script:
         modules: the models.
         is_watched: whether the loop is the user's own; a trainer's restores what it keeps by itself.
         is_plain: whether the earlier run's loop did not say where its steps begin.
-        is_first: whether this is the first training of the script.
 
     Attributes:
         asked: whether the script has asked for its step or epoch: only then can it find its place in its data by
@@ -78,14 +72,11 @@ class Script:
         asked_for_step: whether it has asked for its step.
     """
 
-    def __init__(
-        self, held: Tree, modules: Sequence[torch.nn.Module], *, is_watched: bool, is_plain: bool, is_first: bool = True
-    ) -> None:
+    def __init__(self, held: Tree, modules: Sequence[torch.nn.Module], *, is_watched: bool, is_plain: bool) -> None:
         self.asked = self.asked_for_step = False
         self._modules = modules
         self._is_watched = is_watched
         self._is_plain = is_plain
-        self._is_first = is_first
         self._iterators = Iterators(held.get("workers", {}), self._is_training)
         self._variables = Variables(held.get("variables", {}))
         self._changing: ChangingVariables | None = None
@@ -169,8 +160,6 @@ class Script:
             if is_new:
                 raise ConfigError(wrong)
             log.warning("%s", wrong)
-        if found.repeats and is_new and self._is_first:
-            log.warning(REPEATED, some([str(line) for line in sorted(found.repeats)]))
         if found.counts:
             log.warning(COUNTS, some([str(line) for line in sorted(found.counts)]))
         if found.carried or found.updated:

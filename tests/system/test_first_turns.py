@@ -108,7 +108,7 @@ def averaged_after_passes(life: Life) -> None:
     [
         (initialised_inside, "if snap.step == 0"),
         (counted_from_zero, "range(snap.epoch"),
-        (several_trainings, "several trainings"),
+        (several_trainings, "training 2 of one process"),
         (listed_anew, "snap.data(lambda"),
         (averaged_after_passes, 'snap.track("average", tensors=average)'),
     ],

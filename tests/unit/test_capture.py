@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import digest_units
-from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
+from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_record, read_stamp
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
@@ -30,7 +30,7 @@ from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.manifest import Manifest
-from holdfast.snapshot.state.record import decode_record, decode_values
+from holdfast.snapshot.state.record import decode_values, parse_record
 from holdfast.snapshot.step.capture import Capture, Staging
 from holdfast.snapshot.step.copier import Copier
 from holdfast.snapshot.step.orders import CopyState, Due, SnapshotCopy
@@ -182,7 +182,7 @@ class Held:
     @property
     def plain(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         form, _ = read_format(self.slot)
-        record = decode_record(self.slot, form, self.snapshot)
+        record = parse_record(read_record(self.slot, form), self.snapshot)
         return decode_values(record, lambda name: read_leaf(self.slot, *form.offsets[name]))
 
 
@@ -335,7 +335,7 @@ def test_notes_stand_beside_the_state(rig: Rig) -> None:
     rig.notes = {"interval": 3}
     held = rig.take()
     form, _ = read_format(held.slot)
-    assert decode_record(held.slot, form, held.snapshot)["notes"] == {"interval": 3}
+    assert parse_record(read_record(held.slot, form), held.snapshot)["notes"] == {"interval": 3}
 
 
 def test_what_was_given_up_is_not_copied(rig: Rig) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
+from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, read_record
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import leaf_of, read_leaf
 from holdfast.snapshot.state.adapter import Adapter
@@ -27,9 +27,9 @@ from holdfast.snapshot.state.record import (
     capture_early,
     capture_late,
     check_leaves,
-    decode_record,
     decode_values,
     encode_record,
+    parse_record,
     place,
     place_tensors,
     plan_format,
@@ -241,7 +241,7 @@ def write_record(form: SlotFormat, slot: memoryview, record: bytes) -> None:
 
 def test_early_late_and_fixed_values_come_back_from_a_slot() -> None:
     form, slot = whole_slot(toy())
-    record = decode_record(slot, form, SNAPSHOT)
+    record = parse_record(read_record(slot, form), SNAPSHOT)
     assert record["coord"] == "dp0"
     early, late, fixed = decode_values(record, lambda name: read_leaf(slot, *form.offsets[name]))
     assert (early["seen"], early["rng"].tolist(), early["loop"]) == (5, [1, 2, 3], LOOP_HERE)
@@ -252,14 +252,14 @@ def test_early_late_and_fixed_values_come_back_from_a_slot() -> None:
 def test_a_value_whose_tensor_is_not_in_the_slot_is_refused() -> None:
     form, slot = whole_slot(toy())
     with pytest.raises(ProtocolError, match="malformed 'tensor'"):
-        decode_values(decode_record(slot, form, SNAPSHOT), no_tensor)
+        decode_values(parse_record(read_record(slot, form), SNAPSHOT), no_tensor)
 
 
 @pytest.mark.parametrize("other", [SnapshotId(2, 18), SnapshotId(1, 17)])
 def test_a_record_of_another_snapshot_is_refused(other: SnapshotId) -> None:
     form, slot = whole_slot(toy())
     with pytest.raises(ProtocolError, match="step 17"):
-        decode_record(slot, form, other)
+        parse_record(read_record(slot, form), other)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_malformed_record_is_refused(record: bytes) -> None:
     form, slot = whole_slot(toy())
     write_record(form, slot, record)
     with pytest.raises(ProtocolError):
-        decode_record(slot, form, SNAPSHOT)
+        parse_record(read_record(slot, form), SNAPSHOT)
 
 
 def test_a_record_of_nothing_but_values_is_enough_to_decode_them() -> None:

@@ -65,7 +65,7 @@ from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.smp_daemon.shared.transport import SocketStream, frame
 from holdfast.snapshot.resume.arrange import RankInfo
-from holdfast.snapshot.state.record import decode_record, decode_values
+from holdfast.snapshot.state.record import decode_values, parse_record
 from holdfast.snapshot.state.replicas import shared_leaves_of
 from holdfast.snapshot.state.shares import parse_part
 from holdfast.snapshot.state.values import decode, encode
@@ -118,8 +118,7 @@ def read_slot(data: bytes) -> None:
     for offset, leaf in form.offsets.values():
         if not 0 <= offset <= offset + leaf.bytes <= len(data):
             raise AssertionError(f"{leaf} at {offset} is not in the file")
-    decode_record(view, form, SnapshotId(0, 0))
-    read_record(view, form)
+    parse_record(read_record(view, form), SnapshotId(0, 0))
 
 
 def read_frames(data: bytes) -> None:
