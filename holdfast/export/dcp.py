@@ -99,15 +99,11 @@ class _Names:
 
     def piece(self, coord: str, name: str) -> tuple[list[int], list[int]] | None:
         """The shape of the whole tensor, and the offset in it of this rank's part; None: the leaf is not a part."""
-        export = self._export[coord]
-        if export is None:
+        known = name.startswith("model") or name in self._states[coord]
+        if self._export[coord] is None or not known:
             return None
-        state = self._states[coord].get(name)
-        found = export["pieces"].get(state[1] if state else name)
-        if found is None or (state is not None and not self._slots[coord].form.offsets[name][1].shape):
-            return None  # scalars in the state of a distributed parameter are not distributed
-        shape, offset = found
-        return list(shape), list(offset)
+        whole, start = self._slots[coord].record["fixed"]["blocks"].get(name, ((), ()))
+        return (list(whole), list(start)) if start else None
 
     def groups(self) -> list[list[dict[str, Any]]]:
         """The parameter groups of each optimizer, with parameter names; empty if these are not known."""

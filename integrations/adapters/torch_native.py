@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import some
-from holdfast.snapshot.copy.tensors import block_of, local, piece_of
+from holdfast.snapshot.copy.tensors import block_of, local, memory_of
 from holdfast.snapshot.state.adapter import Adapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.snapshot.state.hidden import untracked
 from holdfast.snapshot.state.live import At, Change, LiveTensor, Look, Stateful
@@ -67,7 +67,7 @@ class TorchAdapter(Adapter):
         super().verify()
         named = self._unknown_optimizers()
         roots = [(path, inner) for name, each in named for path, inner in nested(name, each) if says_more(inner)]
-        if hidden := untracked(roots, [*(item.tensor for item in self.tensors()), *self.generators().values()]):
+        if hidden := untracked(roots, self.captured.union(map(memory_of, self.generators().values()))):
             text = "%s: kept by an optimizer beside its state, and not captured: name it by snap.track"
             self._episodes.begin("hidden", text, some(hidden))
 
@@ -75,19 +75,9 @@ class TorchAdapter(Adapter):
         return [(f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._optimizers)]
 
     def look(self) -> Look:
-        """The base's state and, for exporting a snapshot, whether names have DDP's prefix, and where in the whole a
-        rank's part of a distributed parameter is."""
+        """The base's state and, for exporting a snapshot, whether names have DDP's prefix."""
         found = super().look()
-        export = {
-            "wrapped": self._replicated,
-            "pieces": {
-                f"model{i}.{name}": piece
-                for i, module in enumerate(self._modules)
-                for name, parameter in module.named_parameters()
-                if (piece := piece_of(parameter)) is not None
-            },
-        }
-        return Look({**found.fixed, "export": export}, found.late)
+        return Look({**found.fixed, "export": {"wrapped": self._replicated}}, found.late)
 
     def tensors(self) -> Iterator[LiveTensor]:
         self._name()

@@ -141,27 +141,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return to_local()
 
 
-def piece_of(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
-    """The shape of a whole `DTensor`, and where this rank's part begins in it; None for any other tensor, and for one
-    that is not cut into blocks."""
+def block_of(tensor: torch.Tensor) -> Block | None:
+    """The part of a whole `DTensor` that this rank has; None for any other tensor."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return None
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor) or not all(type(each) in (Replicate, Shard) for each in placements):
-        return None
+        return Block(whole, ())
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
-    return list(tensor.shape), list(offset)
-
-
-def block_of(tensor: torch.Tensor) -> Block | None:
-    """The part of a whole `DTensor` that this rank has; None for any other tensor."""
-    if getattr(tensor, "placements", None) is None:
-        return None
-    piece = piece_of(tensor)
-    return Block(tuple(tensor.shape), ()) if piece is None else Block(tuple(piece[0]), tuple(piece[1]))
+    return Block(whole, tuple(offset))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -418,7 +418,7 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
                 "modules": ["model0.", "model0.0", "model0.1", "model0.2", "model0.3"],
             },
             "schedulers": [],
-            "export": {"wrapped": False, "pieces": {}},
+            "export": {"wrapped": False},
         },
         "shared": {},
         "blocks": {},
