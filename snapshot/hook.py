@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -15,6 +16,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.progress import Statistics
@@ -209,8 +211,8 @@ class SnapshotHook:
 
         Most are not state, such as tables of positions; `track` those that are. `holdfast audit` tells which matter.
         """
-        tensors = [item.tensor for item in self._adapter.tensors()]
-        return untracked(self._roots(), [*tensors, *self._adapter.generators().values()])
+        tensors = (item.tensor for item in self._adapter.tensors())
+        return untracked(self._roots(), set(map(memory_of, chain(tensors, self._adapter.generators().values()))))
 
     def _roots(self) -> list[tuple[str, Any]]:
         modules = [(f"model{i}", module) for i, module in enumerate(self._adapter.modules())]

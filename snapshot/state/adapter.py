@@ -38,6 +38,7 @@ class Adapter:
     Attributes:
         rebuilds: what the user has said for `rebuild`.
         carried: random streams of absent ranks, by coordinate.
+        captured: `memory_of` the tensors that are captured, and of the optimizers, when `verify` was called last.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Adapter:
         self._parameters: frozenset[str] | None = None  # names, when the layout was last made
         self._withdraw: list[Callable[[], object]] = []
         self.carried: dict[str, Tree] = {}
+        self.captured: set[int] = set()
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
     def coordinate(self) -> str:
@@ -177,9 +179,9 @@ class Adapter:
         compares attributes."""
         self._warn_of_growth()
         found = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
-        captured = set(map(memory_of, found))
+        self.captured = set(map(memory_of, found))
         self._watches = [
-            Changing(partial(samples_of_attributes, list(roots), self.named(), captured), patience)
+            Changing(partial(samples_of_attributes, list(roots), self.named(), self.captured), patience)
             for roots, patience in ((self._roots(), 3), (self._unknown_optimizers(), 1))
         ]
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]

@@ -104,13 +104,12 @@ def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
                 break
 
 
-def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[Any]) -> list[str]:
-    """Names, sorted, of tensors, arrays and generators in attributes that are not captured: neither these tensors and
-    generators, nor views of the tensors; and of sets of such objects, which have no order and so no names."""
-    held = {memory_of(each) for each in captured}
+def untracked(roots: Iterable[tuple[str, Any]], captured: Collection[int]) -> list[str]:
+    """Names, sorted, of tensors, arrays and generators in attributes, and of sets of such objects, which have no order
+    and so no names. `captured`: `memory_of` those that are captured, which are left out, as are views of them."""
     attributes = (each for name, owner in owners(roots) for each in _attributes(name, owner))
     found = walk(attributes, is_users_own, most=MOST_OPENED)
-    return sorted({path for path, value, _ in found if _keeps_state(value) and memory_of(value) not in held})
+    return sorted({path for path, value, _ in found if _keeps_state(value) and memory_of(value) not in captured})
 
 
 def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str, Any]:

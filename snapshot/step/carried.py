@@ -13,13 +13,12 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from tokenize import TokenError
-from types import CellType, CodeType, FrameType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ from holdfast.snapshot.step.flow import (
     root_of,
     sources_in,
 )
-from holdfast.snapshot.step.variables import is_users_frame
+from holdfast.snapshot.step.variables import users_frames
 
 log = get_log(__name__)
 
@@ -71,7 +70,7 @@ class CarriedVariables:
         """A step begins."""
         self._begun += 1
         if self._begun == LOOKS_AT:
-            self._at = {frame.f_code: frame.f_lineno for frame in _frames()}
+            self._at = {frame.f_code: frame.f_lineno for frame in users_frames()}
 
     def look(self) -> Carries | None:
         """A step is about to end. Returns what was found, once; None: this is not the time."""
@@ -85,7 +84,7 @@ class CarriedVariables:
             return None
 
     def _look(self, at: Mapping[CodeType, int]) -> Carries:
-        found, frames = Carries(), {frame.f_code: frame for frame in _frames()}
+        found, frames = Carries(), {frame.f_code: frame for frame in users_frames()}
         named = _Named(self._adapter)
         for code, frame in frames.items():
             if (function := function_of(code, frame.f_globals)) is not None:
@@ -217,7 +216,7 @@ class _Named:
     """What is captured, or is no state."""
 
     def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+        self._memory = adapter.captured
         named = adapter.named()
         self._objects = {id(each) for root in named for each in (root, getattr(root, "__self__", root))}
         self._names: set[str] = set()
@@ -225,10 +224,6 @@ class _Named:
             code = getattr(each, "__code__", None)
             if code is not None:
                 self._names.update(code.co_freevars, code.co_names)
-
-    @cached_property
-    def _memory(self) -> set[int]:
-        return {memory_of(item.tensor) for item in self._adapter.tensors()}
 
     def is_foreign(self, value: Any) -> bool:
         """Whether a value is a module that nothing captures."""
@@ -252,15 +247,6 @@ class _Named:
 def _is_ours(value: Any) -> bool:
     ours = ("holdfast", "holdfast.snapshot", "holdfast.integrations")
     return any(package_of(kind.__module__) in ours for kind in type(value).__mro__)
-
-
-def _frames() -> Iterator[FrameType]:
-    """The user's functions that are running, from the innermost outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users_frame(frame):
-            yield frame
-        frame = frame.f_back
 
 
 def function_of(code: CodeType, variables: dict[str, Any]) -> Function | None:

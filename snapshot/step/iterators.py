@@ -8,7 +8,6 @@ from step to step begins anew after a restart; that is said as soon as it is see
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.step.variables import is_users_frame, name_of
+from holdfast.snapshot.step.variables import name_of, users_frames
 
 _quiet: list[list[DataLoader[Any]]] = []
 """For each caller of `unwatched` that is active, the loaders whose iterators were made."""
@@ -174,7 +173,5 @@ def _name_of(loader: DataLoader[Any]) -> str:
 
 def _caller() -> str:
     """File and line of the user's code that is running."""
-    frame = sys._getframe(1)
-    while frame is not None and not is_users_frame(frame):
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = next(users_frames(), None)
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "a library"

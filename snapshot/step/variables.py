@@ -37,6 +37,15 @@ def is_users_frame(frame: FrameType) -> bool:
     return package not in OURS and package != "holdfast" and not is_installed(package)
 
 
+def users_frames() -> Iterator[FrameType]:
+    """The user's functions that are running, from the innermost outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users_frame(frame):
+            yield frame
+        frame = frame.f_back
+
+
 def generators_in_variables(but: Collection[int]) -> dict[str, Any]:
     """The random generators in variables of the functions that are running, from the caller outwards, and of their
     modules, by name.
@@ -59,15 +68,12 @@ def name_of(value: Any) -> str:
 
 def _variables() -> Iterator[list[tuple[str, Any]]]:
     """The variables of each of the user's functions that are running, from here outwards, and of their modules."""
-    frame: FrameType | None = sys._getframe(1)
     modules: dict[int, Any] = {}
-    while frame is not None:
-        if is_users_frame(frame):
-            if frame.f_locals is not frame.f_globals:
-                where = frame.f_code.co_name.strip("<>")
-                yield [(f"{where}.{name}", value) for name, value in list(frame.f_locals.items())]
-            modules.setdefault(id(frame.f_globals), frame.f_globals)
-        frame = frame.f_back
+    for frame in users_frames():
+        if frame.f_locals is not frame.f_globals:
+            where = frame.f_code.co_name.strip("<>")
+            yield [(f"{where}.{name}", value) for name, value in list(frame.f_locals.items())]
+        modules.setdefault(id(frame.f_globals), frame.f_globals)
     for known in modules.values():
         where = known.get("__name__", "").rpartition(".")[2].strip("_")
         yield [(f"{where}.{name}", value) for name, value in list(known.items()) if not name.startswith("__")]
@@ -96,6 +102,8 @@ class ChangingVariables:
     def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
         self._looks += 1
+        if not self._adapter.captured:
+            return  # the first step has not ended: there is no layout yet
         known, kept = self._known(), self._kept
         self._kept = []
         for path, value, holder in walk(chain.from_iterable(_variables()), _is_opened, longest=LONGEST, most=MOST):
@@ -116,8 +124,8 @@ class ChangingVariables:
         """What is captured: `memory_of` tensors, and of what leads to them."""
         named = walk([("", each) for each in self._adapter.named()], lambda value: True, code=True, most=MOST)
         reached = [value for _, value, _ in named]
-        captured = (item.tensor for item in self._adapter.tensors())
-        return {memory_of(each) for each in chain(captured, reached, *map(_tensors_of, reached))}
+        modules = (part for module in self._adapter.modules() for part in module.modules())
+        return {*self._adapter.captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}
 
 
 def _line(name: str, is_module: bool) -> str:

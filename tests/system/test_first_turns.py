@@ -108,7 +108,6 @@ def averaged_after_passes(life: Life) -> None:
     [
         (initialised_inside, "if snap.step == 0"),
         (counted_from_zero, "range(snap.epoch"),
-        (several_trainings, "training 2 of one process"),
         (listed_anew, "snap.data(lambda"),
         (averaged_after_passes, 'snap.track("average", tensors=average)'),
     ],
@@ -118,6 +117,13 @@ def test_what_a_restart_would_not_find_again_is_told(
 ) -> None:
     live(job, dies=(0, 2))
     assert [line for line in warned(caplog) if words in line]
+
+
+def test_a_second_training_under_one_job_is_told_as_it_is_entered(
+    arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live(several_trainings)
+    assert [line for line in warned(caplog) if "training 2 of one process" in line]
 
 
 def test_noise_after_the_step_of_a_plain_loop_is_told(arena: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch, register
+from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.hidden import generators, unregister, untracked
 
 
@@ -61,7 +62,7 @@ def step(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Opti
 def test_tensors_in_attributes_are_found_and_what_is_captured_is_not() -> None:
     model, optim = job()
     vars(optim)["momentum_of_mine"] = {"w": torch.zeros(2)}
-    found = untracked([("model0", model), ("optim0", optim)], model.parameters())
+    found = untracked([("model0", model), ("optim0", optim)], set(map(memory_of, model.parameters())))
     of_one = ["means['x']", "history[0][0]", "noise"]
     assert found == sorted([*(f"model0.{i}.{n}" for i in (1, 2) for n in of_one), "optim0.momentum_of_mine['w']"])
 
@@ -297,7 +298,7 @@ def test_generators_of_helpers_classes_and_functions_come_back(arena: Path) -> N
 
 def test_tensors_of_helpers_and_sets_of_them_are_found() -> None:
     roots = [("model0", torch.nn.Sequential(Helped()))]
-    names = untracked(roots, generators(roots, []).values())
+    names = untracked(roots, set(map(memory_of, generators(roots, []).values())))
     assert names == ["model0.0.noise.last[0]", "model0.0.noise.parts"]
 
 
