@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.step import variables
@@ -201,8 +201,21 @@ def noise_of_the_module(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
+def drawing_from(seed: int) -> Callable[[], float]:
+    generator = np.random.default_rng(seed)
+    return lambda: float(generator.normal())
+
+
+def noise_in_a_closure(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    draw = drawing_from(3)
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(6, 4)).square().sum() * draw()).backward()
+        yield
+        job.step()
+
+
 @pytest.mark.usefixtures("arena")
-@pytest.mark.parametrize("loop", [noise_after, noise_before, noise_of_the_module])
+@pytest.mark.parametrize("loop", [noise_after, noise_before, noise_of_the_module, noise_in_a_closure])
 def test_generators_in_variables_go_on(loop: Loop) -> None:
     assert trial(loop).statistics.failed == 0
 
@@ -410,6 +423,13 @@ def test_an_average_of_the_weights_in_a_variable_is_named_once(caplog: pytest.Lo
     assert said.count('snap.track("mean", tensors=mean)') == 1
     assert said.count('snap.track("shadow", get=') == said.count('snap.track("queue", get=') == 1
     assert "frozen" not in said and "still" not in said and "batch" not in said and "predicted" not in said
+
+
+@pytest.mark.usefixtures("arena")
+def test_weights_of_a_sampler_that_steps_change_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    job, sampler, fixed = Job(), WeightedRandomSampler([1.0] * 6, 6), WeightedRandomSampler([1.0] * 6, 6)
+    said = said_of(job.hook(), job, lambda: (sampler.weights.mul_(2), list(fixed)), caplog)
+    assert "".join(said).count('"sampler"') == 1 and "fixed" not in "".join(said)
 
 
 @pytest.mark.usefixtures("arena")
