@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.chaos import drill
 from holdfast.chaos.trainer import Trainer
 from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.plain import to_plain
 from tests.proof.jobs.elastic import Elastic
 from tests.proof.jobs.zero import Zero
 
@@ -66,6 +67,7 @@ def train() -> None:
             step=snap.step,
             how=snap.restored.how,
             tier=snap.restored.tier,
+            spent=to_plain(snap.statistics.spent),
             count=counted.steps,
             **said(job, ema),
         )

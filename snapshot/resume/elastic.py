@@ -48,7 +48,7 @@ from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
-from holdfast.snapshot.state.record import LATE, SavedShard
+from holdfast.snapshot.state.record import LATE, NOTES, SavedShard
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode_plain
@@ -289,7 +289,8 @@ class OldManifest:
 class OtherWorld(Attempt):
     """The ranks are others than those that took the snapshot. Each reads what it needs of any shard.
 
-    The notes in the record do not apply to another world, and of the position of the loop only a part does.
+    Notes are of the whole run, so they apply to another world, too: how it failed, and where its time went. Of the
+    position of the loop only a part does.
     """
 
     def recover(self) -> None:
@@ -359,7 +360,9 @@ class OtherWorld(Attempt):
         self, manifests: Mapping[str, OldManifest], preferred: Sequence[OldManifest], adapter: Adapter
     ) -> tuple[Tree, Tree, Tree]:
         """The plain values that this rank loads."""
-        early, late, fixed = self._lent.open(source_rank(self._coord, self._old)).values()
+        saved = self._lent.open(source_rank(self._coord, self._old))
+        early, late, fixed = saved.values()
+        self.restored.notes = saved.record.get(NOTES) or {}
         _warn_of_differences("values", [manifest.values for manifest in preferred])
         where = {coord: manifest.coord for manifest in manifests.values() for coord in manifest.carried}
         common = streams.alike([manifest.streams for manifest in preferred])

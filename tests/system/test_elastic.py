@@ -77,7 +77,8 @@ def one(events: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
 @pytest.mark.proves("streams")
 def test_a_job_goes_on_with_three_of_four_ranks_and_with_four_again(fleet: Callable[..., Fleet], kind: str) -> None:
     job = fleet(kind)
-    before = one(job.run(4, 4).of("end"), 4)
+    first = job.run(4, 4)
+    before = one(first.of("end"), 4)
     job.lose(3)
     three = job.run(3, 6)
     started = one(three.of("started"), 3)
@@ -91,7 +92,9 @@ def test_a_job_goes_on_with_three_of_four_ranks_and_with_four_again(fleet: Calla
     assert {event["step"] for event in four.of("started")} == {6}
     assert (again["whole"], again["alike"]) == (after["whole"], after["alike"])
     assert again["own"][:3] == after["own"]
-    assert again["own"][3] == before["own"][3], "the stream of the rank that was away goes on where it stopped"
+    spent = {event["rank"]: event["spent"] for event in four.of("started")}
+    assert [spent[rank]["count"] for rank in range(4)] == [6] * 4, "the account of time goes on, on a new rank, too"
+    assert {each["since"] for each in spent.values()} <= {event["spent"]["since"] for event in first.of("started")}
     losses = [event["loss"] for run in (three, four) for event in run.of("step") if event["rank"] == 0]
     alone = [event["loss"] for event in fleet(kind, name="alone").run(4, 8).of("step") if event["rank"] == 0]
     assert losses == pytest.approx(alone[4:], rel=1e-5), "the same batches, added up in another order"
