@@ -41,6 +41,10 @@ PATIENCE_S = 10.0
 
 CUDA_ERROR_NOT_INITIALIZED = 3
 
+_abandoned: list[dist.ProcessGroup] = []
+"""Process groups that `forget` is to free, after all that uses them. A group waits for its threads as it is freed, and
+they may wait for the GIL: DDP's reducer would hold that meanwhile, but a reference of Python's gives it up."""
+
 log = get_log(__name__)
 P = ParamSpec("P")
 
@@ -80,12 +84,13 @@ def abandon_process_groups() -> None:
     """Give up every process group of this process, so that ``init_process_group`` can be called again.
 
     Not a collective call. Does not wait for ranks that are gone: communicators are aborted, which ends kernels that
-    wait for such ranks. Ranks that still wait for this one see that it has left once nothing, such as DDP, uses the
-    groups any more; see `forget`. Does nothing if there are no groups.
+    wait for such ranks. Ranks that still wait for this one see that it has left at the next `forget`, unless something
+    else, such as DDP, still uses the groups then. Does nothing if there are no groups.
     """
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0  # a failed init_process_group has counted, and names must agree
         return
+    _abandoned.extend(distributed_c10d._world.pg_map)
     try:
         distributed_c10d._abort_process_group()
     except RuntimeError as error:
@@ -94,13 +99,15 @@ def abandon_process_groups() -> None:
 
 
 def forget(error: BaseException | None) -> None:
-    """Free what the frames of `error`, and of the errors that led to it, still hold, such as a model."""
+    """Free what the frames of `error`, and of the errors that led to it, still hold, such as a model; then the process
+    groups that were abandoned."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         for frame, _ in traceback.walk_tb(error.__traceback__):
             len(frame.f_locals)  # until Python 3.13 this empties a copy of the variables that the hook has asked for
         error = error.__cause__ or error.__context__
     gc.collect()
+    _abandoned.clear()
 
 
 def _uses_cuda() -> bool:
@@ -141,7 +148,7 @@ class _News:
     def take(self, patience_s: float) -> bool:
         """Leave the attempt for a newer one, which may be announced within `patience_s`. Returns whether there is one.
 
-        Blocks. This process's groups are abandoned.
+        Blocks. This process's groups are abandoned. Call `begin` once what they were used by is freed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._newest is not self.attempt or not self._is_open, patience_s)
@@ -149,8 +156,11 @@ class _News:
                 return False
             abandon_process_groups()
             self.attempt = self._newest
-            self._channel.sendall(to_line({"taken": self.attempt.number}))
             return True
+
+    def begin(self) -> None:
+        """Say that the attempt begins here. Until then the supervisor waits, though not for long."""
+        self._channel.sendall(to_line({"taken": self.attempt.number}))
 
 
 def _uses_nccl() -> bool:
@@ -178,3 +188,4 @@ def _train(main: Callable[[], object], patience_s: float, first: JobAttempt, cha
                 *(news.attempt.number, type(error).__name__, str(error)[:200]),
             )
             forget(error)
+            news.begin()

@@ -3,7 +3,8 @@
 ``python tests/survivors.py FOLDER KILLS``: each rank writes what happens as lines of JSON into the folder. KILLS is
 JSON, ``[[attempt, rank, point, step], ...]``: where a trainer kills itself, as torchrun or `survive` number attempts.
 Points are *entered*, *joined*, *top*, *middle* and *stepped*. In place of a point, *bug* raises in the middle of a
-step, *exit* ends the process with code 7, and *hang* says so on standard output and sleeps.
+step, *exit* ends the process with code 7, *term* sends SIGTERM to what the launcher started, *drain* says so on
+standard output and waits until this node is being drained, and *hang* says so there and sleeps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import survive
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.paths import arena_path
 
 STEPS = 10
 
@@ -55,9 +58,22 @@ class Script:
                 raise ValueError(f"a bug at step {step}")
             if point == "middle" and what == "exit":
                 sys.exit(7)
+            if point == "middle" and what == "term":
+                os.kill(os.getppid(), signal.SIGTERM)
+            if point == "middle" and what == "drain":
+                self.await_drain()
             if point == "middle" and what == "hang":
                 print(os.getpid(), "hangs", flush=True)
                 time.sleep(600)
+
+    def await_drain(self) -> None:
+        client = SmpClient(arena_path("survivors"), "survivors")
+        print("drain", flush=True)
+        limit = time.monotonic() + 60
+        while not client.node_leaves:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        client.close()
 
     def make(self) -> None:
         """Make the initial state of the job."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import InMemorySnapshot
-from holdfast.integrations.inprocess import abandon_process_groups
+from holdfast.integrations.inprocess import abandon_process_groups, forget
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 from holdfast.smp_daemon.shared.pidfds import await_end
 
@@ -189,6 +191,26 @@ def test_a_bug_is_left_to_the_launcher(base: Path) -> None:
     assert all(len(pids(events)) == 2 for events in run.events)
 
 
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("announced", ["term", "drain"])
+def test_an_announced_loss_ends_the_attempt_on_every_rank_and_repeats_no_step(
+    base: Path, announced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun starts the job again, in new processes. Whoever is killed before that or after it is replaced alone."""
+    monkeypatch.setenv("HOLDFAST_LEAVE_ON", "TERM")
+    run = Survival(base, (0, 0, "middle", 2), (1, 1, announced, 4), (1, 2, "middle", 7), launch=TORCHRUN)
+    if announced == "drain":
+        assert run.line() == "drain\n"
+        drain = (sys.executable, "-m", "holdfast", "drain", "node1", "--arena", str(base / "node1" / "survivors"))
+        subprocess.run(drain, timeout=DEADLINE_S, check=True)
+    check(run)
+    assert run.log.count("NodeLeaves: this node") == 1 and run.log.count("NodeLeaves: another node") == 2
+    assert [len(pids(events)) for events in run.events] == [3, 2, 3]
+    before, after = ([e for e in run.events[1] if e["pid"] == pid] for pid in pids(run.events[1]))
+    assert after[0]["step"] == 1 + max(event["step"] for event in before if event["kind"] == "step")
+
+
 def test_without_a_launcher_a_killed_trainer_is_replaced_until_it_fails_in_another_way(base: Path) -> None:
     run = Survival(base, (0, 0, "middle", 3), (1, 0, "middle", 5), (2, 0, "exit", 7))
     assert run.end() == 7, run.log
@@ -265,3 +287,22 @@ def test_process_groups_can_be_given_up_where_there_are_none() -> None:
     abandon_process_groups()
     assert not dist.is_initialized()
     abandon_process_groups()
+
+
+def test_a_process_group_is_freed_after_what_uses_it() -> None:
+    """The other way round, a thread of the group that waits for the GIL would wait for ever."""
+    freed: list[str] = []
+
+    def fail() -> None:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        weakref.finalize(model.reducer, freed.append, "reducer")
+        weakref.finalize(model.process_group, freed.append, "group")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError) as failed:
+        fail()
+    abandon_process_groups()
+    assert not freed
+    forget(failed.value)
+    assert freed == ["reducer", "group"]
