@@ -1,12 +1,15 @@
-"""The time from a kill to the next step under torchrun, when all ranks are restarted or when survivors keep processes.
+"""The time from a kill to the next step under each launcher, when all ranks are restarted or survivors keep processes.
 
-``python -m benchmarks.inprocess [--rounds 10] [--ranks 3] [--mb 64] [--markdown FILE]``. Every rank is a node with its
-own SMP. Rank 1 is killed with SIGKILL in the middle of a step, and comes back in one of two ways:
+``python -m benchmarks.inprocess [--rounds 10] [--ways torchrun,ray] [--ranks 3] [--mb 64] [--markdown FILE]``. Every
+rank is a node with its own SMP. Rank 1 is killed with SIGKILL in the middle of a step, and comes back in these ways:
 
-* ``restart``: the last line of the script is ``main()``, and torchrun restarts all ranks;
-* ``survive``: it is ``survive(main)``.
+* ``restart``: once it has ended, this program kills the others and starts all again, as a batch system does;
+* ``torchrun``: the last line of the script is ``main()``, and torchrun restarts all ranks;
+* ``torchrun-survive``: it is ``survive(main)``;
+* ``survive``: the same, without torchrun;
+* ``ray``: a `WorkerGroup`, whose survivors keep their processes, and for whose dead worker Ray starts a new one.
 
-Each round measures both, and how long a new process takes to import torch.
+Each round measures all of them, and how long a new process takes to import torch.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,23 +39,33 @@ from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import survive
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 
-WAYS: dict[str, Callable[..., Any]] = {"restart": lambda main: main(), "survive": survive}
 VICTIM, KILL_AT, STEPS = 1, 4, 6
 DEADLINE_S = 180.0
-MOMENTS = ("begun", "joined", "restored", "step")
+MOMENTS = ("detected", "begun", "joined", "restored", "step")
 Event = dict[str, Any]
+Started = list[subprocess.Popen[bytes]]
 
 
-def train(folder: Path, mb: int) -> None:
+def train(folder: str, mb: int) -> None:
     """One rank, in one attempt."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    os.environ |= {ARENA_ENV: f"{folder}/node{rank}", "HOLDFAST_NODE": f"node{rank}", "HOLDFAST_JOB": "bench"}
+    torch.set_num_threads(1)
 
-    def say(moment: str) -> None:
-        with (folder / f"{rank}.json").open("a") as out:
-            event = {"moment": moment, "attempt": attempt, "at": time.monotonic(), "pid": os.getpid()}
-            out.write(json.dumps(event) + "\n")
+    def say(moment: str, in_attempt: int = attempt) -> None:
+        with Path(folder, f"{rank}.json").open("a") as out:
+            out.write(json.dumps({"moment": moment, "attempt": in_attempt, "at": time.monotonic()}) + "\n")
 
     say("begun")
+    try:
+        steps(say, mb, victim=rank == VICTIM and attempt == 0)
+    except RuntimeError:
+        say("detected", attempt + 1)
+        raise
+
+
+def steps(say: Callable[[str], None], mb: int, *, victim: bool) -> None:
+    """The training of one rank, which dies on the way if it is the victim."""
     dist.init_process_group("gloo")
     say("joined")
     width = int((mb * 1e6 / 4 / 3 / 4) ** 0.5)  # four layers, with Adam's moments
@@ -60,7 +76,7 @@ def train(folder: Path, mb: int) -> None:
         for step in snap.steps(STEPS):
             net(torch.ones(2, width)).square().mean().backward()
             snap.drain(30)
-            if rank == VICTIM and step == KILL_AT and attempt == 0:
+            if victim and step == KILL_AT:
                 say("killed")
                 os.kill(os.getpid(), signal.SIGKILL)
             for parameter in net.parameters():
@@ -71,33 +87,121 @@ def train(folder: Path, mb: int) -> None:
     dist.destroy_process_group()
 
 
-def run_rank(orders: dict[str, Any]) -> None:
-    """The script that torchrun starts: ``python -m benchmarks.inprocess --orders JSON``."""
-    torch.set_num_threads(1)
-    folder, node = Path(orders["folder"]), f"node{os.environ['RANK']}"
-    os.environ |= {ARENA_ENV: str(folder / node), "HOLDFAST_NODE": node, "HOLDFAST_JOB": "bench"}
-    WAYS[orders["way"]](partial(train, folder, orders["mb"]))
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the processes of one run are told: ``python -m benchmarks.inprocess --orders JSON``."""
+
+    part: str
+    folder: str
+    ranks: int
+    mb: int
+
+    def do(self) -> None:
+        """Play the part: a rank whose script ends with ``main()`` or ``survive(main)``, or Ray's driver."""
+        if self.part == "main":
+            train(self.folder, self.mb)
+        elif self.part == "survive":
+            survive(train, self.folder, self.mb)
+        else:
+            self._drive_ray()
+
+    def _drive_ray(self) -> None:
+        import ray
+
+        from holdfast.integrations.ray import WorkerGroup
+
+        ray.init(num_cpus=self.ranks, object_store_memory=1 << 27, include_dashboard=False, log_to_driver=False)
+        with WorkerGroup(1, self.ranks, job="bench") as workers:
+            workers.run(train, self.folder, self.mb)
+        ray.shutdown()
+
+
+TORCHRUN = (
+    *("-m", "torch.distributed.run", "--nnodes=1", "--max-restarts=3"),
+    *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+)
+
+
+def restart(job: Job) -> None:
+    """Start all ranks, and all of them again once the victim has ended."""
+    with ranks(job, attempt=0) as started:
+        started[VICTIM].wait()  # without a timeout, with which it would look only now and then
+    with ranks(job, attempt=1) as started:
+        check(job, started)
+
+
+def each_rank(job: Job) -> None:
+    """Start all ranks, and leave them to themselves."""
+    with ranks(job, attempt=0) as started:
+        check(job, started)
+
+
+def one_process(job: Job, *launch: str) -> None:
+    """Start a process that starts the ranks."""
+    with running(job, [{}], *launch) as started:
+        check(job, started)
+
+
+def torchrun(job: Job) -> None:
+    """Start torchrun, which starts the ranks."""
+    one_process(job, *TORCHRUN, f"--nproc-per-node={job.ranks}")
+
+
+WAYS: dict[str, tuple[str, Callable[[Job], None]]] = {
+    "restart": ("main", restart),
+    "torchrun": ("main", torchrun),
+    "torchrun-survive": ("survive", torchrun),
+    "survive": ("survive", each_rank),
+    "ray": ("ray", one_process),
+}
+"""The part that processes play, and who starts them."""
+
+
+@contextmanager
+def ranks(job: Job, attempt: int) -> Iterator[Started]:
+    """A process for each rank, with what torchrun would tell it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job.ranks)}
+    told["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    with running(job, [told | {"RANK": str(rank)} for rank in range(job.ranks)]) as started:
+        yield started
+
+
+@contextmanager
+def running(job: Job, environments: Sequence[dict[str, str]], *launch: str) -> Iterator[Started]:
+    """A process for each of `environments`; those that are left at the end are killed, with all that they started."""
+    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    quiet["RAY_USAGE_STATS_ENABLED"] = "0"
+    command = [sys.executable, *launch, "-m", "benchmarks.inprocess", "--orders", json.dumps(asdict(job))]
+    started = []
+    try:
+        with Path(job.folder, "log").open("ab") as log:
+            for more in environments:
+                told = {**os.environ, **quiet, **more}
+                started.append(subprocess.Popen(command, env=told, stdout=log, stderr=log, start_new_session=True))
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+
+
+def check(job: Job, started: Started) -> None:
+    """Wait until all have ended. Raises `RuntimeError` if one has failed."""
+    limit = time.monotonic() + DEADLINE_S
+    if any(process.wait(max(0.0, limit - time.monotonic())) for process in started):
+        raise RuntimeError(Path(job.folder, "log").read_text(errors="replace")[-3000:])
 
 
 def measure(way: str, ranks: int, mb: int) -> dict[str, float]:
     """Seconds from the kill until the last rank reached each of `MOMENTS`."""
     folder = Path(f"/dev/shm/holdfast-bench-{os.getpid()}")
     folder.mkdir(mode=0o700)
-    launch = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=3"]
-    launch += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    orders = json.dumps({"folder": str(folder), "way": way, "mb": mb})
-    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    part, run = WAYS[way]
     try:
-        done = subprocess.run(
-            [sys.executable, *launch, "-m", "benchmarks.inprocess", "--orders", orders],
-            env={**os.environ, **quiet},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-3000:])
+        run(Job(part, str(folder), ranks, mb))
         return since_kill([read(folder / f"{rank}.json") for rank in range(ranks)])
     finally:
         for rank in range(ranks):
@@ -114,12 +218,13 @@ def read(path: Path) -> list[Event]:
 
 
 def since_kill(events: list[list[Event]]) -> dict[str, float]:
-    """What `measure` returns, from the events of each rank."""
+    """What `measure` returns, from the events of each rank. A rank that was killed before its collective had failed has
+    detected nothing."""
     [killed] = [event["at"] for event in events[VICTIM] if event["moment"] == "killed"]
     found = {}
     for moment in MOMENTS:
-        firsts = [min(e["at"] for e in each if e["attempt"] and e["moment"] == moment) for each in events]
-        found[moment] = max(firsts) - killed
+        times = [[e["at"] for e in each if e["attempt"] and e["moment"] == moment] for each in events]
+        found[moment] = max(min(each) for each in times if each) - killed
     return found
 
 
@@ -145,14 +250,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--orders", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--ways", default=",".join(way for way in WAYS if way != "ray" or find_spec("ray")))
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--mb", type=int, default=64, help="state of each rank")
     parser.add_argument("--markdown", type=Path)
     parsed = parser.parse_args()
     if parsed.orders:
-        run_rank(json.loads(parsed.orders))
+        Job(**json.loads(parsed.orders)).do()
         return
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in parsed.ways.split(",")}
     imports = []
     for _ in range(parsed.rounds):
         imports.append(import_s())
