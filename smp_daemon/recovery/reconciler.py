@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +49,7 @@ FIRST_S, MOST_S = 0.5, 5.0
 
 ATTEMPTS = 3
 """Number of attempts that must fail for want of units, although all holders answered, before parity is hopeless. One
-is not enough: bytes may also be damaged on their way. Only then is any failure a warning."""
+is not enough: bytes may also be damaged on their way."""
 
 ANSWER_S = 10.0
 """How long an order is waited for before the node in charge is told how far it is."""
@@ -145,8 +144,9 @@ class Reconciler:
         self._network.Thread(target=self._run, args=(wish,), name="reconcile", daemon=True).start()
 
     def _run(self, wish: Wish) -> None:
-        failures, pause_s = Counter[bool](), FIRST_S  # by whether all holders answered, and too little is left
-        extra = about(wish.parity.snapshot) if wish.parity is not None else {}
+        in_vain, pause_s = 0, FIRST_S
+        snapshot = wish.parity.snapshot if wish.parity is not None else None
+        extra = about(snapshot)
         while not self._is_over(wish):
             try:
                 if wish.work(partial(self._go_on, wish)):
@@ -156,13 +156,11 @@ class Reconciler:
             except HoldfastError as error:
                 if self._is_over(wish):
                     break
-                text, level = "this node does not hold %s yet: %s", self._level(wish)
-                failures[isinstance(error, Unrecoverable | DamagedSnapshot)] += 1
-                if failures.total() < ATTEMPTS:  # other nodes may have given it up, and this one will hear that
-                    log.info(text, wish.name, error, extra=extra)
-                else:
-                    self._episodes.begin(wish.name, text, wish.name, error, level=level, extra=extra)
-                if wish.parity is not None and failures[True] >= ATTEMPTS:  # its sources stay what they are
+                level = logging.WARNING if snapshot is None or self._is_relied_on(snapshot) else logging.INFO
+                text = "this node does not hold %s yet: %s"
+                self._episodes.begin(wish.name, text, wish.name, error, level=level, extra=extra)
+                in_vain += isinstance(error, Unrecoverable | DamagedSnapshot)
+                if wish.parity is not None and in_vain >= ATTEMPTS:  # its sources stay what they are
                     self._post(wish, RepairState.HOPELESS)
                     return
             with self._store.changed:
@@ -170,13 +168,16 @@ class Reconciler:
             pause_s = min(2 * pause_s, MOST_S)
         log.info("nobody waits for %s any more", wish.name, extra=extra)
 
-    def _level(self, wish: Wish) -> int:
-        """How a failed attempt is logged. A snapshot that nobody was promised gives its slot to the next one, on some
-        nodes before others."""
-        protected = self._store.state.protected
-        if wish.parity is None or protected is None or wish.parity.snapshot <= protected:
-            return logging.WARNING
-        return logging.INFO
+    def _is_relied_on(self, snapshot: SnapshotId) -> bool:
+        """Whether every node still keeps a snapshot, so that bytes of it that are missing are worth a warning.
+
+        One that nobody was promised gives its slots to the next one, on some nodes before others. So does one that was,
+        once the whole job knows a newer one to be protected. Others may act on that minutes before this node hears it;
+        but first this node posted its own part of the newer one as protected.
+        """
+        store = self._store
+        is_promised = store.state.protected is None or snapshot <= store.state.protected
+        return is_promised and not store.outcomes.board.supersedes(*snapshot)
 
     def _is_here(self, wish: Wish) -> bool:
         return wish.parity is not None and self._store.holdings.holds(wish.parity)
@@ -241,7 +242,7 @@ class Reconciler:
                         go_on()
                         self._carry_out(action, sources, go_on)
             except Unrecoverable as error:
-                if snapshot == store.state.protected:
+                if snapshot == store.state.protected and self._is_relied_on(snapshot):
                     raise
                 log.info("%s cannot be recovered: %s", snapshot, error, extra=about(snapshot))
         return whole

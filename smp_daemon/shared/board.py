@@ -184,6 +184,11 @@ class Board:
                 return SnapshotOutcome((word & 3) - 1)
         return None
 
+    def supersedes(self, epoch: int, step: int) -> bool:
+        """Whether a newer snapshot than that one is posted as protected."""
+        done = [word >> 2 for word in self._words[1:].tolist() if word & 3 == 1 + SnapshotOutcome.PROTECTED]
+        return any((self.epoch, each) > (epoch, step) for each in done)
+
     def post_due(self, due: bool) -> None:
         """Post whether this node is ready to persist a snapshot."""
         self._node[0] = due

@@ -254,6 +254,14 @@ def test_a_successor_does_not_push_out_what_was_said_last(tmp_path: Path) -> Non
     assert boards.trainer.outcome(1, 1) is SnapshotOutcome.PENDING
 
 
+def test_only_a_newer_snapshot_that_is_protected_supersedes_another(boards: Pair) -> None:
+    boards.smp.post(5, SnapshotOutcome.PROTECTED)
+    boards.smp.post(6, SnapshotOutcome.PENDING)
+    boards.smp.post(7, SnapshotOutcome.FAILED)
+    assert [step for step in range(8) if boards.trainer.supersedes(1, step)] == [0, 1, 2, 3, 4]
+    assert boards.trainer.supersedes(0, 9) and not boards.trainer.supersedes(2, 1)
+
+
 def test_what_is_due_to_be_persisted_is_no_business_of_outcomes_and_pauses(boards: Pair) -> None:
     assert not boards.trainer.due
     boards.smp.post_due(True)
