@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.smp_daemon.coding.scrub import Scrubber
+from holdfast.smp_daemon.shared.settings import SCRUB
 from tests.proof.sim import __main__ as command
 from tests.proof.sim.campaign import again
 from tests.proof.sim.checks import CHECKS
@@ -124,6 +126,15 @@ def test_the_first_unit_and_the_rest_take_as_long_as_the_whole() -> None:
 
 def test_what_a_seed_does_depends_neither_on_the_process_nor_on_what_ran_before() -> None:
     assert again(range(16, 20), sized=True) == []
+
+
+def test_the_scrub_reads_simulated_bytes_as_fast_as_those_that_they_stand_for(
+    simulation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, rates = small(0), set[float]()
+    monkeypatch.setattr(Scrubber, "start", lambda self, store: rates.add(self._pacer.rate))
+    assert not play(plan).violations
+    assert rates == {SCRUB.value({}) / plan.scale} and plan.scale > 1
 
 
 def test_a_case_keeps_its_costs(tmp_path: Path) -> None:

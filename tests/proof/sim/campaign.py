@@ -25,7 +25,7 @@ BATCH = 256
 """Seeds per batch. With several processes, each runs one batch and ends, which frees its memory faster than `gc`."""
 
 SIZED_BATCHES = 8
-"""How many times as few seeds a batch has on nodes of real size, as each takes a second."""
+"""How many times as few seeds a batch has on nodes of real size, as each takes much longer."""
 
 BATCH_DEADLINE_S = 1200.0
 """Timeout for a batch. A batch takes seconds to minutes; one that takes this long hangs."""

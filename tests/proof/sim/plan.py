@@ -271,6 +271,11 @@ class SeedPlan:
     refused: str = ""
 
     @property
+    def scale(self) -> int:
+        """How many real bytes a simulated one stands for."""
+        return self.costs.scale if self.costs is not None else 1
+
+    @property
     def moves(self) -> bool:
         """Whether anything but a fault happens to machines, memory or runs."""
         return any(gap.moves for gap in self.gaps)

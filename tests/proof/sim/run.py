@@ -148,8 +148,7 @@ def play(
 @contextmanager
 def _as_large(plan: SeedPlan) -> Iterator[None]:
     """What holdfast expects of bytes, it expects of those that the simulated ones stand for."""
-    scale = plan.costs.scale if plan.costs is not None else 1
-    with patch.object(limits, "SLOWEST_BYTES_PER_S", limits.SLOWEST_BYTES_PER_S / scale):
+    with patch.object(limits, "SLOWEST_BYTES_PER_S", limits.SLOWEST_BYTES_PER_S / plan.scale):
         yield
 
 

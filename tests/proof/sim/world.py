@@ -25,6 +25,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
+from holdfast.smp_daemon.shared.settings import SCRUB
 from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
@@ -302,6 +303,7 @@ class World:
             regroup_after_s=self.plan.regroup_after_s,
             rebuild=self.plan.rebuild,
             links=self.plan.links,
+            scrub=SCRUB.value({}) / self.plan.scale,
             persist=PersistOptions(PLACE, self.plan.persist_s) if self.plan.persist_s else None,
         )
         self._import(node, process)
