@@ -414,7 +414,7 @@ class GiveUpRuns(PeerRequest, tag="give_up", kw_only=True):
 
 
 class Drain(PeerRequest, tag="drain", kw_only=True):
-    """Move everything that the SMP holds to other nodes, then end it. Answered by a `coding.drain.Drained`.
+    """Move everything that the SMP holds to other nodes, then end it. Answered by a `coding.regroup.Drained`.
 
     `wait`: wait for trainers to end, instead of asking them to.
     """

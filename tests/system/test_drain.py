@@ -16,8 +16,7 @@ import pytest
 
 from holdfast.cli.drain import sentence
 from holdfast.cli.main import main
-from holdfast.smp_daemon.coding.drain import Drained
-from holdfast.smp_daemon.coding.regroup import moved, plan_regroup
+from holdfast.smp_daemon.coding.regroup import Drained, moved, plan_regroup
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
 from holdfast.smp_daemon.ops.overview import look
@@ -123,11 +122,11 @@ def test_a_spare_is_an_address() -> None:
 
 
 def test_the_sentence_says_what_the_others_stand() -> None:
-    done = Drained("node1", SNAPSHOT, ("node0", "node2"), 1)
-    assert re.search("by node0, node2, .*safe .* 1 more ", sentence(done))
-    assert "not safe" in sentence(replace(done, tolerates=0))
-    assert "2 more nodes" in sentence(replace(done, tolerates=2))
-    assert "no snapshot" in sentence(replace(done, snapshot=None))
+    done = Drained(SNAPSHOT, ("node0", "node2"), 1)
+    assert re.search("by node0, node2, .*safe .* 1 more ", sentence("node1", done))
+    assert "not safe" in sentence("node1", replace(done, tolerates=0))
+    assert "2 more nodes" in sentence("node1", replace(done, tolerates=2))
+    assert "no snapshot" in sentence("node1", replace(done, snapshot=None))
     assert decode_json(Drained, encode_json(done), "") == done
 
 
