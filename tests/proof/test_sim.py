@@ -22,6 +22,7 @@ from tests.proof.sim import __main__ as command
 from tests.proof.sim.campaign import again
 from tests.proof.sim.checks import CHECKS
 from tests.proof.sim.memory import Disk, MemoryFiles, MemoryPath
+from tests.proof.sim.moves import DAMAGES, damaged
 from tests.proof.sim.oracle import Oracle
 from tests.proof.sim.plan import (
     KINDS_OF_STATE,
@@ -120,6 +121,11 @@ def test_large_worlds_are_drawn_and_hold(simulation: None) -> None:
     assert max(sizes) == 64
     assert len(plan.ranks) in sizes
     assert not play(plan).violations
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_file_that_was_cut_off_to_nothing_can_be_damaged_again(how: str) -> None:
+    assert not damaged(b"", how, 0.5)
 
 
 @pytest.mark.parametrize(

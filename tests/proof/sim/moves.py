@@ -119,7 +119,7 @@ def damaged(content: bytes, how: str, where: float) -> bytes | None:
     bit = int(where * len(content) * 8)
     if how == "removed":
         return None
-    if how == "cut off":
+    if how == "cut off" or not content:  # what was cut off to nothing has no bit to flip
         return content[: bit // 8]
     flipped = bytearray(content)
     flipped[bit // 8] ^= 1 << bit % 8
