@@ -82,7 +82,9 @@ def test_a_scenario_ends_as_it_must(running: Campaign, scenario: Scenario) -> No
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("seed", "how"), [(1, {}), (2, {"double": True}), (3, {"beyond": True})])
+@pytest.mark.parametrize(
+    ("seed", "how"), [(1, {}), (2, {"double": True}), (3, {"beyond": True}), (4, {"announced": True})]
+)
 def test_a_drawn_scenario_ends_as_it_must(running: Campaign, seed: int, how: dict[str, Any]) -> None:
     verdict = running.run(draw(seed, 2, **how), "")
     assert verdict.problems == ()
@@ -178,10 +180,12 @@ def test_the_campaign_is_large_enough() -> None:
     assert sum(each.asked for each in scenarios) >= 2000
     assert len(again) >= 300
     assert sum(each.beyond_parity for each in scenarios) >= 100
+    turns = [[fault.kind == "drain-node" for fault in each.faults] for each in scenarios]
+    assert turns.count([True, False, True, False]) >= 30
 
 
 def test_the_same_seed_draws_the_same_scenario() -> None:
-    ways: list[dict[str, Any]] = [{}, {"double": True}, {"beyond": True}, {"defaults": True}]
+    ways: list[dict[str, Any]] = [{}, {"double": True}, {"beyond": True}, {"announced": True}, {"defaults": True}]
     ways.append({"profile": PROFILES["ft-hsdp"]})
     for how in ways:
         assert draw(5, 3, **how) == draw(5, 3, **how)
@@ -208,6 +212,7 @@ def test_drawn_scenarios_survive_json() -> None:
         (draw(7, 3), "python -m tests.proof.chaos run --seed 7 --faults 3"),
         (draw(7, 3, double=True), "python -m tests.proof.chaos run --seed 7 --faults 3 --double"),
         (draw(7, 2, beyond=True), "python -m tests.proof.chaos run --seed 7 --faults 2 --beyond"),
+        (draw(7, 4, announced=True), "python -m tests.proof.chaos run --seed 7 --faults 4 --announced"),
         (draw(7, 4, profile=PROFILES["rsc-1"]), "python -m tests.proof.chaos run --seed 7 --faults 4 --profile rsc-1"),
         (choose("pause")[0], "python -m tests.proof.chaos run pause"),
     ],

@@ -40,6 +40,7 @@ def make_parser() -> Parser:
     run.add_argument("--faults", type=int, default=4, help="number of faults in a drawn scenario (default 4)")
     run.add_argument("--double", action="store_true", help="drawn: each fault is followed by one during recovery")
     run.add_argument("--beyond", action="store_true", help="drawn: the last fault takes more than parity can repair")
+    run.add_argument("--announced", action="store_true", help="drawn: nodes are drained, and others lost, in turn")
     run.add_argument("--defaults", action="store_true", help="drawn: with the hook's own options, as users start it")
     run.add_argument("--profile", help="drawn: as a published study saw failures: llama3, ft-hsdp, rsc-1, ...")
     run.add_argument(
@@ -85,20 +86,18 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
     from tests.proof.chaos.scenario import choose, draw, several
 
     mix = profile(parsed.profile) if parsed.profile else None
+    drawn = {way: getattr(parsed, way) for way in ("double", "beyond", "announced", "defaults")}
     if parsed.seed is None:
-        if parsed.double or parsed.beyond or parsed.defaults or mix or parsed.count != 1:
-            raise ConfigError(
-                "--double, --beyond, --defaults, --profile and --count are for drawn scenarios: say --seed, too"
-            )
+        if any(drawn.values()) or mix or parsed.count != 1:
+            raise ConfigError(f"--{', --'.join(drawn)}, --profile and --count are for drawn scenarios: say --seed, too")
         return _run(parsed, choose(parsed.scenarios or "quick"))
     if parsed.scenarios:
         raise ConfigError(f"--seed draws a scenario; leave out {parsed.scenarios!r}, or --seed")
     if parsed.count < 1:
         raise ConfigError(f"--count {parsed.count}: draw at least one")
-    how = {"double": parsed.double, "beyond": parsed.beyond, "defaults": parsed.defaults, "profile": mix}
     if parsed.count > 1:
-        return _run(parsed, list(several(parsed.seed, parsed.count, parsed.faults, **how)))
-    return _run(parsed, [draw(parsed.seed, parsed.faults, **how)])
+        return _run(parsed, list(several(parsed.seed, parsed.count, parsed.faults, profile=mix, **drawn)))
+    return _run(parsed, [draw(parsed.seed, parsed.faults, profile=mix, **drawn)])
 
 
 def run_again(parsed: argparse.Namespace) -> int:

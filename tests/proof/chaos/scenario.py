@@ -242,6 +242,7 @@ def draw(
     *,
     double: bool = False,
     beyond: bool = False,
+    announced: bool = False,
     defaults: bool = False,
     profile: FailureProfile | None = None,
 ) -> Scenario:
@@ -254,17 +255,20 @@ def draw(
             memory, and losses of as many nodes at once as parity allows.
         double: each fault that ends the job is followed by another one during the recovery from it.
         beyond: the last fault takes more nodes of a group than it has parity.
+        announced: nodes are drained and others lost, or trainers killed, in turn.
         defaults: see `Scenario`; faults strike processes in the middle of steps, and the last one takes nodes.
     """
     if defaults:
         return _with_defaults(seed, faults)
     if not 1 <= faults <= 20:
         raise ConfigError(f"{faults} faults: choose 1 to 20")
-    source = random.Random(f"{seed} {faults} {double} {beyond} {profile.name if profile else ''}")
+    source = random.Random(f"{seed} {faults} {double} {beyond} {profile.name if profile else ''}{announced or ''}")
     nodes, protect = source.choice([(3, "auto"), (4, "auto"), (4, "2+2"), (5, "3+2"), (4, "copies:2")])
     parity = parse_protect(protect).parity
     gap = 4
-    wired = not (double or beyond or profile) and random.Random(f"{seed} {faults} wire").random() < WIRED_SHARE
+    wired = (
+        not (double or beyond or announced or profile) and random.Random(f"{seed} {faults} wire").random() < WIRED_SHARE
+    )
     found: list[Fault] = []
     for number in range(faults):
         step = 3 + gap * number + source.randrange(2)
@@ -277,9 +281,10 @@ def draw(
         if wired and number % 2 == 0:
             found.append(_on_the_network(source, nodes, step))
             continue
-        kind = _kind(source, double, profile)
+        kind = "drain-node" if announced and number % 2 == 0 else _kind(source, double or announced, profile)
         found += _one(source, kind, nodes, parity, step, double)
-    kind = profile.name if profile else "beyond parity" if beyond else "double" if double else "single"
+    ways = {"beyond parity": beyond, "double": double, "announced": announced}
+    kind = profile.name if profile else next((way for way, chosen in ways.items() if chosen), "single")
     return Scenario(
         f"seed-{seed}-{faults}-{kind.replace(' ', '-')}",
         f"{faults} faults drawn from seed {seed}: {kind}",
@@ -315,15 +320,18 @@ def several(
     *,
     double: bool = False,
     beyond: bool = False,
+    announced: bool = False,
     defaults: bool = False,
     profile: FailureProfile | None = None,
 ) -> Iterator[Scenario]:
     """`count` scenarios from consecutive seeds: drawn as the arguments say (see `draw`), or `mixed` by default."""
-    if not (double or beyond or defaults or profile):
+    if not (double or beyond or announced or defaults or profile):
         yield from mixed(first, count)
         return
     for seed in range(first, first + count):
-        yield draw(seed, faults, double=double, beyond=beyond, defaults=defaults, profile=profile)
+        yield draw(
+            *(seed, faults), double=double, beyond=beyond, announced=announced, defaults=defaults, profile=profile
+        )
 
 
 def mixed(first: int, count: int) -> Iterator[Scenario]:
@@ -341,10 +349,11 @@ def mixed(first: int, count: int) -> Iterator[Scenario]:
 
 
 def campaign() -> list[Scenario]:
-    """All built-in scenarios, and 450 drawn ones: some 2,000 faults, of which more than 300 strike a recovery."""
+    """All built-in scenarios, and 480 drawn ones: some 2,000 faults, of which more than 300 strike a recovery."""
     drawn = [*mixed(1, 300)]
     drawn += [draw(seed, 3, double=True) for seed in range(1001, 1061)]
     drawn += [draw(seed, 2, beyond=True) for seed in range(2001, 2091)]
+    drawn += [draw(seed, 4, announced=True) for seed in range(3001, 3031)]
     return [*built_in(), *drawn]
 
 
@@ -354,9 +363,10 @@ def replay_command(scenario: Scenario) -> str:
     if match is None:
         return f"python -m tests.proof.chaos run {scenario.name}"
     seed, faults, kind = match.groups()
-    how = {"single": "", "double": " --double", "beyond-parity": " --beyond", "defaults": " --defaults"}.get(
-        kind, f" --profile {kind}"
-    )
+    option = {"single": "", "beyond-parity": " --beyond"} | {
+        way: f" --{way}" for way in ("double", "announced", "defaults")
+    }
+    how = option.get(kind, f" --profile {kind}")
     return f"python -m tests.proof.chaos run --seed {seed} --faults {faults}{how}"
 
 
@@ -374,8 +384,8 @@ def _on_the_network(source: random.Random, nodes: int, step: int) -> Fault:
     return Fault(f"rank{targets[0]}", point, step, kind, targets, for_s=for_s, amount=amount, seed=seed)
 
 
-def _kind(source: random.Random, double: bool, profile: FailureProfile | None) -> str:
-    if double:
+def _kind(source: random.Random, ends_job: bool, profile: FailureProfile | None) -> str:
+    if ends_job:
         return source.choice(("kill-trainer", "lose-node"))
     if profile is None:
         return source.choice(KINDS)
