@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.paths import arena_path
 
 STEPS = 10
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 class Script:
@@ -60,6 +68,7 @@ class Script:
                 sys.exit(7)
             if point == "middle" and what == "term":
                 os.kill(os.getppid(), signal.SIGTERM)
+                wait_until(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)  # it is heard once
             if point == "middle" and what == "drain":
                 self.await_drain()
             if point == "middle" and what == "hang":
@@ -69,10 +78,7 @@ class Script:
     def await_drain(self) -> None:
         client = SmpClient(arena_path("survivors"), "survivors")
         print("drain", flush=True)
-        limit = time.monotonic() + 60
-        while not client.node_leaves:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        wait_until(lambda: client.node_leaves)
         client.close()
 
     def make(self) -> None:
