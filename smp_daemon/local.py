@@ -187,17 +187,7 @@ class TrainerConversation:
         return SlotFiles(slots=tuple(SlotFile(**pool.place(slot)) for pool, slot in found))
 
     def _seal(self, request: Seal) -> None:
-        self._store.sealing.seal(
-            request.snapshot,
-            request.coord,
-            request.slot,
-            request.taken,
-            request.keep,
-            request.protected,
-            request.with_parity,
-            encode=request.encode,
-            digests=request.digests,
-        )
+        self._store.sealing.seal(request)
         self._smp.next_s, self._smp.spent = request.next_s, request.spent
 
     def _recover(self, request: Recover) -> Recovered:

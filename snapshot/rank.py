@@ -52,7 +52,7 @@ class Rank:
     @property
     def leaves(self) -> bool:
         """Whether this process or its SMP was told that this node is to be taken away."""
-        return self._notice.given or self.client.node_leaves
+        return self._notice.given or self.client.board.leaving
 
     def heartbeat(self) -> None:
         """Tell the SMP that this process is alive, and where it is."""

@@ -189,9 +189,9 @@ class Session:
         index = self.protecting.layouts.index
         if begins:
             self.protecting.pace.comm(True)
-            self.rank.client.pause(index, self.rank.system.monotonic() + MAX_PAUSE_S)
+            self.rank.client.board.pause(index, self.rank.system.monotonic() + MAX_PAUSE_S)
         else:
-            self.rank.client.resume(index)
+            self.rank.client.board.resume(index)
             self.protecting.pace.comm(False)
 
     def drain(self, deadline_s: float) -> bool:

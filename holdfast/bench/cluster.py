@@ -175,14 +175,14 @@ class Cluster:
             snapshot = self.write()
             sent = self._sent()
             for client in self.clients:
-                client.pause(0, time.monotonic() + PAUSE_S)
+                client.board.pause(0, time.monotonic() + PAUSE_S)
             before, began = self._cpu_s(), time.perf_counter()
             self.seal(snapshot)
             sealed_at, sealed_cpu_s = time.perf_counter(), self._cpu_s()
             held_back = self._sent() == sent
             start, start_cpu_s = time.perf_counter(), self._cpu_s()
             for client in self.clients:
-                client.resume(0)
+                client.board.resume(0)
             self.await_protected(snapshot)
             done, done_cpu_s = time.perf_counter(), self._cpu_s()
             if held_back:

@@ -200,11 +200,11 @@ def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Rec
         _, record = store.holdings.open(key)
         pool = store.arena.shard_pool(key.coord)
         slot = pool.find(key.snapshot, SlotState.SEALED)
-        assert slot is not None  # `open` has found it under this lock
-        return Recovered(
-            **pool.place(slot),
-            how=how,
-            bytes_fetched=bytes_fetched,
-            unit_bytes=record.unit_bytes,
-            digests=record.digests,
-        )
+    assert slot is not None  # `open` has found it under this lock
+    return Recovered(
+        **pool.place(slot),
+        how=how,
+        bytes_fetched=bytes_fetched,
+        unit_bytes=record.unit_bytes,
+        digests=record.digests,
+    )

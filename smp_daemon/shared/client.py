@@ -162,18 +162,14 @@ class SmpClient(SmpConnection):
             count = from_plain(Reserved, reply, "how much is reserved").count
             if not wait or count >= layout.slots:
                 return count
-            while self._board.epoch == layout.epoch and self.ready(layout.epoch) == count:
-                if (now := self._board.moves) != moves:
+            self._look_again()
+            while self.board.epoch == layout.epoch and self.board.ready(layout.epoch) == count:
+                if (now := self.board.moves) != moves:
                     moves = now
                     progress.moved()
                 if progress.is_stuck:
                     raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots")
                 self._look_again()
-
-    def ready(self, epoch: int) -> int:
-        """How many slots of every shard, and of parity, may be used in that epoch; or `board.REFUSED`: `configure` says
-        why. Reads shared memory; never blocks."""
-        return self._board.ready(epoch)
 
     def slots(self, epoch: int, coord: str) -> list[memoryview]:
         """All slots that `take` may return for `coord` in that epoch, mapped. Mappings of other slots are dropped. May
@@ -192,7 +188,7 @@ class SmpClient(SmpConnection):
         epoch = self.epoch or 0
         if not self._slots.knows(epoch, coord):
             self.slots(epoch, coord)
-        return self._slots.take(epoch, coord, keep, lambda: self._board.epoch != epoch)
+        return self._slots.take(epoch, coord, keep, lambda: self.board.epoch != epoch)
 
     def give_back(self, slot: TakenSlot) -> None:
         """A slot that was not sealed, or perhaps was, may be taken again if it is still this trainer's. Nothing may
@@ -214,15 +210,7 @@ class SmpClient(SmpConnection):
         digests: tuple[int, ...] = (),
     ) -> None:
         """Have the SMP check and commit a shard whose bytes are all written. Frees older snapshots that are not in
-        `keep`, and parity of those that are not in `with_parity`.
-
-        Args:
-            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
-            encode: whether the snapshot is to be protected; the same on every rank.
-            next_s: how long after it the next one is to be protected, in seconds, for operators; 0: unknown.
-            spent: where the time of the run went, for operators.
-            digests: digests of all units, taken as they were written; empty: the SMP reads the slot for them.
-        """
+        `keep`, and parity of those that are not in `with_parity`. The arguments are those of `messages.Seal`."""
         request = Seal(
             snapshot=snapshot,
             coord=coord,
@@ -253,27 +241,18 @@ class SmpClient(SmpConnection):
 
     def outcome(self, snapshot: SnapshotId) -> SnapshotOutcome:
         """What became of a snapshot, as far as this node knows. Reads shared memory; never blocks."""
-        return self._board.outcome(*snapshot)
-
-    def pause(self, index: int, until_s: float) -> None:
-        """Ask the SMP, for trainer `index` of this node, to send no encoding traffic until `until_s`
-        (`time.monotonic`); see `Board.pause`."""
-        self._board.pause(index, until_s)
-
-    def resume(self, index: int) -> None:
-        """Withdraw the request of trainer `index` that `pause` made."""
-        self._board.resume(index)
+        return self.board.outcome(*snapshot)
 
     def heartbeat(self, phase: TrainerPhase, step: int) -> None:
         """Note that the training thread is alive and has finished `step` steps. Writes shared memory; never blocks."""
         if self._row is not None:
-            self._board.heartbeat(self._row, phase, step)
+            self.board.heartbeat(self._row, phase, step)
 
     def copying(self, step: int | None) -> None:
         """Note that the snapshot of `step` is being copied; None: it is sealed or given up. Writes shared memory; never
         blocks."""
         if self._row is not None:
-            self._board.copying(self._row, step)
+            self.board.copying(self._row, step)
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
         """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
@@ -323,7 +302,7 @@ class SmpClient(SmpConnection):
     @property
     def persist_due(self) -> bool:
         """Whether this node is ready to persist a snapshot. Reads shared memory; never blocks."""
-        return self._board.due
+        return self.board.due
 
     def persist(self, snapshot: SnapshotId) -> bool:
         """Have the SMP persist its part of a snapshot in the background. Returns whether it does."""
@@ -345,7 +324,7 @@ class SmpClient(SmpConnection):
     def repaired(self) -> RepairState:
         """How far everything is that trainers of this node have ordered with `repair_parity` in the epoch that this one
         has joined. Reads shared memory; never blocks."""
-        return RepairState.UNDER_WAY if self.epoch is None else self._board.repair(self.epoch)
+        return RepairState.UNDER_WAY if self.epoch is None else self.board.repair(self.epoch)
 
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to operators, in place of the previous text."""
@@ -360,12 +339,6 @@ class SmpClient(SmpConnection):
         if self.epoch is not None:
             said = Ended(epoch=self.epoch, coord=coord, step=end.step, failure=end.failure)
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
-
-    @property
-    def node_leaves(self) -> bool:
-        """Whether trainers are to end at a boundary because their node is to be taken away. Reads shared memory; never
-        blocks."""
-        return self._board.leaving
 
     def leave(self, deadline_s: float) -> None:
         """Have the SMP move what it holds to other nodes, while all trainers of the job hold still. Blocks until it

@@ -31,6 +31,7 @@ class SmpConnection:
     Attributes:
         epoch: the epoch that was joined last; None: none was.
         node, pid: of the SMP that serves there.
+        board: of the epoch that was joined last. Looking at it needs no answer of the SMP.
 
     Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
     whatever error the SMP replies with.
@@ -111,12 +112,12 @@ class SmpConnection:
 
     def _look_at_board(self) -> None:
         """Map the board that is there now: each epoch has another file."""
-        self._board = Board(self.arena / "board", files=self.system)
+        self.board = Board(self.arena / "board", files=self.system)
 
     def close(self) -> None:
         """Close the connection."""
         if self._row is not None:
-            self._board.heartbeat(self._row, TrainerPhase.GONE, 0)
+            self.board.heartbeat(self._row, TrainerPhase.GONE, 0)
         self._row = None
         self._hang_up()
         self._unwatch()
@@ -153,7 +154,7 @@ class SmpConnection:
 
         `count`: most bytes that the SMP works on without saying so, as when it digests them.
         """
-        board = self._board
+        board = self.board
         seen = board.moves
 
         def moves() -> bool:

@@ -95,11 +95,6 @@ def observe(observer: Callable[[str, int], None] | None) -> None:
     _observer = observer
 
 
-def is_armed() -> bool:
-    """Whether this process has rules or an observer, so that `failpoint` may do something."""
-    return _rules is not None or _observer is not None
-
-
 def failpoint(point: str, step: int = -1) -> None:
     """Mark that `point` is reached, for snapshot or training step `step`. Blocks only if a rule names it."""
     if _observer is not None:

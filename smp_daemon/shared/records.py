@@ -10,13 +10,13 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
 
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError
-from holdfast.smp_daemon.shared.failpoints import failpoint, is_armed
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
@@ -97,40 +97,28 @@ def record_name(slot_file: str) -> str:
     return f"{slot_file}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class JsonFile:
-    """The content of a file that is about to be written. `data`: the same as plain data."""
-
-    data: Any
-    content: bytes
-
-    @classmethod
-    def of(cls, data: Any) -> Self:
-        """Encode `data`, which takes a tenth of a second for the record of a large node."""
-        return cls(data, encode_digested(data))
-
-
 def write_json(path: Path, data: Any) -> None:
     """Encode `data` and `write` it. Raises as `write`."""
-    write(path, JsonFile.of(data))
+    write(path, encode_digested(data))
 
 
-def write(path: Path, file: JsonFile) -> None:
-    """Replace `path` atomically: a reader sees either the whole old file or the whole new one.
+def write(path: Path, content: bytes, step: int = -1) -> None:
+    """Replace `path` atomically: a reader sees either the whole old file or the whole new one. `step`: that of the
+    snapshot whose commit record it is.
 
     Raises:
         ArenaTooSmall: `path` cannot be written: the file system is full, or a limit of this process is reached.
     """
-    data, part = file.data, path.with_name(path.name + PART)
-    _failpoint(path, data, "before")
+    part = path.with_name(path.name + PART)
+    _failpoint(path, content, "before", step)
     try:
-        part.write_bytes(file.content)
-        _failpoint(path, data, "part")
+        part.write_bytes(content)
+        _failpoint(path, content, "part", step)
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ArenaTooSmall(f"{path} cannot be written: {error}") from error
-    _failpoint(path, data, "done")
+    _failpoint(path, content, "done", step)
 
 
 def kind_of(name: str) -> str:
@@ -165,6 +153,5 @@ def read_json(path: Path, files: Files = MACHINE) -> Any | None:
         raise ProtocolError(f"{path} is damaged: {error}") from error
 
 
-def _failpoint(path: Path, data: Any, when: str) -> None:
-    if is_armed():
-        failpoint(f"record.{kind_of(path.name)}.{when}", data["snapshot"][1] if "snapshot" in data else -1)
+def _failpoint(path: Path, content: bytes, when: str, step: int) -> None:
+    failpoint(f"record.{kind_of(path.name)}.{when}", step)

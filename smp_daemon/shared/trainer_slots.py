@@ -83,12 +83,7 @@ class TrainerSlots:
             self._maps.clear()
 
     def take(self, epoch: int, coord: str, keep: Collection[SnapshotId], is_over: Callable[[], bool]) -> TakenSlot:
-        """See `SmpClient.take`. `is_over`: whether a newer epoch has begun.
-
-        Raises:
-            NoFreeSlot: there is none.
-            StaleEpoch: a newer epoch has begun.
-        """
+        """See `SmpClient.take`. `is_over`: whether a newer epoch has begun."""
         limit_s, before = self._system.monotonic() + BUSY_S, None
         while True:
             marks = self._marks(coord, epoch)
@@ -132,8 +127,7 @@ class TrainerSlots:
         return TakenSlot(file, number, view)
 
     def give_back(self, slot: TakenSlot) -> None:
-        """A slot that was not sealed, or perhaps was, may be taken again if it is still this trainer's. Nothing may
-        write into it any more. Returns at once."""
+        """See `SmpClient.give_back`."""
         with self._lock:
             self._given_back.add((slot.file, taken(slot.number)))
 

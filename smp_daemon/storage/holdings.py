@@ -27,9 +27,8 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotHeld, Protocol
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.plain import from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import encode_digested, from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
-    JsonFile,
     ParityRecord,
     ShardRecord,
     digest,
@@ -71,12 +70,12 @@ class Commit:
 
     key: Key
     record: Record
-    file: JsonFile
+    file: bytes
 
     @classmethod
     def of(cls, record: Record) -> Self:
         """Encode the commit record of a shard or of a complete parity."""
-        return cls(_key_of(record), record, JsonFile.of(to_plain(record)))
+        return cls(_key_of(record), record, encode_digested(to_plain(record)))
 
 
 class Holdings:

@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.owners import Owners
 from holdfast.smp_daemon.shared.populate import slices
-from holdfast.smp_daemon.shared.records import PART, JsonFile, record_name, write
+from holdfast.smp_daemon.shared.records import PART, record_name, write
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.numa import prefer
 
@@ -282,9 +282,9 @@ class SlotPool:
         if self._owners.epoch is not None:
             self._owners.create(self.path(slot).name, owners.FREE)
 
-    def commit(self, slot: Slot, record: JsonFile) -> None:
-        """Write the commit record: from here on the slot counts. The mark goes before it, as a record counts only with
-        its mark.
+    def commit(self, slot: Slot, record: bytes) -> None:
+        """Write the encoded commit record: from here on the slot counts. The mark goes before it, as a record counts
+        only with its mark.
 
         Raises:
             ArenaTooSmall: the record cannot be written; the slot keeps its state.
@@ -296,7 +296,7 @@ class SlotPool:
             raise StaleEpoch(f"{self.path(slot).name} is not owned by this SMP any more")
         self.seal(slot)
         try:
-            write(self.record_path(slot), record)
+            write(self.record_path(slot), record, slot.snapshot.step)
         except ArenaTooSmall:
             slot.state = before
             self._change(slot, is_sealed, owners.BUSY)

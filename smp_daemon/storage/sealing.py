@@ -11,6 +11,7 @@ from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import HoldfastError, NotOurs, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.messages import Seal
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.storage.arena import Arena
@@ -57,44 +58,26 @@ class Sealing:
         self._on_sealed = on_sealed
         self._checked_headers: dict[str, tuple[int, bytes]] = {}
 
-    def seal(
-        self,
-        snapshot: SnapshotId,
-        coord: str,
-        slot_file: str,
-        taken: int,
-        keep: Collection[SnapshotId],
-        protected: SnapshotId | None = None,
-        with_parity: Collection[SnapshotId] | None = None,
-        *,
-        encode: bool = True,
-        digests: tuple[int, ...] = (),
-    ) -> None:
-        """Free older snapshots that are not in `keep`; check what the trainer of `coord` has written, and commit it.
-        Without `digests` blocks for about one read of the bytes.
-
-        Args:
-            slot_file, taken: the slot, and by which mark the trainer owns it.
-            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
-            with_parity: the snapshots of `keep` that keep their parity, or are still to get it; None: all.
-            encode: whether the snapshot is to be protected; the same for every shard of the job.
-            digests: digests of all units, taken by the writer while it wrote them: they are compared with the bytes
-                when these are first sent, restored or scrubbed. Empty: the bytes are read for them now.
+    def seal(self, request: Seal) -> None:
+        """Free older snapshots that are not to be kept; check what the trainer has written, and commit it. Without
+        digests blocks for about one read of the bytes. Those of the writer are compared with the bytes when these are
+        first sent, restored or scrubbed.
 
         Raises:
             StaleEpoch: the slot was taken away, by a newer epoch for example.
             ProtocolError: header, stamp or the number of digests do not fit; the slot is free again.
         """
+        snapshot, coord, keep = request.snapshot, request.coord, request.keep
         with self._changed:
             layout = self._state.configured(snapshot.epoch)
             layout.shard_bytes(coord)  # raises if the job has no such shard
-            if protected is not None and protected not in keep:
-                raise ProtocolError(f"{protected} is protected and must be kept")
+            if request.protected is not None and request.protected not in keep:
+                raise ProtocolError(f"{request.protected} is protected and must be kept")
             pool = self._arena.shard_pool(coord)
             self._holdings.look()
-            slot = pool.hand_over(slot_file, taken, snapshot)
-            self._state.note_protected(protected)
-            self._release(keep, keep if with_parity is None else with_parity, snapshot)
+            slot = pool.hand_over(request.slot, request.taken, snapshot)
+            self._state.note_protected(request.protected)
+            self._release(keep, keep if request.with_parity is None else request.with_parity, snapshot)
             failpoint("seal.released", snapshot.step)
             for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
                 self._arena.take_away(pool, other)
@@ -105,9 +88,9 @@ class Sealing:
         failpoint("seal.before", snapshot.step)
         try:
             self.check_slot(view, snapshot, coord, layout)
-            if digests and len(digests) != (count := -(-slot.bytes // layout.unit_bytes)):
-                raise ProtocolError(f"{len(digests)} digests for {coord}, which has {count} units")
-            found = digests or digest_units(view, layout.unit_bytes)
+            if request.digests and len(request.digests) != (count := -(-slot.bytes // layout.unit_bytes)):
+                raise ProtocolError(f"{len(request.digests)} digests for {coord}, which has {count} units")
+            found = request.digests or digest_units(view, layout.unit_bytes)
             commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
             failpoint("seal.digested", snapshot.step)
             with self._changed:
@@ -126,8 +109,8 @@ class Sealing:
         if whole:
             failpoint("seal.done", snapshot.step)
             group, _ = layout.place(self._node)
-            self._on_sealed(snapshot, encode and layout.protects(group))
-            if encode:
+            self._on_sealed(snapshot, request.encode and layout.protects(group))
+            if request.encode:
                 self.post_if_protected(snapshot)
 
     def check_slot(self, view: memoryview, snapshot: SnapshotId, coord: str, layout: Layout) -> None:

@@ -190,7 +190,7 @@ class Reserving:
         """How many slots may be used; or `AWAY` or `REFUSED`. Maps and prepares those that have come since, in a thread
         unless they are small. Returns at once."""
         if self._idle.is_set() and self.failure is None and self._usable < self._layout.slots:
-            ready = self._client.ready(self._layout.epoch)
+            ready = self._client.board.ready(self._layout.epoch)
             if self._client.connection is None:
                 self.failure = SmpUnavailable(f"the SMP of {self._client.arena} went away while it reserved memory")
             elif ready == NO_MEMORY or ready > self._usable:

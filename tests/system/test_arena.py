@@ -17,7 +17,7 @@ import pytest
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.shared.records import JsonFile
+from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
@@ -47,7 +47,7 @@ def hold(pool: SlotPool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
     """Commit a slot of `pool` with the snapshot of `step`, each byte of it set to `step`."""
     slot = pool.assign(at(step, epoch), length)
     pool.view(slot)[:] = bytes([step]) * length
-    pool.commit(slot, JsonFile.of({"snapshot": [epoch, step]}))
+    pool.commit(slot, encode_digested({"snapshot": [epoch, step]}))
     return slot
 
 
@@ -341,7 +341,7 @@ def test_a_crash_between_the_data_and_the_commit_record_leaves_the_slot_free(
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 1)})
 
-    def die(path: Path, data: Any) -> None:
+    def die(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pool_module, "write", die)
@@ -648,10 +648,10 @@ def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committ
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
         with pytest.raises(ArenaTooSmall, match="cannot be written"):
-            pool.commit(slot, JsonFile.of({"step": 1}))
+            pool.commit(slot, encode_digested({"step": 1}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert slot.state is SlotState.RECEIVING
     assert not list((shm / "job").glob("*.part"))
-    pool.commit(slot, JsonFile.of({"step": 1}))
+    pool.commit(slot, encode_digested({"step": 1}))
     assert pool.find(at(1), SlotState.SEALED) is slot and pool.record_path(slot).exists()

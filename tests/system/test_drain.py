@@ -197,8 +197,8 @@ class TestANodeThatIsDrained:
         run.protect(2)
         trainer = run["dp1"]
         draining = ground.meanwhile(drain, ground, "node1")
-        await_so(lambda: trainer.client.node_leaves)
-        assert not run["dp0"].client.node_leaves
+        await_so(lambda: trainer.client.board.leaving)
+        assert not run["dp0"].client.board.leaving
         trainer.client.leave(DEADLINE_S)
         held = {coord for name in ("dp0", "dp2") for _, coord in run[name].client.inventory().shards}
         assert held == {"dp0", "dp1", "dp2"}
@@ -215,7 +215,7 @@ class TestANodeThatIsDrained:
         run.protect(1)
         draining = ground.meanwhile(drain, ground, "node1")
         client = run["dp1"].client
-        await_so(lambda: client.node_leaves)
+        await_so(lambda: client.board.leaving)
         client.join(run.epoch + 1, Start(run.epoch + 1, 1))
         assert draining.result(DEADLINE_S) == 2
         assert "started again with node1" in capsys.readouterr().err

@@ -29,9 +29,8 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
-from holdfast.smp_daemon.shared.messages import Configure, read_trainer_request
+from holdfast.smp_daemon.shared.messages import Seal
 from holdfast.smp_daemon.shared.owners import FREE, Owners, taken
-from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.storage import arena as arena_module
@@ -97,12 +96,12 @@ def test_an_smp_answers_while_it_reserves_and_gives_slots_as_they_come(ground: G
         client.take("dp0", ())
     first.go()
     second = ground.points.wait_any(smp.name, SLICE)
-    assert client.ready(1) == 1
+    assert client.board.ready(1) == 1
     assert len(client.slots(1, "dp0")) == len(slot_files(smp.arena)) == 1
     run["dp0"].take(SnapshotId(1, 1))
     second.go()
     ground.points.wait_any(smp.name, SLICE).go()
-    assert (client.configure(run.layout), client.ready(1), client.ready(2)) == (3, 3, 0)
+    assert (client.configure(run.layout), client.board.ready(1), client.board.ready(2)) == (3, 3, 0)
     assert all(map(is_whole, slot_files(smp.arena))) and len(slot_files(smp.arena)) == 3
 
 
@@ -217,7 +216,7 @@ def test_another_layout_takes_the_place_of_one_that_is_being_reserved(ground: Gr
     for _ in range(3):
         ground.points.wait_any(smp.name, SLICE).go()
     assert later["dp0"].client.configure(later.layout) == 3
-    assert (run["dp0"].client.ready(1), later["dp0"].client.ready(2)) == (0, 3)
+    assert (run["dp0"].client.board.ready(1), later["dp0"].client.board.ready(2)) == (0, 3)
     lengths = {path.stat().st_size for path in slot_files(smp.arena)}
     assert lengths == {later["dp0"].form.total_bytes}
 
@@ -299,7 +298,7 @@ def test_where_memory_runs_out_all_of_it_is_given_back_and_the_trainers_are_told
         need, got = 3 * trainer.form.total_bytes, slots * trainer.form.total_bytes
         with pytest.raises(ArenaTooSmall, match=rf"{need:,} bytes .* [{got:,}\d,]+ of .* left"):
             client.configure(layout)
-        assert client.ready(1) == REFUSED
+        assert client.board.ready(1) == REFUSED
         with pytest.raises(ArenaTooSmall, match=rf"{need:,} bytes more.*enlarge"):
             client.configure(layout, wait=False)
         assert got < need
@@ -527,9 +526,9 @@ def test_an_smp_serves_before_its_budget_is_reserved(ground: Ground, monkeypatch
     held.go()
 
 
-def await_reserved(store: Store, count: int) -> None:
+def await_reserved(store: Store) -> None:
     with store.changed:
-        assert store.changed.wait_for(lambda: store.outcomes.board.ready(1) == count, DEADLINE_S)
+        assert store.changed.wait_for(lambda: store.arena.ready() is None, DEADLINE_S)
 
 
 def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
@@ -544,7 +543,7 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     layout = arrange(JOB, 1, [RankInfo("dp0", "n0", "127.0.0.1", 1, 2, PAGE)], Protection(0, 0), 2)
     store.join(1)
     store.configure(layout)
-    await_reserved(store, 2)
+    await_reserved(store)
     pool = store.arena.shard_pool("dp0")
     _, _, late = store.receiving.slot_for(pool, SnapshotId(1, 5), PAGE)
     held, go_on, reserve = [], threading.Event(), SlotMemory.reserve
@@ -558,11 +557,11 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     owners = Owners(store.arena.path, 1)
     [slot] = [slot for slot in pool.slots if owners.change(pool.path(slot).name, FREE, taken(1))]
     with pytest.raises(ProtocolError):  # nothing was written
-        store.sealing.seal(SnapshotId(1, 6), "dp0", pool.path(slot).name, 1, ())
+        store.sealing.seal(Seal(snapshot=SnapshotId(1, 6), coord="dp0", slot=pool.path(slot).name, taken=1, keep=()))
     assert sorted(each.state for each in pool.slots) == [SlotState.FREE, SlotState.MAKING]
     late[:] = b"x" * PAGE
     go_on.set()
-    await_reserved(store, 2)
+    await_reserved(store)
     assert [each.state for each in pool.slots] == [SlotState.FREE] * 2
     assert held == [False]
     assert bytes(pool.view(slot)) == bytes(PAGE), "whoever received writes to nothing"
@@ -677,15 +676,3 @@ def test_a_trainer_without_memory_is_told_why_on_its_way(ground: Ground, monkeyp
     finally:
         smp.stop(remove=True)
         smp.close()
-
-
-# ---------------------------------------------------------------------- other versions
-
-
-def test_a_trainer_that_says_nothing_of_it_waits_for_all(ground: Ground) -> None:
-    smp = ground.smp()
-    run = Run([Trainer(smp, "dp0")])
-    told = to_plain(Configure(layout=layout_of(run["dp0"], 1)))
-    assert "wait" not in told
-    request: Any = read_trainer_request(told)
-    assert request.wait

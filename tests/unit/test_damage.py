@@ -17,6 +17,7 @@ import pytest
 from holdfast.smp_daemon.coding.scrub import verify_adopted
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.messages import Seal
 from holdfast.smp_daemon.shared.owners import Owners, choices, taken
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
@@ -72,7 +73,10 @@ class Life:
         file, owner = choices(marks, keep)[0]
         assert owners.change(file, owner, taken(1))
         pool.view(next(slot for slot in pool.slots if pool.path(slot).name == file))[:] = content_of(snapshot)
-        self.store.sealing.seal(snapshot, "dp0", file, 1, keep, max(keep, default=None), digests=digests)
+        newest = max(keep, default=None)
+        self.store.sealing.seal(
+            Seal(snapshot=snapshot, coord="dp0", slot=file, taken=1, keep=keep, protected=newest, digests=digests)
+        )
 
     def die(self) -> None:
         self.store.reserver.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.smp_daemon.shared.errors import StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.owners import BUSY, FREE, Owners, choices, held, is_taken, sealed, snapshot_in, taken
-from holdfast.smp_daemon.shared.records import JsonFile
+from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 from tests.deadlines import DEADLINE_S
@@ -87,7 +87,7 @@ class Place:
         for snapshot in snapshots:
             slot = self.pool.assign(snapshot, PAGE)
             self.pool.view(slot)[:] = bytes([snapshot.step]) * PAGE
-            self.pool.commit(slot, JsonFile.of({"snapshot": list(snapshot)}))
+            self.pool.commit(slot, encode_digested({"snapshot": list(snapshot)}))
 
     @property
     def pool(self) -> SlotPool:
@@ -140,7 +140,7 @@ def test_a_successor_leaves_the_trainer_what_it_has_taken_and_seals_it(shm: Path
     slot = place.pool.hand_over(file, 7, SECOND)
     with pytest.raises(StaleEpoch):
         place.pool.hand_over(file, 7, SECOND)
-    place.pool.commit(slot, JsonFile.of({"snapshot": list(SECOND)}))
+    place.pool.commit(slot, encode_digested({"snapshot": list(SECOND)}))
     assert place.successor() == [FIRST, SECOND]
 
 

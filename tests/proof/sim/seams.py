@@ -29,6 +29,7 @@ from holdfast.smp_daemon.shared.connection import SmpConnection
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
+from holdfast.smp_daemon.shared.plain import decode_digested
 from holdfast.smp_daemon.shared.records import PART, digest, digest_units, kind_of
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.spawn import start_smp
@@ -101,13 +102,13 @@ def failpoint(point: str, step: int = -1) -> None:
     Hooks.failpoint(point, step)
 
 
-def _record_point(path: MemoryPath, data: Any, when: str) -> None:
+def _record_point(path: MemoryPath, content: bytes, when: str, step: int) -> None:
     """`records._failpoint`. Tells the oracle of a record once it counts; a process that dies in the middle of writing
     one leaves half of it."""
     kind = kind_of(path.name)
     point = f"record.{kind}.{when}"
     if when == "done":
-        Hooks.committed(path, kind, data)
+        Hooks.committed(path, kind, decode_digested(content))
     if when != "part" or not Hooks.is_due(point):
         failpoint(point)
         return
