@@ -110,7 +110,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     _log_memory(smp)
     smp.watchdog.start()
     ended_by: list[int] = []
-    leave_on_signals(lambda: smp.drain(grace_s, spares, wait=True), smp.stop, grace_s, ended_by.append)
+    leave_on_signals(lambda: smp.drainer.run(grace_s, spares, wait=True), smp.stop, grace_s, ended_by.append)
     _say(out, {"ready": asdict(smp.owner)})
     sweep(arguments.arena.parent, zero=own.zero)
     watch(smp, arguments.owner_pid)

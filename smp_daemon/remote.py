@@ -25,7 +25,6 @@ from holdfast.smp_daemon.shared.messages import (
     Fetch,
     GiveUpRuns,
     HeldShard,
-    Move,
     ParityDone,
     PartialSum,
     PeerBulk,
@@ -64,9 +63,7 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
         case PeerStatus():
             return take_status(smp).to_plain(request.known)
         case Regroup():
-            monitor.request()
-        case Move():
-            monitor.regroup_for(request.spares, still=request.still)
+            monitor.lead(request)
         case Enlist():
             monitor.enlist(request.epoch, request.start)
         case GiveUpRuns():
@@ -76,7 +73,7 @@ def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
         case Adopt() | Encode() | Release():
             return smp.reconciler.obey(request)
         case Drain():
-            drained = smp.drain(request.deadline_s, request.spares, request.wait)
+            drained = smp.drainer.run(request.deadline_s, request.spares, wait=request.wait)
             at_end(partial(smp.stop, remove=True))  # nobody needs what is here any more, so its memory goes back
             return dict(to_plain(drained))
     return {}

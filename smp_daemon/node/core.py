@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from holdfast.ec import choose_codec
 from holdfast.smp_daemon.coding.buffer_pool import BufferPool, buffers_for
 from holdfast.smp_daemon.coding.drain import Draining
 from holdfast.smp_daemon.coding.protect import Protector
-from holdfast.smp_daemon.coding.regroup import Drained
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
@@ -29,7 +27,6 @@ from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.settings import BACKEND, BANDWIDTH, MEMORY, REBUILD, REGROUP_AFTER, SCRUB
-from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import WELL
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
@@ -236,10 +233,6 @@ class Core:
         """Stop. The arena stays for a successor, unless `remove` is set."""
         self.finished = self.finished or remove
         self.stopped.set()
-
-    def drain(self, deadline_s: float, spares: Collection[Address], wait: bool) -> Drained:
-        """Move what is held here to other nodes; see `coding.drain.Draining.run`. Does not call `stop`."""
-        return self.drainer.run(deadline_s, spares, wait=wait)
 
     def end(self) -> None:
         """Stop the threads. The arena stays."""

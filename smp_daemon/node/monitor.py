@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import Enlist, Move, Obeyed, Phase, Regroup
+from holdfast.smp_daemon.shared.messages import Enlist, Obeyed, Phase, Regroup
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address
@@ -87,10 +87,6 @@ class Monitor:
         self._roused.set()
         self._wanted.set()
 
-    def request(self) -> None:
-        """An SMP misses a node, and this one is in charge. Returns at once; requests in quick succession are merged."""
-        self._wanted.set()
-
     def suspect(self, name: str) -> None:
         """An outside observer, such as Ray, takes node `name` for dead. That alone decides nothing: a node that answers
         pings is alive."""
@@ -106,7 +102,7 @@ class Monitor:
                 continue
             try:
                 if self._is_incomplete(layout) or self._is_cluttered(layout):
-                    self._request_regroup(layout)
+                    self._have_regrouped(layout, Regroup(job=layout.job), PING_DEADLINE_S, HoldfastError)
                 self._episodes.end("watch", "the group is watched again")
             except HoldfastError as error:
                 self._episodes.begin("watch", "the group could not be watched: %s", error)
@@ -144,19 +140,6 @@ class Monitor:
         parities = (key for key in held if isinstance(key, ParityKey))
         return newest is not None and newest.epoch == layout.epoch and bool(clutter(parities, newest, layout))
 
-    def _request_regroup(self, layout: Layout) -> None:
-        for node in layout.nodes:
-            if node.name == self._store.node:
-                self.request()
-                return
-            try:
-                self._peers.ask(node.control, Regroup(job=layout.job), PING_DEADLINE_S)
-                self._episodes.end(node.name, "%s can lead a regrouping again", node.name, extra=about(peer=node.name))
-                return
-            except HoldfastError as error:
-                text, extra = "%s cannot lead a regrouping: %s", about(peer=node.name)
-                self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
-
     def leases(self) -> dict[str, float]:
         """How long ago each other member of the group was last heard of, in seconds."""
         layout, now = self._store.state.newest_layout(), self._network.monotonic()
@@ -182,22 +165,8 @@ class Monitor:
         layout = self._store.state.newest_layout()
         if layout is None:
             return
-        message = Move(job=layout.job, spares=tuple(spares), still=still)
-        for node in layout.nodes:
-            if node.name == self._store.node:
-                self.regroup_for(spares, still=still)
-                return
-            try:
-                self._peers.ask(node.control, message, deadline_s)
-                return
-            except SmpUnavailable as error:
-                log.info("%s cannot lead a regrouping: %s", node.name, error)
-        raise SmpUnavailable(f"no node of the job's layout answers: {', '.join(node.name for node in layout.nodes)}")
-
-    def regroup_for(self, spares: Collection[Address], *, still: bool) -> None:
-        """A node leaves, and this one is in charge: `regroup`, with `spares` as further SMPs that may take part."""
-        self._spares.update(spares)
-        self.regroup(still=still)
+        request = Regroup(job=layout.job, leaving=True, spares=tuple(spares), still=still)
+        self._have_regrouped(layout, request, deadline_s, SmpUnavailable)
 
     def enlist(self, epoch: int, start: Start | None) -> None:
         """Join `epoch`, which `start` began, as a spare, so that this SMP can take part in a regrouping of its run.
@@ -211,6 +180,29 @@ class Monitor:
         self._store.join(epoch, start)
 
     # ------------------------------------------------------------------ in charge
+
+    def _have_regrouped(self, layout: Layout, request: Regroup, deadline_s: float, away: type[HoldfastError]) -> None:
+        """Ask the first node of the layout that answers, which is in charge. `away`: by which error it is not."""
+        for node in layout.nodes:
+            if node.name == self._store.node:
+                self.lead(request)
+                return
+            try:
+                self._peers.ask(node.control, request, deadline_s)
+                self._episodes.end(node.name, "%s can lead a regrouping again", node.name, extra=about(peer=node.name))
+                return
+            except away as error:
+                text, extra = "%s cannot lead a regrouping: %s", about(peer=node.name)
+                self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
+        raise SmpUnavailable(f"no node of the job's layout answers: {', '.join(node.name for node in layout.nodes)}")
+
+    def lead(self, request: Regroup) -> None:
+        """This node is in charge: regroup now if a node is leaving, else soon, once for all requests until then."""
+        self._spares.update(request.spares)
+        if request.leaving:
+            self.regroup(still=request.still)
+        else:
+            self._wanted.set()
 
     def _lead(self) -> None:
         while self._wanted.wait() and not self._closed.is_set():

@@ -12,7 +12,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class ServesAt:
-    """Whatever says where an SMP listens, in four fields of its own."""
+    """Whatever says where an SMP listens, in four fields of its own. `more_bulk`: its further addresses for raw bytes,
+    if its node has several network cards."""
 
     __slots__ = ()
     host: str

@@ -19,8 +19,6 @@ class Inventory(ServesAt):
     """The holdings of the SMP of `node`.
 
     Attributes:
-        host, control_port, bulk_port: where it listens.
-        more_bulk: its further addresses for raw bytes, if its node has several network cards.
         epoch: the newest epoch it has seen; 0 if none.
         run: the run that it takes part in, or took part in last; None: none.
         given_up: ids of runs that it was told are given up.

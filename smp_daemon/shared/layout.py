@@ -53,11 +53,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Node(ServesAt):
-    """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in.
-
-    Attributes:
-        more_bulk: further addresses of the SMP for raw bytes, if the node has several network cards.
-    """
+    """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in."""
 
     name: str
     host: str

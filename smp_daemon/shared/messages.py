@@ -148,11 +148,11 @@ class Seal(Request, tag="seal", kw_only=True):
     Attributes:
         slot, taken: the file of the slot, and the number under which the trainer has taken it; see `owners.taken`.
         keep: the snapshots to keep.
-        protected: the newest snapshot that the whole job knows to be protected.
+        protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
         with_parity: those of `keep` that keep their parity, or are still to get it; None: all.
-        encode: whether the snapshot is to be protected.
-        next_s: how long after it the next one is to be protected; 0: unknown.
-        spent: where the time of the run went until then.
+        encode: whether the snapshot is to be protected; the same on every rank.
+        next_s: how long after it the next one is to be protected, in seconds, for operators; 0: unknown.
+        spent: where the time of the run went until then, for operators.
         digests: digests of the shard's units, taken as they were written; empty: the SMP reads the slot for them.
     """
 
@@ -384,17 +384,15 @@ class PeerStatus(PeerRequest, tag="status", kw_only=True):
 
 
 class Regroup(PeerRequest, tag="regroup", kw_only=True):
-    """Have the SMP in charge check whether the groups are complete, and regroup if not. Answered at once."""
-
-
-class Move(PeerRequest, tag="move", kw_only=True):
-    """Regroup now, because a node is leaving.
+    """Have the SMP in charge check whether the groups are complete, and regroup if not.
 
     Attributes:
-        spares: further SMPs that may take over some of its data.
+        leaving: a node is leaving: answered once its data is moved; else at once.
+        spares: further SMPs that may take over some of that.
         still: the trainers that are connected hold still, and end afterwards.
     """
 
+    leaving: bool = False
     spares: Addresses = ()
     still: bool = False
 
@@ -548,18 +546,7 @@ class SumReply(Reply, kw_only=True):
 
 
 PeerControl = (
-    Ping
-    | ParityDone
-    | PeerInventory
-    | PeerStatus
-    | Regroup
-    | Move
-    | Enlist
-    | GiveUpRuns
-    | Drain
-    | Adopt
-    | Encode
-    | Release
+    Ping | ParityDone | PeerInventory | PeerStatus | Regroup | Enlist | GiveUpRuns | Drain | Adopt | Encode | Release
 )
 """Small messages, which go over gRPC."""
 

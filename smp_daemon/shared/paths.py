@@ -68,8 +68,6 @@ class Owner(ServesAt):
     """The SMP that owns an arena, as recorded in ``smp.json``.
 
     Attributes:
-        host, control_port, bulk_port: where the SMP listens.
-        more_bulk: its further addresses for raw bytes, if this node has several network cards.
         start_ticks: when its process started, see `pidfds.start_ticks`, which tells it from another with a reused pid.
         http_host, http_port: where it serves its page; port 0: nowhere.
         version: its version of holdfast.

@@ -5,10 +5,8 @@ A trainer's heartbeat is a change of a word of the board (`shared.board`); `watc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Deadlines
@@ -74,11 +72,6 @@ def judge_lease(age_s: float, lease_s: float) -> Health:
     if not lease_s or age_s <= LATE_AT * lease_s:
         return Health.ALIVE
     return Health.LATE if age_s <= lease_s else Health.DEAD
-
-
-def median_step(durations_s: Sequence[float]) -> float | None:
-    """The median duration of the steps seen so far; None if there are none."""
-    return median(durations_s) if durations_s else None
 
 
 def _verdict(phase: str, quiet_s: float, deadline_s: float) -> HealthVerdict:

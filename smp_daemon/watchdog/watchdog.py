@@ -11,13 +11,14 @@ import select
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import await_end, is_running
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
-from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge, median_step
+from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
 STEPS_KEPT = 32
@@ -305,7 +306,7 @@ class Watchdog:
             copy_bytes=self._shard_bytes(seen.coord) if seen.copying else 0,
             ended=seen.ended,
         )
-        verdict = judge(heartbeat, self._deadlines, median_step(seen.steps_s))
+        verdict = judge(heartbeat, self._deadlines, median(seen.steps_s) if seen.steps_s else None)
         return WatchedTrainer(
             seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s
         )

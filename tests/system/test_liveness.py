@@ -33,7 +33,6 @@ from holdfast.smp_daemon.watchdog.liveness import (
     WatchedTrainer,
     judge,
     judge_lease,
-    median_step,
 )
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 from tests.deadlines import DEADLINE_S
@@ -94,11 +93,6 @@ def test_a_peer_is_judged_by_its_lease() -> None:
     ages = [(0.0, Health.ALIVE), (15.0, Health.ALIVE), (16.0, Health.LATE), (30.0, Health.LATE), (31.0, Health.DEAD)]
     assert [judge_lease(age, 30.0) for age, _ in ages] == [health for _, health in ages]
     assert judge_lease(1e9, 0.0) is Health.ALIVE
-
-
-def test_a_median_needs_steps() -> None:
-    assert median_step([]) is None
-    assert median_step([1.0, 9.0, 2.0]) == 2.0
 
 
 def test_what_is_no_trainer_is_refused() -> None:

@@ -658,7 +658,7 @@ OPERATIONS = [
         "parity_done",
         "status",
     ),
-    *("regroup", "move", "enlist", "adopt", "encode", "release"),
+    *("regroup", "enlist", "adopt", "encode", "release"),
 ]
 """All but ``finish`` and ``drain``, which would be obeyed, and ``await``, which may take an hour."""
 

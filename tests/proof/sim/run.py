@@ -325,7 +325,7 @@ class _Driver:
         def drain() -> None:
             start = smp.store.state.record.start
             try:
-                answers.append(smp.drain(DRAIN_S, (), wait=False))
+                answers.append(smp.drainer.run(DRAIN_S, (), wait=False))
             except HoldfastError as error:
                 if smp.store.state.record.start != start:  # the job was started again meanwhile: once more
                     announce()

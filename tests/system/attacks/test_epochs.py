@@ -103,7 +103,6 @@ class Zombie:
             "inventory": ({}, None),
             "status": ({}, None),
             "regroup": ({}, None),
-            "move": ({"spares": []}, None),
             "enlist": ({"epoch": 1}, "ConfigError"),
             "give_up": ({"runs": [UNNAMED.id]}, "ConfigError"),
             "drain": ({"deadline_s": 0, "spares": []}, "DeadlineExceeded"),
@@ -280,7 +279,7 @@ except HoldfastError as error:
 if sys.argv[5] == "opened":
     stop_here()
 slot.view[:] = b"\\x55" * slot.view.nbytes
-client.pause(0, time.monotonic() + 100)
+client.board.pause(0, time.monotonic() + 100)
 for name, call in {
     "seal": lambda: client.seal(snapshot, "dp0", slot, [kept]),
     "take": lambda: client.take("dp0", []),
