@@ -164,6 +164,14 @@ class Directory(PersistPlace):
 
         self._fs, self._root, self.name = LocalFileSystem(), str(root), str(root)
 
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        """fsspec would list a file that is in the way of the directory as if it were in it."""
+        with _reported(f"{self._at(path)} cannot be listed"), suppress(FileNotFoundError):
+            with os.scandir(self._at(path)) as entries:
+                found = [(each, "directory" if each.is_dir() else "file" if each.is_file() else "") for each in entries]
+                return [{"name": e.name, "type": t, "size": e.stat().st_size if t == "file" else 0} for e, t in found]
+        return []
+
     @contextmanager
     def create(self, path: str) -> Iterator[Writable]:
         target = Path(self._at(path))
