@@ -118,7 +118,8 @@ class MegatronAdapter(Adapter):
         found = super().look()
 
         def late() -> Tree:
-            scalers = [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)]
+            held = [getattr(part, "grad_scaler", None) for part in self._parts]
+            scalers = [scaler.state_dict() if scaler else None for scaler in held]
             return found.late() | {"scaler": scalers}
 
         return Look(found.fixed, late)
@@ -209,7 +210,3 @@ def _check_cast(name: str, weight: torch.Tensor, main: torch.Tensor) -> None:
     """Raises `StateMismatch` unless the weight is the cast of its main parameter, bit for bit."""
     if not torch.equal(weight.view(torch.uint8), main.detach().to(weight.dtype).view(torch.uint8)):
         raise StateMismatch(f"{name}: the model's weight is not the cast of its main parameter")
-
-
-def _scaler(part: Any) -> Any:
-    return getattr(part, "grad_scaler", None)

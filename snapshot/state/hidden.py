@@ -87,14 +87,6 @@ def register(
     _registry[kind] = of
 
 
-def unregister(kind: type) -> None:
-    """Undo `register` for a class. Raises `KeyError` if it is not registered."""
-    if kind in _registry:
-        del _registry[kind]
-    else:
-        objects.forget(kind)
-
-
 def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
     """What to track of named modules, their submodules, and optimizers whose class is registered."""
     for name, owner in owners(roots):

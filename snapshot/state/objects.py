@@ -45,11 +45,6 @@ def keep(kind: type, way: Keeping) -> None:
     _ways[kind] = way
 
 
-def forget(kind: type) -> None:
-    """Undo `keep`. Raises `KeyError` if there is nothing to undo."""
-    del _ways[kind]
-
-
 def way_of(value: Any) -> Keeping | None:
     """How an object is kept; None: it is no object of a class that can be found again, or more than its attributes."""
     kind = type(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch, register
 from holdfast.snapshot.copy.tensors import memory_of
-from holdfast.snapshot.state.hidden import generators, unregister, untracked
+from holdfast.snapshot.state import hidden
+from holdfast.snapshot.state.hidden import generators, untracked
 
 
 class Centred(torch.nn.Module):
@@ -36,15 +36,14 @@ class Centred(torch.nn.Module):
 
 
 @pytest.fixture
-def centred() -> Iterator[None]:
+def centred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden, "_registry", {})
     register(
         Centred,
         get=lambda module: module.count,
         set=lambda module, count: setattr(module, "count", count),
         tensors=lambda module: module.means,
     )
-    yield
-    unregister(Centred)
 
 
 def job() -> tuple[Any, torch.optim.Optimizer]:

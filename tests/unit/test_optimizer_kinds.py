@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast import ConfigError, InMemorySnapshot
-from holdfast.snapshot.state.hidden import unregister
+from holdfast.snapshot.state import objects
 from tests.unit.test_beginning import Job, life, trial, warnings_of
 
 STEPS = 7
@@ -205,13 +205,10 @@ def test_what_cannot_be_kept_is_named_once_and_ends_no_job(kind: type[Own], capl
 
 
 @pytest.mark.usefixtures("arena")
-def test_what_need_not_be_kept_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
-    kind = type(threading.Lock())
-    holdfast.register(kind, kept=False)
-    try:
-        trial(loop, job_with(Locking))
-    finally:
-        unregister(kind)
+def test_what_need_not_be_kept_is_made_anew(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_ways", {})
+    holdfast.register(type(threading.Lock()), kept=False)
+    trial(loop, job_with(Locking))
     assert not [text for text in warnings_of(caplog) if "not captured" in text]
 
 
@@ -232,15 +229,14 @@ class Counting(Own):
 
 
 @pytest.mark.usefixtures("arena")
-def test_a_class_says_how_its_objects_are_kept() -> None:
+def test_a_class_says_how_its_objects_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_ways", {})
+
     def put(counter: Slotted, count: int) -> None:
         counter.count = count
 
     holdfast.register(Slotted, get=lambda counter: counter.count, set=put)
-    try:
-        assert trial(loop, job_with(Counting)).statistics.failed == 0
-    finally:
-        unregister(Slotted)
+    assert trial(loop, job_with(Counting)).statistics.failed == 0
 
 
 @pytest.mark.parametrize(
