@@ -193,10 +193,8 @@ class OptimizerState:
                     part = local(value)
                     block = of.block if tuple(part.shape) == of.shape else None
                     place = f"{self._prefix}.{name}.{key}"
-                    if not is_wrapper(part):
-                        yield LiveTensor(place, part, Change.STEP, replicated, block)
                     for inner, each in wrapped_in(part):
-                        yield LiveTensor(f"{place}{inner}", each, Change.STEP, replicated)
+                        yield LiveTensor(f"{place}{inner}", each, Change.STEP, replicated, None if inner else block)
 
     def watched(self) -> Iterator[Container]:
         """The groups and each parameter's state, and their containers, since ``load_state_dict`` replaces them."""

@@ -30,15 +30,12 @@ def is_wrapper(value: Any) -> bool:
 
 
 def wrapped_in(value: torch.Tensor, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors within, with their paths; nothing for a plain tensor."""
-    if is_wrapper(value):
-        names, _ = _taken_apart(value)
-        for name in names:
-            inner, place = getattr(value, name), f"{path}{INNER}{name}"
-            if is_wrapper(inner):
-                yield from wrapped_in(inner, place)
-            else:
-                yield place, inner
+    """The plain tensors within, with their paths; a plain tensor itself, under an empty path."""
+    if not is_wrapper(value):
+        yield path, value
+        return
+    for name in _taken_apart(value)[0]:
+        yield from wrapped_in(getattr(value, name), f"{path}{INNER}{name}")
 
 
 def described(value: Any) -> Any:
