@@ -30,6 +30,8 @@ from holdfast.snapshot.state.walk import LONGEST, is_installed, is_users_own, pa
 MOST = 5000
 """Maximum number of objects that are looked into."""
 
+READ_THROUGH = (DataLoader, Dataset, Sampler)
+
 
 def is_users_frame(frame: FrameType) -> bool:
     """Whether a function that is running belongs to the user's own code."""
@@ -48,12 +50,12 @@ def users_frames() -> Iterator[FrameType]:
 
 def generators_in_variables(but: Collection[int]) -> dict[str, Any]:
     """The random generators in variables of the functions that are running, from the caller outwards, and of their
-    modules, by name.
+    modules, by name; and those that functions in these variables refer to, in closures and in their own modules.
 
     Args:
         but: ids of generators that are somebody else's.
     """
-    return rng.owned(chain.from_iterable(_variables()), _is_opened, but, longest=LONGEST, most=MOST)
+    return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, most=MOST)
 
 
 def name_of(value: Any) -> str:
@@ -106,7 +108,7 @@ class ChangingVariables:
             return  # the first step has not ended: there is no layout yet
         known, kept = self._known(), self._kept
         self._kept = []
-        for path, value, holder in walk(chain.from_iterable(_variables()), _is_opened, longest=LONGEST, most=MOST):
+        for path, value, holder in walk(chain.from_iterable(_variables()), _may_change, longest=LONGEST, most=MOST):
             if id(value) in known or (holder is not None and id(holder) in known):
                 continue
             name = path.partition(".")[2]
@@ -150,9 +152,14 @@ def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
     return chain(torch.nn.Module.parameters(value), torch.nn.Module.buffers(value))
 
 
-def _is_opened(value: Any) -> bool:
+def _may_draw(value: Any) -> bool:
     """What data is read through has a place of its own, which the script may find by reading again."""
-    return is_users_own(value) and not callable(value) and not isinstance(value, DataLoader | Dataset | Sampler)
+    return is_users_own(value) and not isinstance(value, READ_THROUGH)
+
+
+def _may_change(value: Any) -> bool:
+    """Steps may change the tensors of what data is read through, such as a sampler's weights, and reading does not."""
+    return isinstance(value, READ_THROUGH) or (is_users_own(value) and not callable(value))
 
 
 class Variables:
