@@ -153,14 +153,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _port(text: str) -> int:
+    try:
+        return settings.whole(0, 65535).read(text)  # gRPC would take any number, and serve on another port
+    except HoldfastError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the settings of an SMP, its ports and ``--detach``, as `holdfast smp start` has them too."""
     settings.add_options(parser, settings.SMP_OPTIONS)
-    parser.add_argument("--port", default=0, type=int, help="gRPC port; 0: the one before, or any")
+    parser.add_argument("--port", default=0, type=_port, help="gRPC port; 0: the one before, or any")
     parser.add_argument(
         "--bulk-port",
         default=0,
-        type=int,
+        type=_port,
         help="TCP port for raw bytes on every address of --host; where it is taken, the addresses after the first use "
         "another. 0: the predecessor's port, or any free one",
     )

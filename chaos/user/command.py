@@ -87,6 +87,8 @@ class CommandPlan:
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
             raise ConfigError(f"--nodes {self.nodes}: choose 1 to {MOST_NODES}, all of which run on this machine")
+        if self.steps <= FIRST_STEP:
+            raise ConfigError(f"--steps {self.steps}: choose {FIRST_STEP + 1} or more")
         most = self.steps - FIRST_STEP
         if not 1 <= self.faults <= most:
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -46,6 +47,16 @@ def some_time(text: str) -> float:
     if seconds <= 0:
         raise ConfigError(f"{text!r}: give more than 0")
     return seconds
+
+
+@checked
+def pattern(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"{text!r} is no regular expression: {error}") from None
+    return text
 
 
 def deadline_up_to(most_s: float) -> Callable[[str], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from holdfast.cli.arguments import deadline
+from holdfast.cli.arguments import deadline, pattern
 from holdfast.cli.output import add_json, console_of, write_json
 
 
@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
     audit.add_argument("--steps", type=int, default=8, help="steps of each run; the kill is in the middle (default 8)")
     audit.add_argument(
         "--ignore",
+        type=pattern,
         action="append",
         default=[],
         metavar="PATTERN",

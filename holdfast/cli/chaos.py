@@ -7,7 +7,7 @@ import random
 import shlex
 from typing import Any
 
-from holdfast.cli.arguments import deadline
+from holdfast.cli.arguments import deadline, pattern
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -41,6 +41,7 @@ def add(commands: Any) -> None:
     )
     run.add_argument(
         "--ignore",
+        type=pattern,
         action="append",
         default=[],
         metavar="PATTERN",

@@ -80,13 +80,20 @@ def sentence(node: str, drained: Drained) -> str:
 
 
 def look_at(parsed: argparse.Namespace) -> Overview:
-    """The job ``--job``, as the SMP ``--at`` knows it. Blocks as `look`. Raises `ConfigError`."""
+    """The job ``--job``, as the SMP ``--at`` knows it. Blocks as `look`. Raises `ConfigError`, or `SmpUnavailable` if
+    that one does not answer."""
     if not parsed.job:
         raise ConfigError("--at needs --job, for an SMP answers for its own job only")
     addresses = parse_spares(parsed.at)
     if len(addresses) != 1:
         raise ConfigError(f"--at {parsed.at!r} names {len(addresses)} SMPs: name one")
-    return look(parsed.job, addresses[0])
+    overview = look(parsed.job, addresses[0])
+    overview.check_let_in()
+    if not overview.statuses:
+        raise SmpUnavailable(
+            f"no SMP of job {parsed.job!r} answers at {parsed.at}: name one that `holdfast status` shows"
+        )
+    return overview
 
 
 def _job_of(parsed: argparse.Namespace) -> Overview:

@@ -34,6 +34,8 @@ from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.resume.arrange import parse_protect
 
 DEFAULT_NODES = 8
+MOST_NODES = 100_000
+"""For as many it computes for a minute."""
 GOES_BACK = {"process": "a crash", "memory": "a lost node", "beyond": "a loss beyond memory"}
 
 
@@ -130,8 +132,10 @@ def run(parsed: argparse.Namespace) -> int:
     profiled, smp = _profile(parsed), smp_of(parsed, parsed.measured)
     default = profiled.nodes if profiled is not None else DEFAULT_NODES
     nodes = parsed.nodes if parsed.nodes is not None else default
-    if nodes < 1 or parsed.gpus_per_node < 1:
-        raise ConfigError(f"{nodes} nodes of {parsed.gpus_per_node} GPUs: --nodes and --gpus-per-node are 1 or more")
+    if not 1 <= nodes <= MOST_NODES or parsed.gpus_per_node < 1:
+        raise ConfigError(
+            f"{nodes} nodes of {parsed.gpus_per_node} GPUs: --nodes is 1 to {MOST_NODES}, --gpus-per-node 1 or more"
+        )
     if not 1 <= parsed.replicas <= nodes:
         raise ConfigError(f"--replicas {parsed.replicas} on {nodes} nodes: choose 1 to {nodes}")
     costs = _costs(parsed, profiled, smp, nodes)

@@ -18,11 +18,13 @@ _NUMBER_AND_UNIT = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """One kind of quantity: its name, examples for error messages, and the factor of each unit."""
+    """One kind of quantity: its name, examples for error messages, the factor of each unit, and the most in its largest
+    unit, which is more than anyone has: what is computed with it stays within what numbers hold."""
 
     name: str
     examples: str
     units: Mapping[str, float]
+    most: int
 
     def read(self, text: str, what: str) -> float:
         begin = f"{what}: {text!r}" if what else repr(text)
@@ -33,8 +35,11 @@ class _Quantity:
                 return 0.0
             if not unit:
                 raise ConfigError(f"{begin} has no unit: give a {self.name} such as {self.examples}")
-            if unit in self.units and math.isfinite(number * self.units[unit]):
-                return number * self.units[unit]
+            if unit in self.units and math.isfinite(value := number * self.units[unit]):
+                largest = max(self.units, key=lambda each: self.units[each])
+                if value > self.most * self.units[largest]:
+                    raise ConfigError(f"{begin} is more than {self.most}{largest}: give less")
+                return value
         raise ConfigError(f"{begin} is not a {self.name}: give one such as {self.examples}")
 
 
@@ -45,10 +50,13 @@ _BYTES: dict[str, float] = {
     **{f"{letter}{end}": 1024.0**power for letter, power in _POWERS.items() for end in ("i", "iB")},
     "kB": 1000.0,
 }
-_SIZE = _Quantity("size", "64GB or 60GiB", _BYTES)
-_RATE = _Quantity("rate", "2GB/s or 500MB/s", {f"{unit}/s": count for unit, count in _BYTES.items()})
+_SIZE = _Quantity("size", "64GB or 60GiB", _BYTES, 1000)
+_RATE = _Quantity("rate", "2GB/s or 500MB/s", {f"{unit}/s": count for unit, count in _BYTES.items()}, 1000)
 _TIME = _Quantity(
-    "time", "800ms, 90s, 5min, 36h or 1000d", {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    "time",
+    "800ms, 90s, 5min, 36h or 1000d",
+    {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0},
+    10_000_000,
 )
 
 
@@ -59,7 +67,7 @@ def parse_size(text: str, what: str = "") -> int:
         what: names the option or variable in the error.
 
     Raises:
-        ConfigError: the text is not a number, or has no unit or the wrong one.
+        ConfigError: the text is not a number, has no unit or the wrong one, or is more than 1000Pi.
     """
     return int(_SIZE.read(text, what))
 

@@ -100,6 +100,27 @@ def test_bad_input_is_one_line_for_people_and_one_object_for_programs(
         assert said["error"]["status"] == status and message in said["error"]["message"]
 
 
+ABSURD = {
+    "smp start --job x --port 65536": (WRONG, "--port: '65536'"),
+    "smp start --job x --bulk-port -1": (WRONG, "--bulk-port"),
+    "plan --step 1s --state 1e9PB": (WRONG, "--state: '1e9PB' is more than"),
+    "plan --step 1s --state 1GB --mtbf 1e300d": (WRONG, "--mtbf: '1e300d' is more than"),
+    "plan --step 1s --state 1GB --nodes 1000000000": (WRONG, "--nodes is 1 to"),
+    "chaos run --steps 2 -- true": (WRONG, "--steps 2"),
+    "chaos run --ignore ( -- true": (WRONG, "--ignore: '('"),
+    "audit --ignore ( -- true": (WRONG, "--ignore: '('"),
+    "give-up --job x --at 127.0.0.1:1": (NO_ANSWER, "127.0.0.1:1"),
+    "drain node --job x --at 127.0.0.1:1": (NO_ANSWER, "127.0.0.1:1"),
+}
+
+
+@pytest.mark.parametrize("line", ABSURD)
+def test_an_absurd_value_is_named_before_anything_is_done(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, message = ABSURD[line]
+    assert main(line.split()) == status
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_that_is_not_there_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, _ = COMMANDS[name]

@@ -59,6 +59,15 @@ def test_what_is_none_is_refused(read: Callable[[str], float], texts: tuple[str,
             read(text)
 
 
+@pytest.mark.parametrize(
+    ("read", "most"), [(parse_size, "1000Pi"), (parse_rate, "1000Pi/s"), (parse_time, "10000000d")]
+)
+def test_more_than_anyone_has_is_refused(read: Callable[[str], float], most: str) -> None:
+    assert read(most) > 0
+    with pytest.raises(ConfigError, match=f"more than {most}"):
+        read("9" + most)
+
+
 @pytest.mark.parametrize(("read", "kind"), [(parse_size, "SIZE"), (parse_rate, "RATE"), (parse_time, "TIME")])
 def test_a_number_without_a_unit_is_refused(read: Callable[[str, str], float], kind: str) -> None:
     for text in ("64", "1e9", "1.5"):
