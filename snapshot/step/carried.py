@@ -49,6 +49,9 @@ log = get_log(__name__)
 LOOKS_AT = 2
 """The step in which `CarriedVariables` looks."""
 
+DEEPEST = 2
+"""How many calls a helper is followed into."""
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque)
 """Types of values that may be state. Those of other objects are looked at where they change."""
 
@@ -131,23 +134,33 @@ def _look_into(
     paths = [*called_in(turns), *sources]
     helpers = {path: each for path in paths if (each := helper_of(path, values)) is not None}
 
-    def written_by(path: str) -> dict[str, int]:
-        return helpers[path].writes if path in helpers else {}
-
+    written_by = partial(_written_by, helpers)
     found = Flow(function, turns, reads, values.of, _is_ours, is_kept, named.is_foreign, written_by).found
     for called, helper in helpers.items():
-        known = RunningValues(helper.names)
-        kept = partial(named.has, known)
-        gives = called in sources
-        inner = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign, gives=gives).found
-        for path, line in inner.carried.items():
-            outer = helper.called_outside(path)
-            if outer and not is_kept(outer, known.of(path)):
-                found.carried.setdefault(outer, line)
+        for path, line in _carried_by(helper, named, gives=called in sources).items():
+            if not is_kept(path, values.of(path)):
+                found.carried.setdefault(path, line)
     for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
         if helper.owner and any(path.startswith(f"{helper.owner}.") for path in found.carried):
             found.carried |= {path: at for path, at in helper.writes.items() if not is_kept(path, values.of(path))}
     return found
+
+
+def _written_by(helpers: Mapping[str, Helper], path: str) -> dict[str, int]:
+    return helpers[path].writes if path in helpers else {}
+
+
+def _carried_by(helper: Helper, named: _Named, *, gives: bool = False) -> dict[str, int]:
+    """What a helper, and those that it calls, carry from call to call, by the paths of the caller, with lines."""
+    known = RunningValues(helper.names)
+    kept = partial(named.has, known)
+    written_by = partial(_written_by, helper.calls)
+    flow = Flow(helper.function, [], False, known.of, _is_ours, kept, named.is_foreign, written_by, gives)
+    found = dict(flow.found.carried)
+    for inner in helper.calls.values():
+        found |= _carried_by(inner, named)
+    called = {path: helper.called_outside(path) for path in found if not kept(path, known.of(path))}
+    return {outside: found[path] for path, outside in called.items() if outside}
 
 
 def lines_for(found: Carries) -> list[str]:
@@ -284,18 +297,22 @@ class Helper:
         function: its source. names: the values that it knows.
         owner: the path of the object whose method it is; empty if it is none, or the caller has no name for it.
         itself: what the method calls that object; empty if it is none.
+        calls: the helpers that it calls itself, by its own paths.
     """
 
     function: ast.FunctionDef | ast.AsyncFunctionDef
     names: Mapping[str, Any]
     owner: str
     itself: str
+    calls: Mapping[str, Helper]
 
     @property
     def writes(self) -> dict[str, int]:
         """What it assigns that outlives the call, by the paths of the caller, with lines."""
         is_kept = outlives(self.function)
         found = assigned_in(self.function.body)
+        for helper in self.calls.values():
+            found = helper.writes | found
         outside = {self.called_outside(path): line for path, line in found.items() if is_kept(path)}
         outside.pop("", None)
         return outside
@@ -314,8 +331,9 @@ def _content(cell: CellType) -> Any:
         return MISSING
 
 
-def helper_of(path: str, values: RunningValues) -> Helper | None:
-    """The function of the user's own that is called by a path, unless it is a model's."""
+def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helper | None:
+    """The function of the user's own that is called by a path, unless it is a model's, with those that it calls, down
+    to `deepest` levels."""
     called, owner = values.of(path), path.rpartition(".")[0]
     if not isinstance(called, FunctionType | MethodType | type) and callable(called):
         method = inspect.getattr_static(type(called), "__call__")
@@ -332,7 +350,11 @@ def helper_of(path: str, values: RunningValues) -> Helper | None:
     names = {**inner.__globals__, **{name: value for name, cell in cells if (value := _content(cell)) is not MISSING}}
     arguments = function.args.posonlyargs + function.args.args
     itself = arguments[0].arg if held is not None and arguments else ""
-    return Helper(function, names | ({itself: held} if itself else {}), owner if itself else "", itself)
+    names |= {itself: held} if itself else {}
+    inner = RunningValues(names)
+    within = called_in(function.body) if deepest else []
+    calls = {path: each for path in within if (each := helper_of(path, inner, deepest - 1)) is not None}
+    return Helper(function, names, owner if itself else "", itself, calls)
 
 
 def _enters(function: Function, values: RunningValues, line: int) -> ast.With | ast.AsyncWith | None:

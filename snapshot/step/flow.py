@@ -380,8 +380,13 @@ class Flow:
             return NONE
         owner = path.rpartition(".")[0]
         names, attributes = _read_in(code)
-        paths = [*code.co_freevars, *names & self._shared, *(f"{owner}.{name}" for name in attributes if owner)]
-        return frozenset().union(*(self._state.get(each, NONE) for each in paths))
+        known = {owner, *code.co_freevars, *names & self._shared} - {""}
+
+        def is_read(path: str) -> bool:
+            root = next((each for each in known if path == each or path.startswith(f"{each}.")), None)
+            return root is not None and attributes.issuperset(filter(None, path[len(root) :].split(".")))
+
+        return frozenset().union(*(origins for path, origins in self._state.items() if is_read(path)))
 
     def _call(self, node: ast.Call) -> None:
         name = _name_of(node)

@@ -267,6 +267,46 @@ def test_objects_whose_methods_are_called_are_looked_into(caplog: pytest.LogCapt
     assert "meter" not in line
 
 
+class Penalty:
+    def __init__(self) -> None:
+        self.share = 0.1
+        self.told = 0
+
+    def update(self, loss: float) -> None:
+        self.share *= 1.1 if loss > 1 else 0.9
+        self.told += 1
+
+
+class Training:
+    """Its step calls methods, of its own and of what it holds, which read and write numbers."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.penalty = job, Penalty()
+
+    def loss(self) -> torch.Tensor:
+        return self.job.model(torch.randn(2, 4)).square().sum() * self.penalty.share
+
+    def step(self) -> None:
+        loss = self.loss()
+        loss.backward()
+        self.penalty.update(loss.item())
+
+
+def with_helpers_of_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    training = Training(job)
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        training.step()
+        yield
+        job.optim.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_helpers_call_is_looked_into(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(with_helpers_of_helpers, caplog)
+    assert "training.penalty.share (line" in line
+
+
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [annealed, annealed_in_a_function])
 def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
