@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -239,13 +238,17 @@ def counted(
 def test_noise_from_a_generator_that_nothing_names_is_named_as_the_cause(arena: Path) -> None:
     """As mixup in the loop does; the data itself comes back."""
 
+    def drawing(generator: torch.Generator) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.rand((), generator=generator)
+
     def job(life: Life) -> None:
-        model, draw = net(), partial(torch.rand, (), generator=torch.Generator().manual_seed(3))
+        model, shares = net(), drawing(torch.Generator().manual_seed(3))
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with life.snapshot(model, optim) as snap:
             batches = snap.data(DataLoader(table(), batch_size=8, shuffle=True))
             for x, y in batches:
-                share = draw()
+                share = next(shares)
                 loss = loss_of(model, share * x + (1 - share) * x.flip(0), y)
                 loss.backward()
                 life.lose(batches.position - 1, loss)

@@ -284,11 +284,12 @@ class Training:
         self.job, self.penalty = job, Penalty()
 
     def loss(self) -> torch.Tensor:
-        return self.job.model(torch.randn(2, 4)).square().sum() * self.penalty.share
+        loss: torch.Tensor = self.job.model(torch.randn(2, 4)).square().sum() * self.penalty.share
+        return loss
 
     def step(self) -> None:
         loss = self.loss()
-        loss.backward()
+        torch.autograd.backward(loss)
         self.penalty.update(loss.item())
 
 
