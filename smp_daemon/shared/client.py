@@ -162,14 +162,15 @@ class SmpClient(SmpConnection):
             count = from_plain(Reserved, reply, "how much is reserved").count
             if not wait or count >= layout.slots:
                 return count
-            self._look_again()
-            while self.board.epoch == layout.epoch and self.board.ready(layout.epoch) == count:
+            is_news = False
+            while not is_news:
                 if (now := self.board.moves) != moves:
                     moves = now
                     progress.moved()
                 if progress.is_stuck:
                     raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots")
                 self._look_again()
+                is_news = self.board.epoch != layout.epoch or self.board.ready(layout.epoch) != count
 
     def slots(self, epoch: int, coord: str) -> list[memoryview]:
         """All slots that `take` may return for `coord` in that epoch, mapped. Mappings of other slots are dropped. May
