@@ -78,7 +78,7 @@ class Script:
     def await_drain(self) -> None:
         client = SmpClient(arena_path("survivors"), "survivors")
         print("drain", flush=True)
-        wait_until(lambda: client.node_leaves)
+        wait_until(lambda: client.board.leaving)
         client.close()
 
     def make(self) -> None:
