@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -46,21 +47,24 @@ Event = dict[str, Any]
 Started = list[subprocess.Popen[bytes]]
 
 
+def note(folder: str, rank: int, attempt: int, moment: str) -> None:
+    """Write down that it is this moment of an attempt."""
+    with Path(folder, f"{rank}.json").open("a") as out:
+        out.write(json.dumps({"moment": moment, "attempt": attempt, "at": time.monotonic()}) + "\n")
+
+
 def train(folder: str, mb: int) -> None:
     """One rank, in one attempt."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     os.environ |= {ARENA_ENV: f"{folder}/node{rank}", "HOLDFAST_NODE": f"node{rank}", "HOLDFAST_JOB": "bench"}
     torch.set_num_threads(1)
 
-    def say(moment: str, in_attempt: int = attempt) -> None:
-        with Path(folder, f"{rank}.json").open("a") as out:
-            out.write(json.dumps({"moment": moment, "attempt": in_attempt, "at": time.monotonic()}) + "\n")
-
+    say = partial(note, folder, rank, attempt)
     say("begun")
     try:
         steps(say, mb, victim=rank == VICTIM and attempt == 0)
     except RuntimeError:
-        say("detected", attempt + 1)
+        note(folder, rank, attempt + 1, "detected")
         raise
 
 
@@ -126,6 +130,7 @@ def restart(job: Job) -> None:
     """Start all ranks, and all of them again once the victim has ended."""
     with ranks(job, attempt=0) as started:
         started[VICTIM].wait()  # without a timeout, with which it would look only now and then
+        note(job.folder, VICTIM, 1, "detected")
     with ranks(job, attempt=1) as started:
         check(job, started)
 
@@ -196,7 +201,7 @@ def check(job: Job, started: Started) -> None:
 
 
 def measure(way: str, ranks: int, mb: int) -> dict[str, float]:
-    """Seconds from the kill until the last rank reached each of `MOMENTS`."""
+    """Seconds from the kill until the first rank has detected it, and the last has reached the others of `MOMENTS`."""
     folder = Path(f"/dev/shm/holdfast-bench-{os.getpid()}")
     folder.mkdir(mode=0o700)
     part, run = WAYS[way]
@@ -218,13 +223,13 @@ def read(path: Path) -> list[Event]:
 
 
 def since_kill(events: list[list[Event]]) -> dict[str, float]:
-    """What `measure` returns, from the events of each rank. A rank that was killed before its collective had failed has
-    detected nothing."""
+    """What `measure` returns, from the events of each rank. *Detected* is when the first other rank's collective has
+    failed, or this program has seen the end of the victim."""
     [killed] = [event["at"] for event in events[VICTIM] if event["moment"] == "killed"]
-    found = {}
-    for moment in MOMENTS:
-        times = [[e["at"] for e in each if e["attempt"] and e["moment"] == moment] for each in events]
-        found[moment] = max(min(each) for each in times if each) - killed
+    later = [[event for event in each if event["attempt"]] for each in events]
+    found = {"detected": min(event["at"] for each in later for event in each) - killed}
+    for moment in MOMENTS[1:]:
+        found[moment] = max(min(e["at"] for e in each if e["moment"] == moment) for each in later) - killed
     return found
 
 
