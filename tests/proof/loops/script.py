@@ -479,7 +479,7 @@ class Script:
         self._blame.append("scaler")
 
     def _add_skip(self, what: str, twist: Twist) -> None:
-        self._blame.append(r"skip|no gradients were computed|another batch")
+        self._blame.append(r"skip|no gradients .*were computed|another batch")
 
     def _add_written(self, what: str, twist: Twist) -> None:
         """`_work` writes the code: it writes while the step runs, in place only when backward is over."""
