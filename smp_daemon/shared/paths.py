@@ -42,7 +42,7 @@ def arena_path(job: str, base: str | Path | None = None) -> Path:
     """
     if not is_identifier(job):
         raise ConfigError(f"{job!r} cannot be a job id: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
-    return Path(base or arena_base()) / job
+    return (Path(base) if isinstance(base, str) else base or arena_base()) / job
 
 
 def socket_path(arena: Path) -> Path:
