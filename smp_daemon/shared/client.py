@@ -68,8 +68,11 @@ from holdfast.smp_daemon.shared.trainer_slots import TakenSlot, TrainerSlots
 ANSWER_S = 5.0
 """How much longer than the requested wait the SMP may take to answer."""
 
-LOOK_EVERY_S = 2e-3
-"""Pause before the board is looked at again, in seconds."""
+FIRST_LOOK_S, LONGEST_LOOK_S = 2e-3, 1.0
+"""Pause before the board is looked at again, in seconds: at first, and at most."""
+
+LATER_LOOK = 0.02
+"""A pause lasts this share of the time that was waited before, so that a long wait takes few looks."""
 
 END_DEADLINE_S = 5.0
 """How long a trainer that ends waits to report it, in seconds: twice, for its turn and for the answer. The SMP sees
@@ -162,14 +165,14 @@ class SmpClient(SmpConnection):
             count = from_plain(Reserved, reply, "how much is reserved").count
             if not wait or count >= layout.slots:
                 return count
-            is_news = False
+            is_news, began_s = False, self.system.monotonic()
             while not is_news:
                 if (now := self.board.moves) != moves:
                     moves = now
                     progress.moved()
                 if progress.is_stuck:
                     raise DeadlineExceeded(f"the SMP of {self.arena} has reserved {count} of {layout.slots} slots")
-                self._look_again()
+                self._look_again(began_s)
                 is_news = self.board.epoch != layout.epoch or self.board.ready(layout.epoch) != count
 
     def slots(self, epoch: int, coord: str) -> list[memoryview]:
@@ -257,16 +260,19 @@ class SmpClient(SmpConnection):
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
         """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
-        until_s = self.system.monotonic() + deadline_s
+        began_s = self.system.monotonic()
+        until_s = began_s + deadline_s
         while (outcome := self.outcome(snapshot)) is SnapshotOutcome.PENDING and self.system.monotonic() < until_s:
-            self._look_again()
+            self._look_again(began_s)
         return outcome
 
-    def _look_again(self) -> None:
-        """Pause before another look at the board. Raises `SmpUnavailable` if nobody posts there any more."""
+    def _look_again(self, began_s: float) -> None:
+        """Pause before another look at the board, in a wait that began then. Raises `SmpUnavailable` if nobody posts
+        there any more."""
         if self.connection is None:
             raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
-        self.system.sleep(LOOK_EVERY_S)
+        waited_s = self.system.monotonic() - began_s
+        self.system.sleep(min(max(FIRST_LOOK_S, LATER_LOOK * waited_s), LONGEST_LOOK_S))
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
         """Have the SMP recover `coord` from wherever its bytes are. Returns the shard, mapped.
