@@ -14,11 +14,11 @@ import ast
 import inspect
 import linecache
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from tokenize import TokenError
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ from holdfast.snapshot.step.flow import (
     root_of,
     sources_in,
 )
-from holdfast.snapshot.step.variables import users_frames
+from holdfast.snapshot.step.variables import is_users_frame, users_frames
 
 log = get_log(__name__)
 
@@ -94,6 +94,8 @@ class CarriedVariables:
                 line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
                 within = _enters(function, values, frame.f_lineno if line is None else line)
                 one = _look_into(function, frame.f_lineno, line, within, named, values)
+                read_on = {path for path in one.carried if _reads_on(values.of(path))}
+                found.iterators |= {path: one.carried.pop(path) for path in read_on}
                 found.carried = one.carried | found.carried
                 found.updated = one.updated | found.updated
                 found.counts |= one.counts
@@ -254,7 +256,21 @@ class _Named:
             return True  # attributes there are looked at as they change
         if isinstance(value, torch.Tensor):
             return memory_of(value) in self._memory
+        if _reads_on(value):
+            return False
         return value is not MISSING and not isinstance(value, (*PLAIN, np.generic, np.ndarray))
+
+
+def _reads_on(value: Any) -> bool:
+    """Whether a value is an iterator that knows its place: one of Python's own, or a generator of the user's that loops
+    over something or counts. One that only draws from torch finds its place again."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        if frame is None or not is_users_frame(frame):
+            return False
+        function = function_of(value.gi_code, frame.f_globals)
+        return function is not None and any(isinstance(each, ast.For | ast.AugAssign) for each in parts_of(function))
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
 def _is_ours(value: Any) -> bool:

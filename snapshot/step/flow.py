@@ -61,6 +61,7 @@ class Carries:
 
     Attributes:
         carried: the variables from which an earlier turn's value reaches a step, with the first line that assigns each.
+        iterators: those of `carried` that are iterators, which have a place; only the caller knows.
         updated: modules that a turn updates, and that are not captured, with the line.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
@@ -69,6 +70,7 @@ class Carries:
     """
 
     carried: dict[str, int] = field(default_factory=dict)
+    iterators: dict[str, int] = field(default_factory=dict)
     updated: dict[str, int] = field(default_factory=dict)
     counts: set[int] = field(default_factory=set)
     numbered: bool = False
@@ -444,9 +446,9 @@ def _name_of(call: ast.Call) -> str:
 
 
 def _changed_by(call: ast.Call) -> ast.expr | None:
-    """What a call changes: the container whose method it calls, or what it shuffles."""
+    """What a call changes: the container whose method it calls, what it shuffles, or an iterator that it reads on."""
     name = _name_of(call)
-    if name == "shuffle" and call.args:
+    if (name == "shuffle" or (name == "next" and isinstance(call.func, ast.Name))) and call.args:
         return call.args[0]
     return call.func.value if isinstance(call.func, ast.Attribute) and name in MUTATES else None
 

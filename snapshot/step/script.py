@@ -37,6 +37,10 @@ CARRIED = (
     "it anew, and gives other results. Begin a count of steps at snap.step; keep other values in a dict or in "
     "attributes, and name these before entering, as by %s"
 )
+READS_ON = (
+    "%s: an iterator that steps read on from, and that a restart begins anew: give the hook a function that makes it, "
+    "and read on from what you get, as by %s"
+)
 COUNTS = (
     "the loop at line %s counts from its beginning again after a restart, so that it makes more turns than it should: "
     "write `for epoch in range(snap.epoch, epochs)` around snap.data, or `for step in snap.steps(n)`"
@@ -165,6 +169,12 @@ class Script:
         if found.carried or found.updated:
             names = [f"{name} (line {line})" for name, line in (found.carried | found.updated).items()]
             log.warning(CARRIED, some(names), some(lines_for(found)))
+        if found.iterators:
+            names = [f"{name} (line {line})" for name, line in found.iterators.items()]
+            lines = [
+                f'{path} = iter(snap.data(lambda: ..., name="{path.rpartition(".")[2]}"))' for path in found.iterators
+            ]
+            log.warning(READS_ON, some(names), some(lines))
 
     def parameters_changed(self) -> None:
         """The script has changed parameters between entering and the first step of a new job."""

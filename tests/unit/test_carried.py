@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import logging
 import textwrap
 from collections.abc import Callable, Iterator
@@ -258,6 +259,37 @@ def with_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         logging.getLogger("training").info("%s", meter.total / meter.count)
         if stopper.stops:
             break
+
+
+def numbers() -> Iterator[float]:
+    number = 0
+    while True:
+        number += 1
+        yield float(number)
+
+
+def drawn() -> Iterator[float]:
+    while True:
+        yield torch.rand(1).item()
+
+
+def with_iterators(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    scales, counted, noise = itertools.cycle([1.0, 2.0, 3.0]), numbers(), drawn()
+    kept = iter(snap.data(lambda: itertools.cycle([1.0, 2.0, 3.0]), name="kept"))
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        scale = next(scales) * next(counted) * next(noise) * next(kept) * next(iter([1.0]))
+        (job.model(torch.randn(2, 4)).sum() * scale).backward()
+        yield
+        job.optim.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_iterators_that_know_their_place_are_named_with_a_line_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    life(with_iterators, Job(), None)
+    (line,) = [each.getMessage() for each in caplog.records if "iterator" in each.getMessage()]
+    assert all(f"{name} (line" in line and f'name="{name}"' in line for name in ("scales", "counted"))
+    assert not any(f"{name} (line" in line for name in ("noise", "kept"))
 
 
 @pytest.mark.usefixtures("arena")

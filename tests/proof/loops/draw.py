@@ -231,7 +231,7 @@ def _consistent(loop: Loop) -> Loop:
             or (kind == "zeroed in place" and "unzeroed" in names)
             or (kind in ("schedule", "group", "freeze") and several)
             or (kind == "group" and (loop.optimizer not in PLAIN_OPTIMIZERS or loop.optimizer == "groups"))
-            or (kind == "group" and any(n.startswith(("schedule", "freeze")) for n in names))
+            or (kind == "group" and any(n.startswith(("schedule", "freeze", "skip")) for n in names))
             or (kind == "schedule" and loop.optimizer in ("sam", "container"))
             or (twist.name == "clip: value" and without_gradients)
             or (twist.name == "schedule: one cycle" and loop.optimizer not in WITH_MOMENTUM)
