@@ -68,8 +68,8 @@ from holdfast.smp_daemon.shared.trainer_slots import TakenSlot, TrainerSlots
 ANSWER_S = 5.0
 """How much longer than the requested wait the SMP may take to answer."""
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 2e-3, 1.0
-"""Pause before the board is looked at again, in seconds: at first, and at most."""
+FIRST_LOOK_S = 2e-3
+"""Pause before the board is looked at again, in seconds, at first."""
 
 LATER_LOOK = 0.02
 """A pause lasts this share of the time that was waited before, so that a long wait takes few looks."""
@@ -272,7 +272,7 @@ class SmpClient(SmpConnection):
         if self.connection is None:
             raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
         waited_s = self.system.monotonic() - began_s
-        self.system.sleep(min(max(FIRST_LOOK_S, LATER_LOOK * waited_s), LONGEST_LOOK_S))
+        self.system.sleep(max(FIRST_LOOK_S, LATER_LOOK * waited_s))
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
         """Have the SMP recover `coord` from wherever its bytes are. Returns the shard, mapped.

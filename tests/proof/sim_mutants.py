@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 
 from holdfast.integrations.adapters.torch_native import TorchAdapter
@@ -29,6 +30,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import Run, first_after, run_id
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.messages import Seal
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.plan import candidates, newest_protected, plan_restore
 from holdfast.smp_daemon.shared.runs import new_run, own_run
@@ -316,8 +318,8 @@ def _promised_only(inventories: Any, coords: Any, without: Any, choice: Any, *mo
     return plan_restore(inventories, coords, {*without, *younger}, choice, *more)
 
 
-def _seal_and_encode(self: Sealing, *arguments: Any, **options: Any) -> None:
-    _seal(self, *arguments, **{**options, "encode": True})
+def _seal_and_encode(self: Sealing, request: Seal) -> None:
+    _seal(self, msgspec.structs.replace(request, encode=True))
 
 
 def _oldest_first(inventories: Any, protected: Any) -> list[Any]:

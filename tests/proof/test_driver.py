@@ -480,9 +480,14 @@ def test_an_error_that_sticks_is_said_once_for_each_slot(
 def test_an_error_of_the_device_surfaces_and_sticks(gpu: EmulatedCuda) -> None:
     engine = engine_on(gpu)
     live = gpu.tensor(torch.ones(100))
+    [piece] = pieces_of([live])
+    slot = memoryview(mmap.mmap(-1, piece.offset + piece.bytes))
+    engine.prepare([slot], nullcontext)
     driver_of(gpu).set("fail_copy", 1)
+    transfer = engine.mark()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        copied(engine, live)
+        transfer.copy((piece,), slot, lambda count: None)
+        transfer.finish()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         gpu.synchronize()
 
