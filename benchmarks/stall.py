@@ -49,8 +49,9 @@ BESIDE_ROUNDS_S = 30.0
 
 LEAST_ROUNDS_S = 10.0
 
-TOO_BUSY = 0.2
-"""If *nothing* loses more copies than this, or a row's standard error is larger, the machine was too busy."""
+TOO_BUSY, SHARE = 0.2, 0.05
+"""If *nothing* loses more than `TOO_BUSY` copies, or a row's standard error is more than that and more than this share
+of what the row loses, the machine was too busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,10 @@ class StallReport:
             f"{row['system']}, {ranks_text(row['ranks'])}, {every_text(row['every'])}: {lost(row)} copies"
             for row in self.rows
             if row["noise"] is not None
-            and (row["noise"] > TOO_BUSY or (row["system"] == "nothing" and abs(row["lost_ratio"]) > TOO_BUSY))
+            and (
+                row["noise"] > max(TOO_BUSY, SHARE * row["lost_ratio"])
+                or (row["system"] == "nothing" and abs(row["lost_ratio"]) > TOO_BUSY)
+            )
         ]
 
     def to_json(self) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def test_noise_stands_beside_what_is_lost_and_says_when_a_machine_is_too_busy() 
     for noisy in (nothing | {"lost_ratio": 0.4}, calm | {"noise": 0.4}):
         assert len(report(noisy).busy()) == 1
         assert "too busy" in markdown(report(noisy))
+    assert not report(calm | {"lost_ratio": 5.0, "noise": 0.24}).busy()  # 5 in 100 of it
 
 
 def test_rounds_go_on_until_a_row_is_steady() -> None:
