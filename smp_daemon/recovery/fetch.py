@@ -254,7 +254,7 @@ class Fetcher(UnitSource):
         if unit.place is not None:
             computation = Computation(self.sources, unit.place, unit.out.nbytes, self._backend)
         ways = self._ways(unit, computation)
-        draw, tries = random.Random(unit.index), 0
+        draw = random.Random(unit.index)
         refusal: HoldfastError | None = None
         try:
             while True:
@@ -264,8 +264,7 @@ class Fetcher(UnitSource):
                     if not ways.next_round():
                         raise refusal or self._why_not(unit, computation)
                     continue
-                tries += 1
-                if tries > 1:
+                if ways.missed or ways.spoilt:
                     self._counters.add(units_requested_again=1)
                 if way.kind is not WayKind.SUM:
                     if (found := self._receive(unit, ways, way, computation, writing)) is not None:
@@ -435,6 +434,7 @@ class Fetcher(UnitSource):
     def _note_refusal(self, ways: Ways, asked: _Asked, error: HoldfastError) -> None:
         """Note what a failure says of its source, or of the unit there. Called with the lock."""
         speeds, address = self._chooser.speeds, asked.way.through[0]
+        ways.missed |= not isinstance(error, NotHeld)
         is_silent = isinstance(error, DeadlineExceeded)
         if asked.way.kind is WayKind.CHAIN:  # it does not show which helper failed
             ways.by_chain = False

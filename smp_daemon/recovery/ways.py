@@ -77,6 +77,7 @@ class Ways:
         failed: holders that cannot give the unit. `bad`: operands that cannot be got. `spoilt`: a sum was wrong.
         late: SMPs that were late in this round of tries. `round`: how many there were before.
         came: operands that are here already.
+        missed: whether an SMP was late, or failed; one that does not hold the unit any more has done neither.
     """
 
     holders: tuple[Address, ...]
@@ -89,6 +90,7 @@ class Ways:
     late: set[Address] = field(default_factory=set)
     round: int = 0
     came: set[int] = field(default_factory=set)
+    missed: bool = False
 
     def patience_s(self, speeds: Speeds) -> float:
         """How long a request of this round may take. It doubles from round to round: perhaps all sources are slow."""
