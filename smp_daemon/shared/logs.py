@@ -76,6 +76,7 @@ def get_log(name: str) -> Log:
 @dataclass(slots=True)
 class _Episode:
     began_s: float
+    level: int
     count: int = 1
 
 
@@ -96,11 +97,12 @@ class Episodes:
     def begin(
         self, key: Hashable, text: str, *args: Any, level: int = logging.WARNING, extra: dict[str, Any] | None = None
     ) -> bool:
-        """Note a failure of `key`. Returns whether it was logged: the first is, and then one every `every_s`."""
+        """Note a failure of `key`. Returns whether it was logged: the first is, the first of a higher level, and then
+        one every `every_s`."""
         now_s = self._clock()
         with self._lock:
             known = self._going_on.get(key)
-            if known is not None and now_s - known.began_s < self._every_s:
+            if known is not None and now_s - known.began_s < self._every_s and level <= known.level:
                 known.count += 1
                 return False
             if known is not None:
@@ -108,7 +110,7 @@ class Episodes:
                 del self._going_on[key]
             elif len(self._going_on) >= MAX_EPISODES:
                 del self._going_on[next(iter(self._going_on))]
-            self._going_on[key] = _Episode(now_s)
+            self._going_on[key] = _Episode(now_s, level)
         self._log.log(level, text, *args, extra=extra)
         return True
 

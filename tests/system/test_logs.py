@@ -201,6 +201,11 @@ class TestWhatGoesOnFailing:
             "node1 is away (5 times in the last 60 s)",
         ]
 
+    def test_is_logged_again_when_it_becomes_worse(self, lines: Lines) -> None:
+        episodes = Episodes(get_log("a test"))
+        levels = [logging.INFO, logging.WARNING, logging.WARNING, logging.INFO]
+        assert [episodes.begin("a", "away", level=level) for level in levels] == [True, True, False, False]
+
     def test_takes_little_memory_whatever_fails(self, lines: Lines) -> None:
         episodes = Episodes(get_log("a test"))
         for key in range(2 * MAX_EPISODES):
