@@ -94,7 +94,7 @@ class CarriedVariables:
                 line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
                 within = _enters(function, values, frame.f_lineno if line is None else line)
                 one = _look_into(function, frame.f_lineno, line, within, named, values)
-                read_on = {path for path in one.carried if _reads_on(values.of(path))}
+                read_on = [path for path in one.carried if _reads_on(values.of(path))]
                 found.iterators |= {path: one.carried.pop(path) for path in read_on}
                 found.carried = one.carried | found.carried
                 found.updated = one.updated | found.updated

@@ -61,7 +61,8 @@ class Carries:
 
     Attributes:
         carried: the variables from which an earlier turn's value reaches a step, with the first line that assigns each.
-        iterators: those of `carried` that are iterators, which have a place; only the caller knows.
+        iterators: as `carried`, iterators that steps read on from. `Flow` has them in `carried`; who knows the values
+            sorts them out.
         updated: modules that a turn updates, and that are not captured, with the line.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
@@ -385,8 +386,8 @@ class Flow:
         known = {owner, *code.co_freevars, *names & self._shared} - {""}
 
         def is_read(path: str) -> bool:
-            root = next((each for each in known if path == each or path.startswith(f"{each}.")), None)
-            return root is not None and attributes.issuperset(filter(None, path[len(root) :].split(".")))
+            inner = [path[len(root) :] for root in known if f"{path}.".startswith(f"{root}.")]
+            return any(attributes.issuperset(filter(None, each.split("."))) for each in inner)
 
         return frozenset().union(*(origins for path, origins in self._state.items() if is_read(path)))
 
