@@ -1,4 +1,4 @@
-"""Makes megatron-core train without a GPU: for the demo, tests and chaos runs.
+"""Makes megatron-core train without a GPU, or on one that ranks share: for the demo, tests and chaos runs.
 
 megatron-core 0.16 asks CUDA for its device, allocates on ``"cuda"``, recognises parameters by the spelling of their
 type and draws dropout from CUDA's generator. `install` gives each of these a meaning on a CPU; Megatron itself is not

@@ -60,7 +60,7 @@ KINDS: Mapping[str, Kind] = {
     "restore_step": COUNT,
     "elastic": YES_OR_NO,
 }
-"""Of what type a caller must give each option that is of one only; the others are checked with their values."""
+"""The type of each option that takes only one; the others are checked with their values."""
 
 
 class OptionsGiven(TypedDict, total=False):
@@ -120,10 +120,10 @@ class Options:
     def given(cls, **values: Any) -> Options:
         """Options from values by name; None is the same as left out."""
         kept = {name: value for name, value in values.items() if value is not None}
-        for name in KINDS.keys() & kept.keys():
-            kinds, said = KINDS[name]
-            if not isinstance(kept[name], kinds) or (isinstance(kept[name], bool) and bool not in kinds):
-                raise ConfigError(f"{name}={kept[name]!r}: give {said}")
+        for name, (kinds, said) in KINDS.items():
+            value = kept.get(name)
+            if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+                raise ConfigError(f"{name}={value!r}: give {said}")
         return cls(**kept)
 
     def __post_init__(self) -> None:

@@ -259,7 +259,8 @@ class SmpClient(SmpConnection):
             self.board.copying(self._row, step)
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
-        """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
+        """Block until `snapshot` is protected or has failed, at most for `deadline_s` and the last pause; see
+        `LATER_LOOK`."""
         began_s = self.system.monotonic()
         until_s = began_s + deadline_s
         while (outcome := self.outcome(snapshot)) is SnapshotOutcome.PENDING and self.system.monotonic() < until_s:
