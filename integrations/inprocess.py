@@ -68,6 +68,7 @@ def survive(main: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> NoR
         OSError: rank 0 cannot listen at the port that the launcher chose.
     """
     importlib.import_module("torch._dynamo")  # or each trainer would import it, with its first optimizer
+    gc.freeze()  # what imports made stays; a survivor's `forget` need not look through it
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     orders = orders_from_environment()
     killed = "an audit kills and starts this process itself" if orders is not None and orders.kill else ""
