@@ -54,12 +54,14 @@ class Promptness(logging.Handler):
     Attributes:
         calm: whether bytes cost something, and nothing has struck, been lost or been stopped so far.
         starts: how often the job was started.
+        holds_still: whether a node is drained, so that training threads hold still while its bytes move.
     """
 
     def __init__(self, plan: SeedPlan, scheduler: Scheduler, checks: Counter[str]) -> None:
         super().__init__(logging.WARNING)
         self.calm = plan.costs is not None
         self.starts = 0
+        self.holds_still = False
         self._plan = plan
         self._scheduler = scheduler
         self._checks = checks
@@ -122,6 +124,8 @@ class Promptness(logging.Handler):
     def stepped(self, who: str, began_s: float) -> None:
         """A training thread has returned from the code that is called in every step."""
         limit_s = CONNECTED * copy_s(self._plan) + ATTACH_DEADLINE_S + STEP_S
+        if self.holds_still:
+            limit_s = back_s(self._plan)
         self._within("waits", began_s, limit_s, f"the step of {who} goes on")
 
     def answered(self, who: str, what: str, began_s: float, deadline_s: float) -> None:

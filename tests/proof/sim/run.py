@@ -40,7 +40,7 @@ LONGER = 8
 """How many times as many turns a run may take whose bytes cost time, as it lasts days."""
 
 DRAIN_S = 600.0
-"""How long a node may take to be drained while nothing strikes, in simulated seconds."""
+"""How long a node with a few bytes may take to be drained while nothing strikes, in simulated seconds."""
 
 DRAINED_STEPS = 100
 """More steps than a job takes until it has heard of a node that leaves."""
@@ -307,7 +307,7 @@ class _Driver:
                 return
         if final == "regroup" and self._plan.regroup_after_s and len(world.up()) > 2:
             self._lose(min(1, world.oracle.survivable()))
-            self._pass(self._plan.regroup_after_s * 8)
+            self._pass(self._plan.regroup_after_s * 8 + world.slack_s)
             if not self._recover(1, "after a regrouping"):
                 return
         if final == "drain" and len({trainer.node.name for trainer in world.trainers}) > 1:
@@ -321,11 +321,12 @@ class _Driver:
         smp, process = node.smp, node.smp_process
         assert smp is not None and process is not None  # no fault has struck since the job came back
         before, answers = world.promptness.starts, list[Drained | HoldfastError]()
+        limit_s = DRAIN_S + world.slack_s
 
         def drain() -> None:
             start = smp.store.state.record.start
             try:
-                answers.append(smp.drainer.run(DRAIN_S, (), wait=False))
+                answers.append(smp.drainer.run(limit_s, (), wait=False))
             except HoldfastError as error:
                 if smp.store.state.record.start != start:  # the job was started again meanwhile: once more
                     announce()
@@ -339,11 +340,12 @@ class _Driver:
             else:
                 scheduler.call_at(scheduler.awaits + LOOK_AWAITS, announce)
 
-        world.promptness.calm = False  # a job that ends for a node warns
+        world.promptness.calm, world.promptness.holds_still = False, True  # a job that ends for a node warns
         world.step_s = max(world.step_s, DRAINED_STEP_S)
         announce()
         self._live(DRAINED_STEPS)
-        self._until(lambda: bool(answers), scheduler.now + DRAIN_S)
+        self._until(lambda: bool(answers), scheduler.now + limit_s)
+        world.promptness.holds_still = False
         hooks = [trainer.hook for trainer in world.trainers if trainer.hook is not None]
         trained = {hook._session.progress.step for hook in hooks}
         world.oracle.checks["announced"] += 1

@@ -31,6 +31,10 @@ FAULTS = (
 OF_CALM = 0.3
 """The share of seeds in which no fault strikes."""
 
+OF_LEAVING = 0.2
+"""The share of seeds, of those that would just stop, at whose end a node is drained while the job trains, or lost for
+good, so that the others regroup."""
+
 OF_REFUSED, REFUSAL = 1 / 20, "HOLDFAST_SCRUB=fast is not a rate"
 """The share of seeds in which a setting is wrong at first, and what the SMP says of it."""
 
@@ -78,6 +82,10 @@ def draw_sized(seed: int) -> SeedPlan:
         quiet=1,
         final="stop" if nodes * mates > 32 else pick.choice(("stop", "stop", "lose", "finish")),
     )
+    leaving = random.Random(f"leaving {seed}")
+    if plan.final == "stop" and len(ranks) <= 32 and leaving.random() < OF_LEAVING:
+        after_s, final = leaving.choice(((0.0, "drain"), (30.0, "regroup")))
+        plan = replace(plan, regroup_after_s=after_s, final=final)
     if pick.random() < OF_REFUSED:
         plan = replace(plan, refused=REFUSAL)
     return plan if pick.random() < OF_CALM else replace(plan, lives=((_fault(plan, pick),),))
