@@ -74,6 +74,11 @@ class Layouts:
         return held < self._usable
 
     @property
+    def moved_bytes(self) -> int:
+        """See `Layout.moved_bytes`; 0 before there is a layout."""
+        return 0 if self.layout is None else self.layout.moved_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether the layout fits the state of this rank, as far as it knows."""
         return not self._is_outgrown

@@ -21,6 +21,7 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
 )
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.mesh import AgreementLost
@@ -120,16 +121,7 @@ class Protecting:
         self._intervals = intervals
         self._progress = rank.progress
         self._statistics = statistics
-        self.ledger = Ledger.after(
-            options.slots_with_generations,
-            restored.snapshot,
-            restored.protected,
-            only_sealed=restored.only_sealed,
-            protect_every=options.protect_every,
-            generations=options.generations,
-            earlier=restored.earlier,
-            abandoned=restored.abandoned,
-        )
+        self.ledger = _first_ledger(options, restored)
         self.copies: dict[SnapshotId, SnapshotCopy] = {}
         self.newest: SnapshotCopy | None = None
         self.pace = Pace(rank.system)
@@ -269,7 +261,7 @@ class Protecting:
         self.copies = {s: copy for s, copy in self.copies.items() if s in self.ledger.pending}
         for error in over:
             if isinstance(error, StateChanged):
-                self._hear_of(error)
+                self._capture.copy_at_once(error)
             elif isinstance(error, ReplicasDiffer):
                 text = "%s"  # logged once, however many snapshots were pending
                 self.episodes.begin("replicas", text, error)
@@ -279,9 +271,8 @@ class Protecting:
 
     def _catch_up(self) -> None:
         """Wait until pending snapshots are protected here, and tell the other ranks, so that one more finds a slot. A
-        collective call; blocks, for `deadline_s` at most. It is to be protected, whatever `protect_every` says."""
-        limit_s = self._rank.system.monotonic() + self._options.deadline_s
-        self.drain(limit_s)
+        collective call; blocks. It is to be protected, whatever `protect_every` says."""
+        self.drain(self._protected_by_s())
         self.report()
         self.apply_reports()
         self.ledger = replace(self.ledger, until=0)
@@ -312,16 +303,6 @@ class Protecting:
         if outcome is SnapshotOutcome.PROTECTED:
             return SnapshotState.PROTECTED
         return SnapshotState.ENCODING if outcome is SnapshotOutcome.PENDING else SnapshotState.SEALED
-
-    def _hear_of(self, error: StateChanged) -> None:
-        """Have tensors that changed during their copy copied at once from now on, and log it."""
-        length = self._capture.copy_at_once(error.names)
-        log.warning(
-            "%s: from now on such tensors are copied at once as a step begins, which takes %.1f MB more memory and "
-            "holds up the loop for that copy",
-            error,
-            length / 1e6,
-        )
 
     def _prepare(self) -> Due | None:
         """Plan a snapshot for the beginning of the next step, if a slot is free. A collective call."""
@@ -355,9 +336,7 @@ class Protecting:
 
     def _note_skipped(self) -> None:
         oldest = next((self.copies[each] for each in self.ledger.pending if each in self.copies), None)
-        layout = self.layouts.layout
-        moved_bytes = layout.moved_bytes if layout is not None else 0
-        self._delays.note_skipped(self.ledger, oldest, moved_bytes, self._rank.system.monotonic())
+        self._delays.note_skipped(self.ledger, oldest, self.layouts.moved_bytes, self._rank.system.monotonic())
 
     # ------------------------------------------------------------------ copies
 
@@ -424,6 +403,11 @@ class Protecting:
                 return False
         return all(outcome is SnapshotOutcome.PROTECTED for outcome in outcomes)
 
+    def _protected_by_s(self) -> float:
+        """When what is pending is protected at the latest, by `time.monotonic`, unless something is wrong."""
+        patience_s = self._options.deadline_s + slowest_s(self.layouts.moved_bytes)
+        return self._rank.system.monotonic() + patience_s
+
     def end_if_agreed(self) -> None:
         """If the job is to end for a node that leaves, and this is the first step after the last snapshot: wait until
         that is protected on all ranks, and until the leaving node has handed over what it holds. Then end the job. A
@@ -438,7 +422,7 @@ class Protecting:
         rank, step = self._rank, due.snapshot.step
         leaves = rank.leaves
         try:
-            done = due.snapshot in self.copies and self.drain(rank.system.monotonic() + self._options.deadline_s)
+            done = due.snapshot in self.copies and self.drain(self._protected_by_s())
             if rank.agreement.minimum([done])() != [True]:
                 log.warning("a node is to be taken away, but step %d is not protected: a later one is tried", step)
                 return
@@ -459,3 +443,17 @@ class Protecting:
         many."""
         self.newest = None
         self.copies.clear()
+
+
+def _first_ledger(options: Options, restored: Restored) -> Ledger:
+    """What the ranks know as they enter."""
+    return Ledger.after(
+        options.slots_with_generations,
+        restored.snapshot,
+        restored.protected,
+        only_sealed=restored.only_sealed,
+        protect_every=options.protect_every,
+        generations=options.generations,
+        earlier=restored.earlier,
+        abandoned=restored.abandoned,
+    )

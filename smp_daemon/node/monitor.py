@@ -276,10 +276,9 @@ class Monitor:
 
         def ask(name: str) -> None:
             node, moved = regrouping.layout.node(name), 0
-            # No unit moves while a shard is read, or a slot for it is made: these take as long as their bytes.
             progress = Progress(self._network.monotonic, move_deadline(node.state_bytes))
             while not (reply := from_plain(Obeyed, self._peers.ask(node.control, message), "how far a node is")).done:
-                if reply.moved > moved:
+                if reply.moved != moved:
                     moved = reply.moved
                     progress.moved()
                 elif progress.is_stuck:

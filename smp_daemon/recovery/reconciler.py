@@ -84,12 +84,11 @@ class Wish:
 
 @dataclass(eq=False, slots=True)
 class Order:
-    """A node's part in one phase of a regrouping. The thread that carries it out writes `moved` and `error`, and then
-    sets `ended`."""
+    """A node's part in one phase of a regrouping. The thread that carries it out writes `error`, and then sets
+    `ended`."""
 
     phase: Phase
     ended: threading.Event
-    moved: int = 0
     error: Exception | None = None
 
 
@@ -276,12 +275,12 @@ class Reconciler:
         if known is None:
             self._network.Thread(target=self._carry_out_order, args=(order,), name="phase", daemon=True).start()
         if not order.ended.wait(ANSWER_S):
-            return Obeyed(done=False, moved=order.moved)
+            return Obeyed(done=False, moved=self._store.outcomes.board.moves)
         with changed:  # whoever says the same again wants it done again
             self._orders = [each for each in self._orders if each is not order]
         if order.error is not None:
             raise order.error
-        return Obeyed(done=True, moved=order.moved)
+        return Obeyed(done=True, moved=self._store.outcomes.board.moves)
 
     def _carry_out_order(self, order: Order) -> None:
         phase = order.phase
@@ -303,7 +302,6 @@ class Reconciler:
         self._store.state.check_epoch(order.phase.epoch)
         if self._closed or self._current is not order:
             raise StaleEpoch("the SMP ends, or another order has come")
-        order.moved += 1
 
     def _carry_out_phase(self, phase: Phase, go_on: GoOn) -> None:
         store, layout, snapshot, stage = self._store, phase.layout, phase.sources.snapshot, STAGES[type(phase)]

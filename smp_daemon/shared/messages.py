@@ -443,8 +443,8 @@ class Release(Phase, tag="release", kw_only=True):
 
 
 class Obeyed(Reply, kw_only=True):
-    """Whether the phase is done on this node. If not, the same message is sent again, as long as `moved` grows: the
-    number of units that were wanted so far."""
+    """Whether the phase is done on this node. If not, the same message is sent again, as long as `moved` changes: see
+    `Board.moves`."""
 
     done: bool
     moved: Count

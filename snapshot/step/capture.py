@@ -17,13 +17,13 @@ from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import HoldfastError, IncompleteSnapshot, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.logs import some
+from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged, within_memory
-from holdfast.snapshot.copy.witness import Witness
+from holdfast.snapshot.copy.witness import StateChanged, Witness
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.completeness import check_complete
 from holdfast.snapshot.state.digests import digest_of
@@ -46,6 +46,8 @@ from holdfast.snapshot.state.record import (
 from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
 from holdfast.snapshot.step.orders import CopyOrder, Due, Live, SnapshotCopy
 from holdfast.snapshot.step.reading import read_back
+
+log = get_log(__name__)
 
 
 class Capture:
@@ -205,18 +207,20 @@ class Capture:
             sample = None
         return self._sharing.compare(self._agreement, sample)
 
-    def copy_at_once(self, names: Sequence[str]) -> int:
-        """From now on copy these tensors as a step begins, since they change while it runs. Returns their length in
-        bytes.
-
-        That takes as much memory again, and the time of the copy.
-        """
-        self._restless.update(names)
+    def copy_at_once(self, changed: StateChanged) -> None:
+        """Tensors have changed during their copy: from now on copy them as a step begins, and log it. That takes as
+        much memory again, and the time of the copy."""
+        self._restless.update(changed.names)
         length = 0
         if self._placed is not None:
             length = sum(piece.bytes for piece in self._placed.moving if piece.name in self._restless)
             self._place(self._placed.manifest, self._placed.form)
-        return length
+        log.warning(
+            "%s: from now on such tensors are copied at once as a step begins, which takes %.1f MB more memory and "
+            "holds up the loop for that copy",
+            changed,
+            length / 1e6,
+        )
 
     def let_go(self) -> None:
         """The copy is done. If the job sometimes gives its tensors other memory, drop what refers to the old memory."""
