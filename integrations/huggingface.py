@@ -128,19 +128,20 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer = self._trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
         extra = {**({"scaler": scaler} if scaler is not None else {}), **self._options.get("extra", {})}
-        self._snap = self.snapshot = SettledSnapshot(
+        snap = SettledSnapshot(
             trainer.model_wrapped,
             _innermost(trainer.optimizer),
             scheduler=trainer.lr_scheduler,
             **{**self._options, "extra": extra},
         )
-        self._snap.track(NAME, get=self._get, set=self._set)
+        snap.track(NAME, get=self._get, set=self._set)
         if self._track is not None:
-            self._track(self._snap, trainer)
+            self._track(snap, trainer)
         self._kept = SubclassState(trainer, Trainer, trainer.args.device)
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
-        self._overlooked = keep_callbacks(self._snap, others, TrainerCallback, _state_of)
-        self._snap.__enter__()
+        self._overlooked = keep_callbacks(snap, others, TrainerCallback, _state_of)
+        snap.__enter__()
+        self._snap = self.snapshot = snap
         if self._held is not None:
             self._load(self._held, state)
 
@@ -268,10 +269,9 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def leave(self, error: BaseException | None) -> None:
         """Training has ended by `error`, or, if it is None, well or early."""
-        if self._snap is None:
-            return
         try:
-            self._snap.leave(error, early=error is None and self._has_stopped_early())
+            if self._snap is not None:
+                self._snap.leave(error, early=error is None and self._has_stopped_early())
         finally:
             self._snap = self.snapshot = None
             self._held = self._kept = self._reading = None

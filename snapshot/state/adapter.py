@@ -224,6 +224,11 @@ class Adapter:
     def _find_generators(self) -> dict[str, Any]:
         return generators([*self._roots(), *self._unknown_optimizers()], self.named())
 
+    @property
+    def schedules(self) -> Sequence[Any]:
+        """The schedules that were given."""
+        return self._schedulers
+
     def named(self) -> Sequence[Any]:
         """What the user has named beside modules, optimizers and schedules: what to call for their values, or the
         objects themselves."""

@@ -23,12 +23,12 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +53,9 @@ CLOSED = frozenset({"numpy", "holdfast", *(f"holdfast.{part}" for part in PARTS 
 
 LIBRARIES = CLOSED | sys.stdlib_module_names | {"torch"}
 """Packages whose functions and classes do not refer to generators of the user."""
+
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of what is installed, in this environment or in one that it is built on."""
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 _LEAVES = (*_PLAIN, *GENERATORS, bytearray, memoryview, type, types.ModuleType, torch.Tensor, np.ndarray, torch.dtype)
@@ -144,8 +147,9 @@ def is_installed(package: str) -> bool:
     """Whether a package is installed or part of Python, as opposed to the user's own code."""
     if package in sys.stdlib_module_names:
         return True
-    place = getattr(sys.modules.get(package), "__file__", None) or ""
-    return any(place.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places)
 
 
 def is_users_own(value: Any) -> bool:

@@ -37,6 +37,7 @@ from holdfast.snapshot.step.flow import (
     called_in,
     loops_at,
     outlives,
+    owners_of,
     parts_of,
     path_of,
     root_of,
@@ -233,7 +234,8 @@ class _Named:
     def __init__(self, adapter: Adapter) -> None:
         self._memory = adapter.captured
         named = adapter.named()
-        self._objects = {id(each) for root in named for each in (root, getattr(root, "__self__", root))}
+        held = [*adapter.schedules, *(each for root in named for each in (root, getattr(root, "__self__", root)))]
+        self._objects = set(map(id, held))
         self._names: set[str] = set()
         for each in named:
             code = getattr(each, "__code__", None)
@@ -248,11 +250,12 @@ class _Named:
         return bool(tensors) and self._memory.isdisjoint(map(memory_of, tensors))
 
     def has(self, values: RunningValues, path: str, value: Any) -> bool:
-        root = root_of(path)
-        if {root, path.rpartition(".")[2]} & self._names or id(values.of(root)) in self._objects:
+        if {root_of(path), path.rpartition(".")[2]} & self._names or id(value) in self._objects:
             return True
-        owner = values.of(root)
-        if path != root and isinstance(owner, torch.nn.Module | torch.optim.Optimizer):
+        owners = [values.of(owner) for owner in owners_of(path)]
+        if not self._objects.isdisjoint(map(id, owners)):
+            return True
+        if any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in owners):
             return True  # attributes there are looked at as they change
         if isinstance(value, torch.Tensor):
             return memory_of(value) in self._memory

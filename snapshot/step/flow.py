@@ -97,6 +97,11 @@ def root_of(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
+def owners_of(path: str) -> list[str]:
+    """The paths that a path goes through, from its variable inwards."""
+    return [path[: each.start()] for each in re.finditer(r"[.\[]", path)]
+
+
 def loops_at(function: ast.AST, line: int) -> list[ast.For | ast.While]:
     """The loops of a function that `line` is in, from the outermost inwards."""
     found = [each for each in parts_of(function) if isinstance(each, ast.For | ast.While)]

@@ -189,6 +189,13 @@ def test_a_restart_that_is_given_other_batches_is_refused(arena: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_snapshot_that_does_not_fit_is_refused_with_the_reason(arena: Path) -> None:
+    assert train(4, "plain")[0] == -signal.SIGKILL
+    with pytest.raises(AssertionError, match="end tracked"):
+        train(-1, "average")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends", "stop", "first"), [("raise", 13, 13), ("late", 10, 9), ("evaluation", 10, 9)])
 def test_an_exception_or_a_kill_in_an_evaluation_loses_one_step_at_most(
     arena: Path, ends: str, stop: int, first: int

@@ -233,6 +233,12 @@ class Warming:
         for group in self.optim.param_groups:
             group["lr"] = 0.01 * self.turn
 
+    def state_dict(self) -> dict[str, int]:
+        return {"turn": self.turn}
+
+    def load_state_dict(self, held: dict[str, int]) -> None:
+        self.turn = held["turn"]
+
 
 class Meter:
     """What many scripts have to log a mean."""
@@ -297,6 +303,23 @@ def test_objects_whose_methods_are_called_are_looked_into(caplog: pytest.LogCapt
     (line,) = said(with_helpers, caplog)
     assert all(f"{name} (line" in line for name in ("stopper.best", "stopper.waited", "warming.turn"))
     assert "meter" not in line
+
+
+def with_its_own_schedule(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        job.model(torch.randn(2, 4)).square().sum().backward()
+        yield
+        job.optim.step()
+        job.schedule.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_the_hook_was_given_is_kept_wherever_the_script_holds_it(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.schedule = Warming(job.optim)
+    life(with_its_own_schedule, job, None)
+    assert "turn" not in caplog.text
 
 
 class Penalty:

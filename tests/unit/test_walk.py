@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -150,6 +152,20 @@ def test_only_the_users_own_objects_are_opened() -> None:
     assert not is_users_own(torch.utils.data.SequentialSampler([1]))
     assert not is_users_own(torch.nn.Linear(1, 1))
     assert not is_users_own(random.Random(1))
+
+
+@pytest.mark.parametrize("folder", ["dist-packages", "src"])
+@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py", "{}/part.py"])  # the last one has no __init__.py
+def test_what_is_installed_in_any_environment_is_not_the_users_own(
+    folder: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"of_{folder.replace('-', '_')}_{len(file)}"
+    source = tmp_path / folder / file.format(package)
+    source.parent.mkdir(parents=True)
+    source.write_text("class Made: ...")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    made = importlib.import_module(package + ".part" * file.endswith("part.py")).Made()
+    assert is_users_own(made) == (folder == "src")
 
 
 # ---------------------------------------------------------------------- digests
