@@ -1,6 +1,6 @@
 """Hugging Face's ``transformers.Trainer``: ``protect(trainer); trainer.train()`` resumes a run that died.
 
-A callback alone is not enough: it can neither set the epoch in which the loop begins, nor learn of exceptions. So three
+A callback alone is not enough: it can neither set the epoch in which the loop begins, nor learn of exceptions. So some
 of the trainer's methods are wrapped as well. The trainer's own code skips batches that were seen before.
 
 A snapshot is complete in ``on_step_begin`` of the next step, after logs, evaluation and callbacks have run.
@@ -40,7 +40,7 @@ STATE = (
 )
 """Captured fields of `TrainerState`, besides ``log_history``. The others follow from the arguments."""
 
-TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+TRAINER = ("_total_loss_scalar", "_initial_global_step", "_globalstep_last_logged", "current_flos")
 """Sums and counters of the trainer itself, besides ``_tr_loss``."""
 
 
@@ -102,7 +102,8 @@ def protect(
     trainer._inner_training_loop = guarded(callback.leave)(trainer._inner_training_loop)
     trainer._run_epoch = callback.place(trainer._run_epoch)
     trainer.get_batch_samples = callback.read(trainer.get_batch_samples)
-    trainer._load_rng_state = callback.without_files(trainer._load_rng_state)
+    trainer._load_rng_state = callback.unless_resumed(trainer._load_rng_state)
+    trainer._evaluate = callback.unless_resumed(trainer._evaluate)
     return callback
 
 
@@ -219,9 +220,10 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
         return get_batch_samples
 
-    def without_files(self, load: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wrap ``_load_rng_state``, to skip it while a run resumes from memory: there is no file then."""
-        return lambda checkpoint: load(checkpoint) if self._held is None else None
+    def unless_resumed(self, do: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what is skipped until the first step of a run that resumes from memory: ``_load_rng_state``, since there
+        is no file, and ``_evaluate``, since what ``eval_on_start`` asks for was done by the run that began."""
+        return lambda *args, **kwargs: do(*args, **kwargs) if self._held is None else None
 
     # Internals.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from holdfast.integrations.callbacks import Overlooked, keep_callbacks
 from holdfast.integrations.replacing import Replacements, before
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
+from holdfast.snapshot.step.source import is_loader, workers_anew
 
 NAME = "lightning"
 """The name under which the state of the loops is tracked."""
@@ -208,7 +210,8 @@ class _Fit:
                 self._resume(fetcher, self._held, start)
                 return
             before, iterator = rng.capture(), fetcher.combined_loader._iterator
-            start(fetcher)
+            with self._making(fetcher):
+                start(fetcher)
             if fetcher.combined_loader._iterator is not iterator:
                 self._at_iter, self._at_first, self._at_last = before, None, None
 
@@ -218,7 +221,8 @@ class _Fit:
         """Make the next batch the one that the dead trainer was about to read."""
         self._at_iter, self._at_first, self._at_last = (held["rng"][name] for name in ("iter", "first", "last"))
         rng.restore(held["rng"]["iter"])
-        iter(fetcher)
+        with self._making(fetcher):
+            iter(fetcher)
         rng.restore(held["rng"]["first"])
         seen = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         for number in range(seen):
@@ -230,6 +234,11 @@ class _Fit:
         self._trainer.accumulate_grad_batches = held["accumulates"]  # callbacks set it as an epoch begins
         start(fetcher)
         self._clear_restart_marks()
+
+    def _making(self, fetcher: Any) -> AbstractContextManager[None]:
+        """Iterators of an epoch are made meanwhile."""
+        loaders = [each for each in fetcher.combined_loader.flattened if is_loader(each)]
+        return workers_anew(loaders, self._trainer.current_epoch)
 
     def _before_fetch(self) -> None:
         if self._at_first is None:

@@ -21,6 +21,11 @@ from holdfast.snapshot.step.meaning import Meaning
 
 log = get_log(__name__)
 
+LIVE_ON = (
+    "persistent_workers=True: workers are started anew for each pass all the same, since no restart could bring them "
+    "back to where they were. What they draw at random from the second pass on is other than without holdfast"
+)
+
 _QUIET_SAMPLERS = frozenset(
     {
         torch_data.BatchSampler,
@@ -187,6 +192,8 @@ def workers_anew(loaders: list[Any], epoch: int) -> Iterator[None]:
                 if epoch:
                     generator = torch.Generator().manual_seed(torch.initial_seed() ^ epoch)
                     stack.enter_context(for_a_later_pass(loader, generator))
+                else:
+                    log.warning(LIVE_ON)
         yield
 
 

@@ -98,6 +98,7 @@ with tempfile.TemporaryDirectory() as folder:
         "accumulate": {"gradient_accumulation_steps": 4},
         "masked by workers": {"dataloader_num_workers": 1},
         "masked by workers that live on": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+        "evaluated before it began": {"eval_on_start": True},
         "unseeded": {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
     }.get(kind, {})
     args = TrainingArguments(
@@ -143,6 +144,7 @@ train = partial(run, SCRIPT)
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
         pytest.param("unseeded", [13], marks=pytest.mark.slow),
+        pytest.param("evaluated before it began", [10], marks=pytest.mark.slow),
         pytest.param("average", [10, 17], marks=pytest.mark.slow),
         pytest.param("masked", [10, 11, 17], marks=pytest.mark.slow),
         pytest.param("masked by workers", [4, 13], marks=pytest.mark.slow),

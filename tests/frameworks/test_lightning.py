@@ -110,7 +110,8 @@ class Net(pl.LightningModule):
     def train_dataloader(self):
         if kind in ("stream", "ahead"): return DataLoader(Stream(), batch_size=3)
         if kind == "place": return Place(Data(), batch_size=3)
-        return DataLoader(Data(), batch_size=3, shuffle=True)
+        workers = {"num_workers": 1, "persistent_workers": True} if kind == "workers that live on" else {}
+        return DataLoader(Data(), batch_size=3, shuffle=True, **workers)
     def val_dataloader(self): return DataLoader(Data(), batch_size=15)
 
 def counter(snap, module):
@@ -166,6 +167,7 @@ fit = partial(run, SCRIPT)
         pytest.param("ahead", [11, 13, 18], marks=pytest.mark.slow),
         pytest.param("place", [13], marks=pytest.mark.slow),
         pytest.param("manual", [13], marks=pytest.mark.slow),
+        pytest.param("workers that live on", [4, 13], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.proves("lightning")

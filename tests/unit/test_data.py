@@ -918,6 +918,15 @@ def test_the_place_does_not_grow() -> None:
     assert max(sizes[1:]) - min(sizes[1:]) < 200
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_that_no_worker_lives_on_is_said_at_the_start(persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
+    _, steps = begin_a_process(over(lambda: loader(num_workers=1, persistent_workers=persistent), passes=2), None)
+    list(steps)
+    assert [line.levelname for line in caplog.records if "persistent_workers" in line.message] == [
+        "WARNING"
+    ] * persistent
+
+
 def test_what_is_read_again_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     hook, steps = begin_a_process(over(loader), None)
