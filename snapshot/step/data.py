@@ -31,6 +31,7 @@ from holdfast.snapshot.step.source import (
     Indices,
     check,
     complain,
+    first_batch,
     forget_first_iterator,
     is_loader,
     may_draw,
@@ -41,6 +42,11 @@ from holdfast.snapshot.step.source import (
 
 ELSEWHERE = {"elsewhere": True}
 """The saved place of data that another number of ranks read."""
+
+REPEATS = (
+    "data %r begins with another batch when it is read a second time, so no restart could go on in it: let what its "
+    "workers draw follow from torch.initial_seed(), or from a fixed seed; if it need not be the same, say exact=False"
+)
 
 log = get_log(__name__)
 
@@ -147,6 +153,7 @@ class Data:
         self._given: Tree | None = None
         self._asked = False
         self._batch_digest = ""
+        self._first_batch = ""  # its digest, when it was read before
         self._indices: Indices | None = None
         self._numbers = OwnNumbers(source)
         self.source = source
@@ -266,6 +273,9 @@ class Data:
                     return
                 expected = ""
                 self._batch_digest = digest_of_batch(batch)
+                if self._first_batch not in ("", self._batch_digest):
+                    raise ConfigError(REPEATS % self.name)
+                self._first_batch = ""
                 if self._asked:
                     self.state()  # completes the state that was asked for at the mark
                 self._begin()
@@ -290,6 +300,8 @@ class Data:
         place.under_way, self._resumed = True, False
         place.start = rng.capture()
         place.own_start = rng.states(self._own)
+        if self.exact and not place.epoch:
+            self._first_batch = first_batch(self._source)
         self._numbers.look(self._source)
         place.counted_start = self._numbers.changed()
         iterator, self._indices = open_pass(self._source, self._place.epoch)

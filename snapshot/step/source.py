@@ -13,6 +13,7 @@ from torch.utils import data as torch_data
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of_batch
 from holdfast.snapshot.state.live import Stateful
 from holdfast.snapshot.step import meaning
@@ -159,6 +160,18 @@ def open_pass(source: Any, epoch: int) -> tuple[Iterator[Any], Indices | None]:
     if is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
         indices = iterator._sampler_iter = Indices(iterator._sampler_iter)
     return iterator, indices
+
+
+def first_batch(source: Any) -> str:
+    """A digest of the batch that the next pass begins with, read by workers that end then. Empty unless what they give
+    follows from no index: nothing else tells whether it is the same when it is read again, as it is not where a shuffle
+    is seeded by the time."""
+    if not is_loader(source) or not source.num_workers or not _is_of_iterables(source):
+        return ""
+    if isinstance(source, Stateful) or hasattr(source, "base_dataloader"):  # they count what is read
+        return ""
+    with unwatched(), rng.undrawn(rng.find(source)):
+        return digest_of_batch(next(iter(source), None))
 
 
 def _read_through(source: Any) -> list[Any]:

@@ -918,6 +918,23 @@ def test_the_place_does_not_grow() -> None:
     assert max(sizes[1:]) - min(sizes[1:]) < 200
 
 
+class Timed(IterableDataset[float]):
+    """Draws what nobody seeds, as a shuffle does that is seeded by the time."""
+
+    def __iter__(self) -> Iterator[float]:
+        draw = random.SystemRandom()
+        while True:
+            yield draw.random()
+
+
+def test_a_stream_that_no_restart_can_repeat_is_refused_at_its_first_batch() -> None:
+    _, steps = begin_a_process(over(lambda: DataLoader(Timed(), BATCH, num_workers=1)), None)
+    with pytest.raises(ConfigError, match="exact=False"):
+        next(steps)
+    _, steps = begin_a_process(over(lambda: DataLoader(Timed(), BATCH, num_workers=1), exact=False), None)
+    assert next(steps)
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_that_no_worker_lives_on_is_said_at_the_start(persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
     _, steps = begin_a_process(over(lambda: loader(num_workers=1, persistent_workers=persistent), passes=2), None)
