@@ -99,12 +99,14 @@ with tempfile.TemporaryDirectory() as folder:
         "masked by workers": {"dataloader_num_workers": 1},
         "masked by workers that live on": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
         "evaluated before it began": {"eval_on_start": True},
+        "files": {"save_strategy": "steps", "save_steps": 4},
         "unseeded": {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
     }.get(kind, {})
     args = TrainingArguments(
-        folder, num_train_epochs=3, per_device_train_batch_size=3, learning_rate=1e-2, use_cpu=True, report_to=[],
-        disable_tqdm=True, save_strategy="no", logging_steps=3, eval_strategy="epoch", warmup_steps=5, seed=3,
-        metric_for_best_model="loss", **more,
+        sys.argv[4] if kind == "files" else folder, num_train_epochs=3, per_device_train_batch_size=3,
+        learning_rate=1e-2, use_cpu=True, report_to=[],
+        disable_tqdm=True, logging_steps=3, eval_strategy="epoch", warmup_steps=5, seed=3,
+        metric_for_best_model="loss", **{"save_strategy": "no", **more},
     )
     stopping = EarlyStoppingCallback(*((1, 1e9) if ends == "gain" else (30,)))
     trainer = Watched(
@@ -114,7 +116,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     kept = protect(trainer) if protected else None
     try:
-        result = trainer.train()
+        result = trainer.train(resume_from_checkpoint=bool(kind == "files" and os.listdir(sys.argv[4])))
     except ZeroDivisionError:
         sys.exit(3)
     except StateMismatch as error:
@@ -145,6 +147,7 @@ train = partial(run, SCRIPT)
         pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
         pytest.param("unseeded", [13], marks=pytest.mark.slow),
         pytest.param("evaluated before it began", [10], marks=pytest.mark.slow),
+        pytest.param("files", [10], marks=pytest.mark.slow),  # the restart loads one, too, and memory takes precedence
         pytest.param("average", [10, 17], marks=pytest.mark.slow),
         pytest.param("masked", [10, 11, 17], marks=pytest.mark.slow),
         pytest.param("masked by workers", [4, 13], marks=pytest.mark.slow),
@@ -152,7 +155,12 @@ train = partial(run, SCRIPT)
     ],
 )
 @pytest.mark.proves("hugging-face")
-def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(
+    arena: Path, kind: str, stops: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("alone", "protected"):
+        Path(folder).mkdir()
     status, undisturbed = train(-1, kind, protected=False)
     assert status == 0
     lines: list[str] = []
