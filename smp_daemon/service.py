@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
-from holdfast.smp_daemon.shared.paths import Owner, known_owner, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import Owner, checked, known_owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.system import MACHINE, Network, System
 from holdfast.smp_daemon.shared.versions import RELEASE
@@ -68,9 +68,10 @@ class Smp(Core):
             access: how peers are authenticated, for display; see `smp_daemon.shared.credentials.access_of`.
 
         Raises:
-            ConfigError: the arena or a port is in use, or an address is not available.
+            ConfigError: the arena or a port is in use, an address is not available, or the name cannot be a node's.
             ConfigError: the arena belongs to another job or node.
         """
+        checked(node, "the name of a node")
         host, *others = parse_hosts(host)
         check_own((host, *others), system)
         try:

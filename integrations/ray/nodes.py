@@ -24,9 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
-from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.paths import arena_path, checked
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.snapshot.connect import job_from_environment, node_from_environment, start_here
 
@@ -336,12 +335,7 @@ def _head_name(job: str) -> str:
 
 
 def _job(job: str | None) -> str:
-    name = job or job_from_environment()
-    if not is_identifier(name):
-        raise ConfigError(
-            f"{name!r} cannot be a job id: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
-        )
-    return name
+    return checked(job or job_from_environment(), "a job id")
 
 
 def _find(name: str) -> Any:

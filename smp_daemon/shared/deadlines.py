@@ -90,6 +90,8 @@ def parse_deadlines(text: str) -> Deadlines:
         name, _, value = part.strip().partition("=")
         if name not in known:
             raise ConfigError(f"{part!r}: use NAME=TIME, where NAME is one of {', '.join(sorted(known))}")
+        if name in found:
+            raise ConfigError(f"{part!r}: {name} is given twice")
         found[name] = _factor(value) if name == "factor" else parse_time(value, name)
     return Deadlines(**found)
 

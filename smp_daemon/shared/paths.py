@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,20 @@ SOCKET = "smp.sock"
 GONE = "gone-"
 """Begins the names of files in an arena that were deleted, and whose memory is still to be given back."""
 
-OURS = re.compile(r"(board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity|own))(\.part)?")
-"""Names in an arena."""
+OURS = re.compile(
+    r"(board|reserve|smp\.(json|sock|log(\.1)?)|node\.json|layout-.*\.json|gone-\d+\.\w+"
+    r"|.+\.\d+\.(safetensors|parity)(\.json|\..+\.own)?)(\.part)?"
+)
+"""Names in an arena, and hardly in any other directory: a model's files end in safetensors, too."""
+
+BEGUN = ("board", "node.json", "smp.json")
+"""Names of which every arena has one, from shortly after its SMP started."""
+
+SCRATCH = re.compile(r"\.[a-z]+-\d+-\d+")
+"""Names of the folders of `smp_daemon.shared.scratch`: no job's name begins with a dot."""
+
+SEARCH_DEPTH = 2
+"""How far below the directory with the arenas one may lie: in that of a virtual node."""
 
 log = get_log(__name__)
 _damaged = Episodes(log)
@@ -40,9 +52,14 @@ def arena_path(job: str, base: str | Path | None = None) -> Path:
     Raises:
         ConfigError: the job id is not a valid name.
     """
-    if not is_identifier(job):
-        raise ConfigError(f"{job!r} cannot be a job id: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
-    return (Path(base) if isinstance(base, str) else base or arena_base()) / job
+    return (Path(base) if isinstance(base, str) else base or arena_base()) / checked(job, "a job id")
+
+
+def checked(name: str, what: str) -> str:
+    """The name, if it may be that of a job or a node: `what`. Raises `ConfigError`."""
+    if not is_identifier(name):
+        raise ConfigError(f"{name!r} cannot be {what}: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    return name
 
 
 def socket_path(arena: Path) -> Path:
@@ -107,17 +124,29 @@ def known_owner(arena: Path, files: Files = MACHINE) -> Owner | None:
 
 
 def folders_with(name: str, base: Path) -> list[Path]:
-    """The directories, at or below `base`, that hold something of this name, sorted. Directories that are removed
-    during the search, or that this user may not read, are left out; ``Path.glob`` fails for them."""
-    return sorted(Path(folder) for folder, folders, files in os.walk(base) if name in files or name in folders)
+    """The directories that hold something of this name, sorted, as far as an arena may be one: `base`, what is in it,
+    and what is in that, as the arenas of virtual nodes are; in scratch folders at any depth. Directories that are
+    removed during the search, or that this user may not read, are left out."""
+    return [folder for folder, names in _folders(base) if name in names]
 
 
 def closed_to_us(path: Path) -> list[Path]:
     """The directories, at or below `path`, that this user may not read, sorted: other users' arenas, for example."""
     errors: list[OSError] = []
-    for _ in os.walk(path, onerror=errors.append):
+    for _ in _folders(path, errors.append):
         pass
     return sorted(Path(error.filename) for error in errors if isinstance(error, PermissionError))
+
+
+def _folders(
+    base: Path, on_error: Callable[[OSError], object] = lambda error: None
+) -> Iterator[tuple[Path, frozenset[str]]]:
+    """The directories in which `folders_with` looks, sorted, and the names in each."""
+    for folder, folders, files in os.walk(base, onerror=on_error):
+        path = Path(folder)
+        yield path, frozenset((*folders, *files))
+        deep = len(path.relative_to(base).parts) >= SEARCH_DEPTH
+        folders[:] = [] if deep and not any(map(SCRATCH.fullmatch, path.parts)) else sorted(folders)
 
 
 def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:

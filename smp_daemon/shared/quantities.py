@@ -18,13 +18,14 @@ _NUMBER_AND_UNIT = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """One kind of quantity: its name, examples for error messages, the factor of each unit, and the most in its largest
-    unit, which is more than anyone has: what is computed with it stays within what numbers hold."""
+    """One kind of quantity: its name, examples for error messages, the factor of each unit, the most in its largest
+    unit and the least apart from 0, which nobody has: what is computed with it stays within what numbers hold."""
 
     name: str
     examples: str
     units: Mapping[str, float]
     most: int
+    least: float
 
     def read(self, text: str, what: str) -> float:
         begin = f"{what}: {text!r}" if what else repr(text)
@@ -39,6 +40,8 @@ class _Quantity:
                 largest = max(self.units, key=lambda each: self.units[each])
                 if value > self.most * self.units[largest]:
                     raise ConfigError(f"{begin} is more than {self.most}{largest}: give less")
+                if value < self.least:
+                    raise ConfigError(f"{begin} is next to nothing: give more, or 0")
                 return value
         raise ConfigError(f"{begin} is not a {self.name}: give one such as {self.examples}")
 
@@ -50,13 +53,14 @@ _BYTES: dict[str, float] = {
     **{f"{letter}{end}": 1024.0**power for letter, power in _POWERS.items() for end in ("i", "iB")},
     "kB": 1000.0,
 }
-_SIZE = _Quantity("size", "64GB or 60GiB", _BYTES, 1000)
-_RATE = _Quantity("rate", "2GB/s or 500MB/s", {f"{unit}/s": count for unit, count in _BYTES.items()}, 1000)
+_SIZE = _Quantity("size", "64GB or 60GiB", _BYTES, 1000, 1.0)
+_RATE = _Quantity("rate", "2GB/s or 500MB/s", {f"{unit}/s": count for unit, count in _BYTES.items()}, 1000, 1.0)
 _TIME = _Quantity(
     "time",
     "800ms, 90s, 5min, 36h or 1000d",
     {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0},
     10_000_000,
+    1e-6,
 )
 
 

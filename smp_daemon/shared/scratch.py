@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_base
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, SCRATCH, arena_base
 
 EMPTY_AGE_S = 60.0
 """How old an empty folder must be to count as abandoned: a younger one may be about to be locked."""
@@ -72,18 +72,22 @@ def remove_ours() -> None:
 def of_a_command(path: Path, base: Path) -> Path | None:
     """The scratch folder below `base` that contains `path`; None if there is none."""
     first = path.relative_to(base).parts[:1]
-    return base / first[0] if first and first[0].startswith(".") else None
+    return base / first[0] if first and SCRATCH.fullmatch(first[0]) else None
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether the process that made a scratch folder has ended: its lock is free, and it is not about to be locked."""
+    """Whether this user's process that made a scratch folder has ended: its lock is free, and it is not about to be
+    locked."""
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False  # it was just removed, or is another user's
     try:
+        status = os.fstat(lock)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            return False  # a folder of that name which no command made
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return any(os.scandir(folder)) or time.time() - os.fstat(lock).st_mtime > EMPTY_AGE_S
+        return any(os.scandir(folder)) or time.time() - status.st_mtime > EMPTY_AGE_S
     except OSError:
         return False
     finally:
@@ -91,7 +95,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def find_abandoned(base: Path) -> Iterator[Path]:
-    """Scratch folders in `base` whose commands have ended."""
-    for folder in sorted(base.glob(".*-*-*")):
-        if folder.is_dir() and is_abandoned(folder):
+    """Scratch folders of this user in `base` whose commands have ended."""
+    for folder in sorted(base.glob(".*")):
+        if SCRATCH.fullmatch(folder.name) and is_abandoned(folder):
             yield folder

@@ -29,6 +29,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.interpreter import own_command
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import (
+    BEGUN,
     GONE,
     OURS,
     Owner,
@@ -58,9 +59,6 @@ LOOK_EVERY_S = 0.05
 
 LOOK_DEADLINE_S = 1.0
 """Timeout for a connection to a unix socket, which the kernel makes at once unless hundreds wait for it."""
-
-_BEGUN = ("board", "node.json", "smp.json")
-"""Names of which every arena has one, from shortly after its SMP started."""
 
 log = get_log(__name__)
 
@@ -249,18 +247,22 @@ def find_leftovers(
 
 
 def find_arenas(base: Path | None = None, *, job: str | None = None) -> Iterator[Leftover]:
-    """Arenas below `base`, of `job` or of any, whether used or not; and scratch folders, as `find_leftovers`."""
+    """This user's arenas below `base`, of `job` or of any, whether used or not; and scratch folders, as
+    `find_leftovers`."""
     base = base or arena_base()
     if job is None:
         yield from filter(None, map(_abandoned, scratch.find_abandoned(base)))
     now = time.time()
-    begun = filter(is_arena, folders_with("board", base))
-    for arena in sorted({*folders_with("smp.json", base), *begun}):
+    for arena in sorted({path for name in BEGUN for path in folders_with(name, base)}):
         owner = known_owner(arena)
         found_job = owner.job if owner else arena.name
         if (job is not None and found_job != job) or scratch.of_a_command(arena, base) is not None:
             continue
+        if owner is None and not is_arena(arena):
+            continue  # other software's, which has a file of that name
         try:
+            if arena.lstat().st_uid != os.getuid():
+                continue
             files = [status for status in (file.lstat() for file in arena.iterdir()) if stat.S_ISREG(status.st_mode)]
         except OSError:
             continue  # its job has just finished, or it is another user's
@@ -288,7 +290,7 @@ def is_arena(path: Path) -> bool:
         return False  # it was just removed, or is another user's
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         return False
-    return all(map(OURS.fullmatch, names)) and any(name in _BEGUN for name in names)
+    return all(map(OURS.fullmatch, names)) and any(name in BEGUN for name in names)
 
 
 def remove(leftover: Leftover, *, zero: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import about, get_log
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, OURS, SOCKET, not_private
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, BEGUN, OURS, SOCKET, not_private
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 
@@ -109,6 +109,7 @@ def own(path: Path, files: Files) -> ArenaDirectory:
             ) from error
         failpoint("arena.made")
         try:
+            _check_content(path)
             if wrong := not_private(path, files.getuid()):
                 raise ConfigError(f"the arena {path} {wrong}")
             directory = ArenaDirectory(path, files, made)
@@ -157,3 +158,13 @@ def _check_parent(path: Path, uid: int) -> None:
     if status.st_mode & 0o002:
         raise ConfigError(f"every user may write to {path}, and so replace the arena in it: chmod +t or go-w it")
     log.warning("its group may write to %s, and so replace the arena in it: run chmod g-w on it", path)
+
+
+def _check_content(path: Path) -> None:
+    """Raise `ConfigError` if the directory is another software's: all that is in an arena is removed with it."""
+    names = sorted(each.name for each in path.glob("*"))
+    foreign = next((name for name in names if not OURS.fullmatch(name)), None)
+    if foreign is not None and not any(name in BEGUN for name in names):
+        raise ConfigError(
+            f"{path} is no arena, and has files such as {foreign}: choose a directory for arenas alone with {ARENA_ENV}"
+        )

@@ -132,6 +132,23 @@ def test_an_arena_of_another_user_is_refused(shm: Path, monkeypatch: pytest.Monk
         Arena(shm / "arena")
 
 
+@pytest.mark.parametrize("name", ["train.py", "model.safetensors", "model-00001-of-00002.safetensors", "config.json"])
+def test_a_directory_of_other_software_is_refused_and_left_as_it_is(shm: Path, name: str) -> None:
+    """All that is in an arena is removed with it."""
+    (shm / "arena").mkdir(mode=0o700)
+    (shm / "arena" / name).write_text("precious")
+    with pytest.raises(ConfigError, match=f"no arena.*{name}"):
+        Arena(shm / "arena")
+    assert (shm / "arena" / name).read_text() == "precious"
+
+
+def test_what_lies_in_an_arena_keeps_no_successor_away(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    (arena.path / "node.json").write_text("")
+    (arena.path / "core.4711").write_text("")
+    assert crash(arena).path == arena.path
+
+
 def test_a_path_that_cannot_be_a_directory_is_refused(shm: Path) -> None:
     (shm / "file").write_text("")
     for path in (shm / "file", shm / "file" / "arena", Path("/proc/nowhere")):

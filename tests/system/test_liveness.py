@@ -84,6 +84,8 @@ def test_deadlines_are_read() -> None:
     assert Deadlines(0, 0, 0, 0).shortest == 0
     with pytest.raises(ConfigError, match="'walk=3s': use NAME=TIME"):
         parse_deadlines("walk=3s")
+    with pytest.raises(ConfigError, match="step is given twice"):
+        parse_deadlines("step=5min,copy=0,step=6min")
     for bad in ("step", "step=-1s", "step=x", "step=nan", "factor=x", "factor=nan", "factor=2s"):
         with pytest.raises(ConfigError, match=r"(step|factor): '.*' is no"):
             parse_deadlines(bad)

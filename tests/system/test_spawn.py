@@ -601,6 +601,30 @@ class TestGc:
         assert (found["arena"], found["job"], found["removed"]) == (str(base / "dead"), "dead", True)
         assert list(base.iterdir()) == []
 
+    def test_removes_nothing_of_other_software(self, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """In a home directory, for example, where an arena was looked for by mistake."""
+        for folder, file in ((".oh-my-zsh", "x"), (".a-1-2", "x"), ("app", "smp.json"), ("board", "smp.sock")):
+            (base / folder).mkdir(mode=0o755 if folder == ".a-1-2" else 0o700)
+            (base / folder / file).write_text("{}")
+            (base / folder / "data.db").write_text("precious")
+        assert gc(capsys, base) == gc(capsys, base.parent) == []
+        assert len(list(base.glob("*/data.db"))) == 4
+
+    def test_leaves_arenas_of_others_to_them(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dead_arena(ground, base / "dead")
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert gc(capsys, base) == []
+
+    def test_does_not_search_what_lies_deeper_than_arenas(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (base / "home" / "project").mkdir(parents=True)
+        dead_arena(ground, base / "home" / "project" / "dead")
+        assert gc(capsys, base) == []
+        assert arenas_of(gc(capsys, base / "home")) == {"dead"}
+
     def test_where_there_is_nothing_is_harmless(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
         assert gc(capsys, ground.base / "nowhere") == []
 

@@ -102,7 +102,10 @@ def test_bad_input_is_one_line_for_people_and_one_object_for_programs(
 
 ABSURD = {
     "smp start --job x --port 65536": (WRONG, "--port: '65536'"),
+    "smp start --job x --detach --node a/b": (WRONG, "'a/b' cannot be the name of a node"),
+    "smp start --job x --deadlines step=5min,step=6min": (WRONG, "step is given twice"),
     "smp start --job x --bulk-port -1": (WRONG, "--bulk-port"),
+    "plan --step 1e-300s --state 1GB": (WRONG, "--step: '1e-300s' is next to nothing"),
     "plan --step 1s --state 1e9PB": (WRONG, "--state: '1e9PB' is more than"),
     "plan --step 1s --state 1GB --mtbf 1e300d": (WRONG, "--mtbf: '1e300d' is more than"),
     "plan --step 1s --state 1GB --nodes 1000000000": (WRONG, "--nodes is 1 to"),

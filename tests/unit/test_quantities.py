@@ -68,6 +68,13 @@ def test_more_than_anyone_has_is_refused(read: Callable[[str], float], most: str
         read("9" + most)
 
 
+@pytest.mark.parametrize(("read", "text"), [(parse_size, "0.5B"), (parse_rate, "1e-10GB/s"), (parse_time, "1e-300s")])
+def test_next_to_nothing_is_not_taken_for_nothing(read: Callable[[str], float], text: str) -> None:
+    """Nothing often means that there is no limit."""
+    with pytest.raises(ConfigError, match="next to nothing"):
+        read(text)
+
+
 @pytest.mark.parametrize(("read", "kind"), [(parse_size, "SIZE"), (parse_rate, "RATE"), (parse_time, "TIME")])
 def test_a_number_without_a_unit_is_refused(read: Callable[[str, str], float], kind: str) -> None:
     for text in ("64", "1e9", "1.5"):
