@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.certificates import check_certificates
 from holdfast.smp_daemon.shared.credentials import access_of, current
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
+from holdfast.smp_daemon.shared.interpreter import open_standard_streams
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_later, log_to
 from holdfast.smp_daemon.shared.priority import make_idle, make_session_nice, take_normal_turns
 from holdfast.smp_daemon.shared.settings import (
@@ -52,6 +53,7 @@ log = get_log("holdfast.smp_daemon")
 
 def main() -> None:
     """Parse arguments, detach if asked to, and serve until the SMP is stopped."""
+    open_standard_streams()
     arguments = _parser().parse_args()
     out = sys.stdout.fileno()
     if arguments.detach:
@@ -94,17 +96,21 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             own,
             access,
         )
+        log_to(
+            arguments.arena / "smp.log",
+            job=arguments.job,
+            node=arguments.node,
+            epoch=lambda: epoch_text(smp.store.state.epoch),
+        )
+        threading.excepthook = _log_bug
+        web = show(smp, http)
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
-    log_to(
-        arguments.arena / "smp.log",
-        job=arguments.job,
-        node=arguments.node,
-        epoch=lambda: epoch_text(smp.store.state.epoch),
-    )
-    threading.excepthook = _log_bug
-    web = show(smp, http)
+    except Exception as error:  # a limit of this process, or a bug: whoever started it sees nothing else of it
+        trace = "" if isinstance(error, OSError) else f"\n{traceback.format_exc()}"
+        _say(out, {"error": HoldfastError.__name__, "message": f"the SMP cannot start: {error}{trace}"})
+        raise
     _log_backend(own.backend)
     _log_access(access, hosts)
     _log_memory(smp)

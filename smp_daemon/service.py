@@ -21,7 +21,7 @@ from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
 from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.paths import Owner, checked, known_owner, read_owner, socket_path
@@ -77,7 +77,7 @@ class Smp(Core):
         try:
             super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
             self._open(host, others, port, bulk_port)
-        except HoldfastError:
+        except BaseException:
             if hasattr(self, "arena"):  # else it is not this SMP's
                 self.arena.directory.unmake()
             raise

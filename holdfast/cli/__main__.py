@@ -8,6 +8,9 @@ def main() -> int:
     """Run the command. Imports happen inside the ``try``, so that Ctrl-C ends it quietly from the beginning."""
     try:
         from holdfast.cli.main import main as run
+        from holdfast.smp_daemon.shared.interpreter import open_standard_streams
+
+        open_standard_streams()
 
         status = run()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all work is done: ignore a late Ctrl-C

@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
-from holdfast.smp_daemon.shared.records import PART
+from holdfast.smp_daemon.shared.records import PART, not_written
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 
 WORDS = 16
@@ -95,7 +95,8 @@ class Board:
     """
 
     def __init__(self, path: Path, *, create: bool = False, files: Files = MACHINE) -> None:
-        """Map the board. Raises `ProtocolError` if the file at `path` is not a board of this user."""
+        """Map the board. Raises `ProtocolError` if the file at `path` is not a board of this user; `ArenaTooSmall` if
+        there is no memory to create one."""
         self._path = path
         self._files = files
         length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + NODE_WORDS) * 8
@@ -109,6 +110,7 @@ class Board:
         try:
             if create:
                 files.ftruncate(fd, length)  # a damaged one gets the right length
+                files.posix_fallocate(fd, 0, length)  # on a full file system the first store would raise SIGBUS
             status = files.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != files.getuid():
                 raise ProtocolError(
@@ -118,6 +120,8 @@ class Board:
             mapped = files.map(fd, length)
             mapped.madvise(mmap.MADV_DONTDUMP)
             words = np.frombuffer(mapped, dtype=np.int64)
+        except OSError as error:
+            raise not_written(path, error) from error
         finally:
             files.close(fd)
         pauses, heartbeats = WORDS, WORDS + PAUSE_WORDS

@@ -19,6 +19,22 @@ FOLDERS = ("PYTHONHOME", "PYTHONPYCACHEPREFIX", "PYTHONUSERBASE")
 """Variables that each name one folder from which Python takes code."""
 
 
+def open_standard_streams() -> None:
+    """Open those of the three standard streams that the caller has closed, on the null device. Otherwise the next file
+    that is opened takes the place of one, and all that is printed, here or by a child, goes into that file.
+
+    To be called by a process of ours before it does anything else.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(fd, True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def own_command(module: str, *arguments: str) -> list[str]:
     """The command line that runs a module of holdfast. To be started with `own_environment`."""
     return [sys.executable, "-P", "-m", module, *arguments]

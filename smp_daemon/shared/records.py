@@ -6,6 +6,7 @@ never believed in part: a flipped bit in a number would leave it valid JSON.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -117,8 +118,15 @@ def write(path: Path, content: bytes, step: int = -1) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise ArenaTooSmall(f"{path} cannot be written: {error}") from error
+        raise not_written(path, error) from error
     _failpoint(path, content, "done", step)
+
+
+def not_written(path: Path, error: OSError) -> ArenaTooSmall:
+    """What to raise if a file of an arena cannot be written: the file system is full, or a limit of this process is
+    reached."""
+    fix = ": `ulimit -f unlimited` allows it" if error.errno == errno.EFBIG else ""
+    return ArenaTooSmall(f"{path} cannot be written: {error}{fix}")
 
 
 def kind_of(name: str) -> str:

@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.owners import Owners
 from holdfast.smp_daemon.shared.populate import slices
-from holdfast.smp_daemon.shared.records import PART, record_name, write
+from holdfast.smp_daemon.shared.records import PART, not_written, record_name, write
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.numa import prefer
 
@@ -473,10 +473,12 @@ def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
 
 
 def no_room(path: Path, need: int, error: OSError, files: Files) -> Exception:
-    """What to raise for an error that occurred while memory was reserved: `ArenaTooSmall` if there is none left,
-    `ProtocolError` if the arena is gone, as the job has ended meanwhile."""
+    """What to raise for an error that occurred while memory was reserved: `ArenaTooSmall` if there is none left or a
+    limit is reached, `ProtocolError` if the arena is gone, as the job has ended meanwhile."""
     if error.errno == errno.ENOENT:
         return ProtocolError(f"{path} is gone: the job has ended")
+    if error.errno == errno.EFBIG:
+        return not_written(path, error)
     return too_small(path, need, room(path, files)) if error.errno == errno.ENOSPC else error
 
 

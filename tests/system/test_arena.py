@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
@@ -318,6 +319,29 @@ def test_a_single_slot_on_a_full_file_system_is_refused_and_leaves_nothing(small
         pool.create(SMALL_TMPFS + PAGE)
     assert (pool.slots, files(arena)) == ([], [])
     assert pool.create(PAGE).index == 0
+
+
+def test_on_a_full_file_system_a_board_is_refused_and_nothing_is_killed(small_tmpfs: Path) -> None:
+    """A page that the kernel cannot give raises SIGBUS when it is first touched."""
+    board = Board(small_tmpfs / "board", create=True)
+    with pytest.raises(OSError, match="No space"):
+        (small_tmpfs / "stranger").write_bytes(bytes(SMALL_TMPFS))
+    with pytest.raises(ArenaTooSmall, match=r"board.*No space"):
+        board.succeeded(2)
+    (small_tmpfs / "stranger").unlink()
+    assert board.succeeded(2).epoch == 2
+
+
+def test_a_file_longer_than_this_process_may_write_names_the_limit(shm: Path) -> None:
+    arena = Arena(shm / "job")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, before[1]))
+    try:
+        with pytest.raises(ArenaTooSmall, match="ulimit -f"):
+            arena.shard_pool("dp0").create(2 * PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert files(arena) == []
 
 
 def test_another_failure_to_reserve_is_not_taken_for_a_lack_of_room(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

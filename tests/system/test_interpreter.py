@@ -103,6 +103,18 @@ def test_holdfast_is_found_where_the_trainer_found_it(tmp_path: Path, how: str) 
     assert Path(path).is_absolute() and Path(path).resolve() == tmp_path
 
 
+def test_streams_that_the_caller_has_closed_become_the_null_device(tmp_path: Path) -> None:
+    """Otherwise the next file that is opened is standard output, and what is printed goes into it."""
+    script = (
+        "import os, sys; from holdfast.smp_daemon.shared.interpreter import open_standard_streams as work; work();"
+        "print('lost'); print('lost', file=sys.stderr); file = open(sys.argv[1], 'w');"
+        "file.write(' '.join(os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)))"
+    )
+    close = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    subprocess.run([*close, sys.executable, "-c", script, tmp_path / "seen"], cwd=ROOT, timeout=DEADLINE_S, check=True)
+    assert (tmp_path / "seen").read_text().split() == 3 * [os.devnull]
+
+
 class TestTheEnvironment:
     @pytest.fixture(autouse=True)
     def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

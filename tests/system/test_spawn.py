@@ -24,7 +24,13 @@ from holdfast.cli.output import FAILED, NOT_FOUND
 from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import (
+    ArenaTooSmall,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    SmpUnavailable,
+)
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Hello
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, socket_path
@@ -32,7 +38,7 @@ from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
 from holdfast.smp_daemon.shared.priority import let_waker_go_on
 from holdfast.smp_daemon.shared.records import write_json
-from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
+from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, smp_options, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import call, connect
 from holdfast.smp_daemon.shared.versions import spoken
@@ -401,6 +407,32 @@ class TestTheReport:
     def test_of_an_unknown_error_is_still_one_of_ours(self) -> None:
         with pytest.raises(HoldfastError, match="too new"):
             parse_report('{"error": "NeverHeardOf", "message": "too new for us"}')
+
+    @pytest.mark.parametrize("error", ["OSError(24, 'Too many open files')", "KeyError('Too many open files')"])
+    def test_of_a_start_that_fails_unexpectedly_says_why(self, tmp_path: Path, error: str) -> None:
+        """A detached SMP has no standard error that anybody sees."""
+        script = (
+            "import sys, holdfast.smp_daemon.service as service\n"
+            f"def fail(*arguments): raise {error}\n"
+            "service.Smp = fail; from holdfast.smp_daemon.__main__ import main; main()"
+        )
+        options = smp_options(JOB, "node0", tmp_path / "arena", "127.0.0.1")
+        done = subprocess.run(
+            [sys.executable, "-c", script, *options, "--detach"], capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 1
+        with pytest.raises(HoldfastError, match=r"cannot start.*Too many open files"):
+            parse_report(done.stdout, done.stderr)
+
+    def test_of_one_that_may_write_no_file_names_the_limit(self, ground: Ground, base: Path) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+        try:
+            with pytest.raises(ArenaTooSmall, match="ulimit -f"):
+                start_smp(JOB, "node0", base / "node0", host=ground.host())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert list(base.iterdir()) == []
 
 
 class TestWhatIsImported:

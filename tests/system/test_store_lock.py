@@ -75,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     "posix.read": SMALL_FILES,
     "posix.close": SMALL_FILES | MAPPINGS | OWNERS,
     "posix.ftruncate": MAPPINGS,
+    "posix.posix_fallocate": {"shared.board.Board.__init__"},  # one page
     "mmap.mmap.madvise": MAPPINGS,
     "posix.stat": SMALL_FILES | NAMES | OWNERS,
     "posix.replace": SMALL_FILES | NAMES | OWNERS,
@@ -243,6 +244,7 @@ def test_what_is_done_at_once_with_few_bytes_is_seen(tmp_path: Path, monkeypatch
     store.join(1)
     store.configure(arrange(JOB, 1, [RankInfo("dp0", "n0", "127.0.0.1", 1, 2, 4096)], Protection(0, 0), 2))
     assert noted["posix.posix_fallocate"] == {
+        "shared.board.Board.__init__",
         "shared.budget.Budget.reserve_part",
         "storage.pool.SlotMemory.reserve",
     }
