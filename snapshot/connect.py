@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -138,5 +139,5 @@ def node_from_environment() -> str:
 
 
 def _host_name() -> str:
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in os.uname().nodename)
-    return name[:64].lstrip("._-") or "node"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)
+    return name.lstrip("._-")[:64] or "node"

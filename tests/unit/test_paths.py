@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from holdfast.smp_daemon.net.listener import bind_unix
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
-from holdfast.smp_daemon.shared.paths import Owner, arena_path, find_owners, read_owner, socket_path
+from holdfast.smp_daemon.shared.limits import is_identifier
+from holdfast.smp_daemon.shared.paths import Owner, arena_path, checked, find_owners, read_owner, socket_path
 from holdfast.smp_daemon.shared.records import write_json
+from holdfast.snapshot.connect import node_from_environment
 
 OWNER = Owner(pid=7, start_ticks=15, job="run", node="a", host="h", control_port=1, bulk_port=2)
 
@@ -32,6 +36,21 @@ def test_the_environment_moves_all_arenas(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_job_id_never_leads_out_of_the_base(job: str) -> None:
     with pytest.raises(ConfigError, match="job id"):
         arena_path(job)
+
+
+@pytest.mark.parametrize("host", ["vm", "_Rechner-ä.example", "x" * 80, "...", ""])
+def test_whatever_a_host_is_called_its_node_has_a_name(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_NODE", raising=False)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename=host))
+    assert is_identifier(checked(node_from_environment(), "the name of a node"))
+
+
+def test_a_socket_may_lie_under_a_name_that_is_no_text(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    bind_unix(folder / "smp.sock").close()
+    with pytest.raises(ConfigError, match="longer than"):
+        bind_unix(folder / ("x" * 100) / "smp.sock")
 
 
 def test_an_arena_that_is_removed_during_the_search_is_left_out(
