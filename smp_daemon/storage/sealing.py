@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
-from holdfast.smp_daemon.shared.errors import HoldfastError, NotOurs, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import NotOurs, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.messages import Seal
@@ -65,7 +65,8 @@ class Sealing:
 
         Raises:
             StaleEpoch: the slot was taken away, by a newer epoch for example.
-            ProtocolError: header, stamp or the number of digests do not fit; the slot is free again.
+            ProtocolError: header, stamp or the number of digests do not fit.
+            ArenaTooSmall: a record cannot be written. After this or any other error the slot is free again.
         """
         snapshot, coord, keep = request.snapshot, request.coord, request.keep
         with self._changed:
@@ -76,15 +77,20 @@ class Sealing:
             pool = self._arena.shard_pool(coord)
             self._holdings.look()
             slot = pool.hand_over(request.slot, request.taken, snapshot)
-            self._state.note_protected(request.protected)
-            self._release(keep, keep if request.with_parity is None else request.with_parity, snapshot)
-            failpoint("seal.released", snapshot.step)
-            for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
-                self._arena.take_away(pool, other)
-                self._reserver.make_good()
-            self._holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
             self._outcomes.expect(snapshot)
-            view = pool.view(slot)
+            try:
+                view = pool.view(slot)
+                self._state.note_protected(request.protected)
+                self._release(keep, keep if request.with_parity is None else request.with_parity, snapshot)
+                failpoint("seal.released", snapshot.step)
+                for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
+                    self._arena.take_away(pool, other)
+                    self._reserver.make_good()
+                self._holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
+            except Exception as error:  # a full file system, for example: a later snapshot is to find the slot free
+                pool.discard(slot)
+                self._outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
+                raise
         failpoint("seal.before", snapshot.step)
         try:
             self.check_slot(view, snapshot, coord, layout)
@@ -99,7 +105,7 @@ class Sealing:
                 self._holdings.commit(pool, slot, commit)
                 self._outcomes.note_sealed(snapshot, coord)
                 whole = self._is_sealed(snapshot, layout)
-        except HoldfastError as error:
+        except Exception as error:
             with self._changed:
                 if pool.is_at(slot, view) and slot.snapshot == snapshot:
                     pool.discard(slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import socket
 import subprocess
 import sys
@@ -267,6 +268,24 @@ class TestWhatIsNotASnapshotIsRefused:
         assert run["dp0"].outcome(snapshot) is SnapshotOutcome.FAILED
         assert run["dp0"].client.inventory().shards == {(run.snapshot(0), "dp0")}
         for step in (2, 3, 4):
+            run.protect(step)
+
+    def test_as_soon_as_files_can_be_written_again_snapshots_are_taken_again(self, lone: SmpProcess) -> None:
+        """However many have failed: first the record of what is protected cannot be written, then their own."""
+        trainer = Trainer(lone, "dp0")
+        run = Run([trainer], slots=2).start(trainer.client.inventory().epoch + 1)
+        run.protect(0)
+        before = resource.prlimit(lone.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(lone.process.pid, resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            for step in (1, 2, 3, 4):
+                snapshot = run.write(step)
+                with pytest.raises(ArenaTooSmall):
+                    trainer.seal(snapshot)
+                assert trainer.outcome(snapshot) is SnapshotOutcome.FAILED
+        finally:
+            resource.prlimit(lone.process.pid, resource.RLIMIT_FSIZE, before)
+        for step in (5, 6, 7):
             run.protect(step)
 
     def test_a_shard_that_the_layout_does_not_have_is_refused(self, lone: SmpProcess) -> None:
