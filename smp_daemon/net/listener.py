@@ -143,7 +143,7 @@ def bind_unix(path: Path, network: Network = MACHINE) -> socket.socket:
     Raises:
         ConfigError: the path is too long for a unix socket.
     """
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+    if len(os.fsencode(str(path))) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
             f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes a unix socket allows: "
             "choose a shorter HOLDFAST_ARENA or job id"
