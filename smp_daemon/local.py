@@ -189,6 +189,7 @@ class TrainerConversation:
     def _seal(self, request: Seal) -> None:
         self._store.sealing.seal(request)
         self._smp.next_s, self._smp.spent = request.next_s, request.spent
+        self._smp.watchdog.note_own(request.coord, request.spent.own)
 
     def _recover(self, request: Recover) -> Recovered:
         sources, coord = request.sources, request.coord

@@ -28,6 +28,7 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.capture import Capture
+from holdfast.snapshot.step.own_time import OwnTime
 from holdfast.snapshot.step.position import Position, says_where_steps_begin
 from holdfast.snapshot.step.script import Script
 
@@ -126,7 +127,8 @@ class Session:
         statistics.interval = statistics.rule.interval
         statistics.spent = _spent(restored, rank.system)
         self._statistics = statistics
-        self.position = Position(step, restored.loop, to_tree(describe(options.for_start.block, adapter)))
+        block = to_tree(describe(options.for_start.block, adapter))
+        self.position = position = Position(step, restored.loop, block, rank.system)
         self.script = Script(
             restored.loop,
             adapter.modules(),
@@ -159,6 +161,11 @@ class Session:
             self._auditor,
             options.deadline_s,
             self._step_ended,
+        )
+        self._own_time = OwnTime(
+            adapter.modules(),
+            lambda: rank.system.monotonic() - statistics.stall_s,
+            lambda: sum(data.read_s for data in position.sources.values()),
         )
         self._is_over = False  # the loop says that training is over, wherever it is left
 
@@ -211,6 +218,7 @@ class Session:
             return
         well, protecting, deadline_s = error is None, self.protecting, self._options.deadline_s
         self.loop.stop_watching(ended_well=well)
+        self._own_time.remove()
         self.rank.smp.say_end(self.progress.step, error)
         protecting.pace.fence()
         goes_on = (
@@ -241,6 +249,7 @@ class Session:
             protecting.let_go()
 
     def _step_ended(self) -> None:
+        self._statistics.spent = replace(self._statistics.spent, own=self._own_time.step_ended())
         if self._auditor is not None:
             self._auditor.after_step(self.progress.step, self.rank.agreement.everywhere)
         if self._recording is not None and self._recording.over:

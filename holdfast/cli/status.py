@@ -27,6 +27,8 @@ from holdfast.smp_daemon.shared.spawn import runs
 LOOK_EVERY_S = 2.0
 """Interval between two looks of ``holdfast top``, in seconds."""
 
+STRAGGLERS_SHOWN = 5
+
 COLOURS = {-1: "bold red", 0: "yellow"}
 
 
@@ -122,6 +124,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     parts += [Text(f"{name} is leaving: it moves what it holds to others", style="yellow") for name in overview.leaving]
     _, spent = overview.goodput
     parts += [Text(spent)] if spent else []
+    parts += [Text(line, style="yellow") for line in overview.stragglers[:STRAGGLERS_SHOWN]]
     parts += [Text(recovery_line(recovery)) for recovery in overview.recoveries[:2]]
     rows = []
     for status, own in zip(overview.statuses, overview.inventories, strict=True):

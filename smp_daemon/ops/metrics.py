@@ -47,6 +47,9 @@ GAUGES = {
     "holdfast_effective_fraction": "share of the run's time that went into steps that count, until the newest snapshot",
     "holdfast_spent_seconds": "where the run's time went until then, by part",
     "holdfast_steps_again": "finished steps of the run that had to be done again",
+    "holdfast_own_data_seconds": "what the slowest trainer of this node takes in a step to read data",
+    "holdfast_own_work_seconds": "what the slowest trainer of this node takes in a step for all that it does by itself",
+    "holdfast_stragglers": "trainers of the job that keep the others waiting in each step: see the status",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last attempt to persist a snapshot failed, else 0",
 }
@@ -117,6 +120,7 @@ def _of_job(overview: Overview) -> dict[str, float | None]:
         "holdfast_safe_age_seconds": overview.age_s(safe) if safe else None,
         "holdfast_tolerated_node_failures": safe.tolerates if safe else None,
         "holdfast_wanted_node_failures": overview.wanted,
+        "holdfast_stragglers": len(overview.stragglers),
     }
 
 
@@ -144,6 +148,8 @@ def _gauges(mine: Status) -> dict[str, float | None]:
         **{f"holdfast_trainers_{h}": sum(t.health == h for t in mine.trainers) for h in ("late", "hung", "dead")},
         "holdfast_heartbeat_age_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
         "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
+        "holdfast_own_data_seconds": max((trainer.own.data_s for trainer in mine.trainers), default=0.0),
+        "holdfast_own_work_seconds": max((trainer.own.work_s for trainer in mine.trainers), default=0.0),
         "holdfast_effective_fraction": mine.spent.effective(),
         "holdfast_steps_again": mine.spent.again,
         "holdfast_persisted_step": persisted.step if persisted else -1,

@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.plan import newest_protected, whole_snapshots
 from holdfast.smp_daemon.shared.runs import SeenRun, given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.stragglers import stragglers
 
 EVENTS_SHOWN = 30
 
@@ -169,6 +170,12 @@ class Overview:
         return self.spent.effective(now), self.spent.sentence(now)
 
     @property
+    def stragglers(self) -> list[str]:
+        """The ranks that keep the others waiting, in words, the slowest first."""
+        trainers = [(status.inventory.node, trainer) for status in self.statuses for trainer in status.trainers]
+        return stragglers({f"trainer {trainer.coord} on {node}": trainer.own for node, trainer in trainers})
+
+    @property
     def events(self) -> list[tuple[str, LogEvent]]:
         """(node, event): the last lines of all nodes' logs, the newest first."""
         found = [(status.inventory.node, event) for status in self.statuses for event in status.events]
@@ -217,6 +224,7 @@ class Overview:
             "versions": self.versions,
             "persisted": self.tiers,
             "recoveries": self.recoveries,
+            "stragglers": self.stragglers,
             "goodput": {"effective": effective, "text": spent, **to_plain(self.spent)},
             "events": [[node, event.at, event.level, event.text] for node, event in self.events],
             "repeats": self.repeats,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.shared.quantities import duration
+from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own
 
 PARTS = {
     "steps": "steps that count",
@@ -30,6 +31,7 @@ class Spent:
         steps, stall, repeated, detecting, starting, loading: see `PARTS`. Whatever a loop does between two steps counts
             as a part of the step that follows.
         count: number of steps that count. `again`: number of finished steps that had to be done again.
+        own: what of a step this rank does by itself, at present.
     """
 
     since: float = 0.0
@@ -42,6 +44,7 @@ class Spent:
     loading: float = 0.0
     count: int = 0
     again: int = 0
+    own: Own = UNKNOWN
 
     def stepped(self, now: float, stall_s: float) -> Spent:
         """A step has ended `now`; for `stall_s` of it the training thread was in the hook."""
@@ -76,6 +79,7 @@ class Spent:
             starting=self.starting + asked - began,
             loading=self.loading + loaded - asked,
             again=self.again + again,
+            own=UNKNOWN,
         )
 
     def effective(self, now: float | None = None) -> float | None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Deadlines
+from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own
 
 LATE_AT = 0.5
 """Fraction of a deadline after which a trainer or a peer is late."""
@@ -98,6 +99,7 @@ class WatchedTrainer:
     Attributes:
         step: the last step that it has finished.
         health, phase, quiet_s, deadline_s: see `HealthVerdict`.
+        own: what of a step it does by itself.
     """
 
     coord: str
@@ -107,6 +109,7 @@ class WatchedTrainer:
     phase: str
     quiet_s: float
     deadline_s: float
+    own: Own = UNKNOWN
 
     def __str__(self) -> str:
         trainer = f"trainer {self.coord} (pid {self.pid})"

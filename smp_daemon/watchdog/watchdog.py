@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import await_end, is_running
+from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
@@ -56,6 +57,7 @@ class _Watched:
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     ended: bool = False
     health: Health = Health.ALIVE
+    own: Own = UNKNOWN
     joined: bool = False
     """Whether it has joined an epoch; until then it may be about to join a new start."""
     connected: bool = False
@@ -141,6 +143,12 @@ class Watchdog:
             if seen is not None and seen.pid == pid:
                 seen.joined = True
         self._stir()
+
+    def note_own(self, coord: str, own: Own) -> None:
+        """Note what of a step a trainer does by itself."""
+        with self._lock:
+            if coord in self._seen:
+                self._seen[coord].own = own
 
     def await_room(self, pid: int, deadline_s: float) -> WatchedTrainer | None:
         """Block until no other process is at work for the job and the ends of all that have ended are noted, at most
@@ -307,8 +315,9 @@ class Watchdog:
             ended=seen.ended,
         )
         verdict = judge(heartbeat, self._deadlines, median(seen.steps_s) if seen.steps_s else None)
+        own = UNKNOWN if seen.ended else seen.own
         return WatchedTrainer(
-            seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s
+            seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s, own
         )
 
     def _stir(self) -> None:

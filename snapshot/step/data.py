@@ -20,6 +20,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
@@ -98,6 +99,7 @@ class Data:
 
     Attributes:
         name: tells the sources of a job apart; the same in every run.
+        read_s: how long the source was read, in seconds. clock: by what that is timed.
         is_position_known: whether the loop has asked for `position`.
     """
 
@@ -139,6 +141,7 @@ class Data:
         """
         self.name = name
         self.is_position_known = False
+        self.read_s, self.clock = 0.0, MACHINE.monotonic
         self._mark = mark
         self._begin = begin
         self._ahead = ahead
@@ -263,10 +266,12 @@ class Data:
                     iterator = self._go_on(expected)
                 if iterator is None:
                     iterator = self._start()
+                began_s = self.clock()
                 try:
                     batch = self._first(iterator, expected) if expected else self._fetch(iterator)
                 except StopIteration:
                     batch = _NONE
+                self.read_s += self.clock() - began_s
                 if batch is _NONE:
                     self._finish()
                     self._over(self._resumed)

@@ -60,7 +60,7 @@ class Gradients:
         self._steps = 0
         self._seen: set[str] = set()
         self._count = 0
-        self._watched = dict(_first_trained(modules))
+        self._watched = dict(first_trained(modules))
         self._undo = [
             parameter.register_hook(self._watch(name, parameter)).remove  # type: ignore[no-untyped-call]
             for name, parameter in self._watched.items()
@@ -132,7 +132,8 @@ class Gradients:
             self._say(text, *values)
 
 
-def _first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The first parameter of each module that is trained, by its name."""
     for i, module in enumerate(modules):
         named = ((f"model{i}.{name}", p) for name, p in module.named_parameters() if p.requires_grad)
         yield from [next(named)] if any(p.requires_grad for p in module.parameters()) else []

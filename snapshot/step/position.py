@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.system import MACHINE, Clocks
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.counting import Counting
 from holdfast.snapshot.step.data import ELSEWHERE, Data
@@ -29,17 +30,19 @@ class Position:
         counting: how the loop counts its batches.
     """
 
-    def __init__(self, step: int, held: Tree, block: Tree) -> None:
+    def __init__(self, step: int, held: Tree, block: Tree, clock: Clocks = MACHINE) -> None:
         """
         Args:
             step: how many steps the state has behind it.
             held: `tree` of the earlier run; empty if there was none.
             block: the block of the script that the loop is in, for `tree`.
+            clock: by what reading data is timed.
         """
         self.declared = self._in_steps = self._in_data = False
         self.sources: dict[str, Data] = {}
         self.counting = Counting(held.get("leaves"))
         self._block = block
+        self._clock = clock
         self._turn: int | None = held.get("turn")
         self._next_turn = self.number(step)
         self._held: dict[str, Any] = dict(held.get("data", {}))  # places of sources that the loop has not named yet
@@ -122,6 +125,7 @@ class Position:
                     "batches with `holdfast.integrations.batches.GlobalBatches` where the number of ranks may change"
                 )
             known = self.sources[name] = make(held)
+            known.clock = self._clock.monotonic
         elif known.source is not source:
             known.source = source
         return known

@@ -154,7 +154,7 @@ def test_where_the_time_of_a_run_went_is_known_across_restarts(arena: Path, capl
         assert (spent.since, spent.count, spent.again) == (before.since, at, 5 - at)
         assert spent.until > before.until
         assert spent.repeated > 0
-        train(snap, model, optim, 4)
+        train(snap, model, optim, 6)
         owner = read_owner(arena / "test")
         assert owner is not None
         overview = look("test", owner.control)
@@ -168,6 +168,9 @@ def test_where_the_time_of_a_run_went_is_known_across_restarts(arena: Path, capl
         metrics = exposition("test", overview.statuses[0], overview).decode()
         assert f'part="repeated"}} {overview.spent.repeated}' in metrics
         assert snap.statistics.spent.scalars()["holdfast/steps_again"] == 5 - at
+        (trainer,) = overview.statuses[0].trainers
+        assert 0 < trainer.own.work_s < trainer.own.step_s
+        assert (trainer.own.data_s, overview.stragglers) == (0, [])
     assert "the run so far: " in caplog.text
 
 

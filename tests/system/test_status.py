@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from http.client import HTTPConnection
 from itertools import combinations
 from pathlib import Path
@@ -37,7 +38,9 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_SAYING
 from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.stragglers import Own
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
+from holdfast.smp_daemon.watchdog.liveness import Health, WatchedTrainer
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, run_on, suspend
 from tests.system.test_regroup import SNAPSHOT, everything, layout_of
@@ -75,6 +78,23 @@ def test_a_status_fits_80_columns_and_a_pipe(terminal: bool) -> None:
     assert len(rows) == 129 and max(map(len, lines)) <= 80
     assert rows[128].split() == ["node127", "10.0.0.127:41234", "8", "-", "64", "GB", "1", "GB", "0"]
     assert not [line for line in lines if line != line.rstrip()]
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    statuses = []
+    for number in range(4):
+        own = Own(1.0, 0.4 if number == 2 else 0.02, 0.5)
+        trainer = WatchedTrainer(f"dp{number}", 1, 5, Health.ALIVE, "step", 0.1, 60.0, own)
+        statuses.append(replace(status_of(number, {}), trainers=(trainer,)))
+    overview = Overview("job", tuple(statuses), (), ())
+    (text,) = overview.stragglers
+    assert re.match("trainer dp2 on node2 .* 400 ms reading data", text)
+    assert overview.to_json()["stragglers"] == [text]
+    Console().print(render([(Owner(1, 1, "job", "node0", "127.0.0.1", 1, 2, 3), overview)]))
+    assert "dp2 on node2" in capsys.readouterr().out
+    metrics = exposition("job", statuses[2], overview).decode()
+    assert 'holdfast_stragglers{job="job",node="node2"} 1.0' in metrics
+    assert 'holdfast_own_work_seconds{job="job",node="node2"} 0.5' in metrics
 
 
 # ---------------------------------------------------------------------- what is safe against what
