@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from benchmarks import ec_smps
 from benchmarks.pyeclib_codec import codec_of
-from holdfast.bench import smp as bench_smp
-from holdfast.bench.machine import describe, machine
+from holdfast.bench.machine import describe, machine, rounded
 from holdfast.cli.arguments import Parser, output_file
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
@@ -122,8 +122,8 @@ class Row(Setting):
     def of(cls, cell: Setting, op_s: Sequence[float], memcpy_s: Sequence[float]) -> Self:
         """The row for the seconds that each call and each copy took."""
         total = cell.bytes * cell.threads / 1e9
-        gb_s, memcpy_gb_s = (bench_smp.rounded(total / statistics.median(seconds)) for seconds in (op_s, memcpy_s))
-        return cls(**asdict(cell), gb_s=gb_s, memcpy_gb_s=memcpy_gb_s, ratio=bench_smp.rounded(gb_s / memcpy_gb_s))
+        gb_s, memcpy_gb_s = (rounded(total / statistics.median(seconds)) for seconds in (op_s, memcpy_s))
+        return cls(**asdict(cell), gb_s=gb_s, memcpy_gb_s=memcpy_gb_s, ratio=rounded(gb_s / memcpy_gb_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ class EcReport:
     backend_auto: str
     rows: list[Row]
     notes: list[str]
-    protect: list[bench_smp.ProtectRow]
-    rebuild: list[bench_smp.RebuildRow]
+    protect: list[ec_smps.ProtectRow]
+    rebuild: list[ec_smps.RebuildRow]
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that ``--json`` writes."""
@@ -179,7 +179,7 @@ def run(plan: EcBenchmark, console: Console) -> EcReport:
         rows = measure(plan, todo, tell)
         bar.update(task, completed=len(todo))
         bar.update(task, description="four SMPs protect and rebuild")
-        ends = [bench_smp.measure(protect, plan.shard_bytes, plan.seed, plan.repeats) for protect in plan.protects]
+        ends = [ec_smps.measure(protect, plan.shard_bytes, plan.seed, plan.repeats) for protect in plan.protects]
     return EcReport(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(),
@@ -365,7 +365,7 @@ def size(count: int) -> str:
 
 def tables(report: EcReport) -> list[Report]:
     """All tables."""
-    ends = [bench_smp.protect_report(report.protect), bench_smp.rebuild_report(report.rebuild)]
+    ends = [ec_smps.protect_report(report.protect), ec_smps.rebuild_report(report.rebuild)]
     return [*(compare(report.rows, op) for op in OPS), *ends]
 
 

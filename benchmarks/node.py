@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.arguments import counts
-from holdfast.bench.node import NodeBenchmark, markdown, quick, run, show
+from holdfast.bench.node import LEGEND, NodeBenchmark, NodeReport, head, quick, run, show, tables
+from holdfast.bench.parts import PARTS
 from holdfast.cli.arguments import output_file, size
 
 
@@ -52,6 +53,14 @@ def main() -> None:
         parsed.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
+
+
+def markdown(report: NodeReport) -> str:
+    """The report as a Markdown file."""
+    parts = ["# What this machine does with a node's snapshots", head(report), LEGEND]
+    parts += [table.markdown() for table in tables(report)]
+    parts += [f"{name}: bytes {what}." for name, what in PARTS.items() if report.parts]
+    return "\n\n".join(parts + report.notes) + "\n"
 
 
 if __name__ == "__main__":

@@ -35,3 +35,8 @@ def cpu_model(cpuinfo: str) -> str:
         if name.strip() == "model name":
             return value.strip()
     return ""
+
+
+def rounded(value: float) -> float:
+    """`value` rounded to four significant digits."""
+    return float(f"{value:.4g}")

@@ -24,9 +24,8 @@ from rich.console import Console
 
 from holdfast.bench import cluster as cluster_module
 from holdfast.bench.floor import PIECE_BYTES, Carried, Floor, Wires, answer, end, tell, whole_pieces
-from holdfast.bench.machine import describe, machine
-from holdfast.bench.parts import PARTS, PartRate, SocketRate, certificates, measure_parts, measure_sockets
-from holdfast.bench.smp import rounded
+from holdfast.bench.machine import describe, machine, rounded
+from holdfast.bench.parts import PartRate, SocketRate, certificates, measure_parts, measure_sockets
 from holdfast.planner.rates import FORMAT, KIND, NodeRates
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS
@@ -487,18 +486,11 @@ def _who(row: ProtectRate | RecoverRate) -> tuple[str, str, str]:
 
 def show(console: Console, report: NodeReport) -> None:
     """Print the tables."""
-    say(console, _head(report), *tables(report), LEGEND, *report.notes)
+    say(console, head(report), *tables(report), LEGEND, *report.notes)
 
 
-def markdown(report: NodeReport) -> str:
-    """The report as a Markdown file."""
-    parts = ["# What this machine does with a node's snapshots", _head(report), LEGEND]
-    parts += [table.markdown() for table in tables(report)]
-    parts += [f"{name}: bytes {what}." for name, what in PARTS.items() if report.parts]
-    return "\n\n".join(parts + report.notes) + "\n"
-
-
-def _head(report: NodeReport) -> str:
+def head(report: NodeReport) -> str:
+    """When, where and on what this was measured."""
     load = " and ".join(f"{each:g}" for each in report.load)
     against = f"; 'against' is the code of {report.against}" if report.against else ""
     return (

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.bench.floor import DEADLINE_S, PIECE_BYTES, Floor, Wires, memory, whole_pieces
-from holdfast.bench.smp import rounded
+from holdfast.bench.machine import rounded
 from holdfast.ec import choose_codec
 from holdfast.ec.codec import Buffer, as_array
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS

@@ -32,9 +32,9 @@ from benchmarks.ec import (
     verdicts,
     why_unusable,
 )
+from benchmarks.ec_smps import ProtectRow, RebuildRow
 from benchmarks.pyeclib_codec import codec_of
 from holdfast import ConfigError
-from holdfast.bench.smp import ProtectRow, RebuildRow
 from holdfast.ec import choose_codec
 
 ROOT = Path(__file__).parents[2]

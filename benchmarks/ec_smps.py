@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.bench.cluster import LOST, Cluster, random_content
+from holdfast.bench.machine import rounded
 from holdfast.ec.codec import as_array
 from holdfast.report import Report
 from holdfast.smp_daemon.recovery.rebuild import METHODS
@@ -203,8 +204,3 @@ def _high_water_bytes(pid: int) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise HoldfastError(f"the kernel does not say how much memory process {pid} has had")
-
-
-def rounded(value: float) -> float:
-    """`value` rounded to four significant digits."""
-    return float(f"{value:.4g}")
