@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from statistics import NormalDist
 
-from holdfast.planner.checks import not_negative, positive, within
+from holdfast.planner.checks import not_negative, positive
 from holdfast.planner.profiles import PROFILES, FailureProfile
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -100,16 +101,10 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A model learnt from a log.
-
-    Attributes:
-        events: incidents of each class.
-        intervals: for each class the 5 % and 95 % quantiles of its rate.
-    """
+    """A model learnt from a log, and how many incidents of each class that had."""
 
     model: FailureModel
     events: dict[str, int]
-    intervals: dict[str, tuple[float, float]]
 
 
 def parse_log(text: str) -> tuple[Incident, ...]:
@@ -168,36 +163,15 @@ def learn(incidents: Sequence[Incident], nodes: int, span_s: float, prior: Failu
     positive("failure log: its span", span_s, " s")
     events = Counter(incident.kind for incident in incidents)
     total = prior.process + prior.memory + prior.shock
-    rates, intervals = {}, {}
+    rates = {}
     for kind in CLASSES:
         single = kind != "beyond"
         before = getattr(prior, kind)
         expected, rate = (PRIOR_EVENTS, total) if single else (1.0, prior.beyond)
         weight = expected / rate if rate else 0.0
-        shape, exposure = before * weight + events[kind], weight + span_s * (nodes if single else 1)
-        rates[kind] = shape / exposure
-        intervals[kind] = gamma_quantile(shape, 0.05) / exposure, gamma_quantile(shape, 0.95) / exposure
+        rates[kind] = (before * weight + events[kind]) / (weight + span_s * (nodes if single else 1))
     source = f"{len(incidents)} incidents of {nodes} nodes in {span_s / DAY_S:.3g} d, shrunk towards {prior.source}"
-    return Estimate(FailureModel(**rates, source=source), {kind: events[kind] for kind in CLASSES}, intervals)
-
-
-def gamma_quantile(shape: float, probability: float) -> float:
-    """Quantile of the Gamma distribution of this shape and scale 1, to 1e-9 of itself, by bisection; 0 for shape 0."""
-    within("a probability", probability, 1e-12, 1 - 1e-12)
-    if shape <= 0:
-        return 0.0
-    high = max(1.0, shape)
-    while _gamma_cdf(shape, high) < probability:
-        high *= 2.0
-    low = high
-    while low > 1e-300 and _gamma_cdf(shape, low) > probability:
-        low /= 2.0
-    for _ in range(200):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if _gamma_cdf(shape, middle) < probability else (low, middle)
-        if high - low <= 1e-10 * high:
-            break
-    return high
+    return Estimate(FailureModel(**rates, source=source), {kind: events[kind] for kind in CLASSES})
 
 
 def spare_nodes(model: FailureModel, nodes: int, repair_s: float, confidence: float = 0.99) -> int:
@@ -209,7 +183,7 @@ def spare_nodes(model: FailureModel, nodes: int, repair_s: float, confidence: fl
     """
     away = nodes * repair_s * max(DRAINED * (model.process + model.memory + model.shock), model.memory + model.shock)
     if away > 500.0:  # the normal quantile; exp(-away) would be 0
-        return math.ceil(away + _normal_quantile(confidence) * math.sqrt(away))
+        return math.ceil(away + NormalDist().inv_cdf(confidence) * math.sqrt(away))
     term = total = math.exp(-away)
     spares = 0
     while total < confidence:
@@ -267,40 +241,3 @@ def _kind(line: int, name: str, cause: str) -> str:
         f"published "
         f"cause such as {', '.join(sorted(MEMORY_CAUSES))}"
     )
-
-
-def _gamma_cdf(shape: float, x: float) -> float:
-    """Regularised lower incomplete gamma function: its series below the mean, Lentz's continued fraction above."""
-    if x <= 0:
-        return 0.0
-    front = math.exp(shape * math.log(x) - x - math.lgamma(shape))
-    if x < shape + 1.0:
-        term = total = 1.0 / shape
-        n = shape
-        while abs(term) > 1e-16 * total:
-            n += 1.0
-            term *= x / n
-            total += term
-        return front * total
-    b = x + 1.0 - shape
-    c, d = 1e300, 1.0 / b
-    fraction = d
-    for i in range(1, 10_000):
-        a = -i * (i - shape)
-        b += 2.0
-        d = 1.0 / (a * d + b or 1e-300)
-        c = b + a / c or 1e-300
-        fraction *= c * d
-        if abs(c * d - 1.0) < 1e-15:
-            break
-    return 1.0 - front * fraction
-
-
-def _normal_quantile(probability: float) -> float:
-    """Quantile of the standard normal distribution, by bisection of ``erfc``."""
-    low, high = -40.0, 40.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2.0
-        below = 0.5 * math.erfc(-middle / math.sqrt(2.0)) < probability
-        low, high = (middle, high) if below else (low, middle)
-    return high

@@ -176,14 +176,12 @@ def loss_rate(size: int, tolerated: int, rate: float, window_s: float) -> float:
     )
 
 
-def loss_rate_first_order(size: int, tolerated: int, rate: float, window_s: float, *, serial: bool = False) -> float:
-    """`loss_rate` to first order, for ``size rate w << 1``, as usually quoted: ``n C(n - 1, m) rate^(m + 1) w^m``;
-    times m! if `serial`: nodes are repaired strictly one after the other, each in an exponentially distributed time.
+def loss_rate_first_order(size: int, tolerated: int, rate: float, window_s: float) -> float:
+    """`loss_rate` to first order, for ``size rate w << 1``, as usually quoted: ``n C(n - 1, m) rate^(m + 1) w^m``.
     Too high where nodes fail often."""
     if tolerated >= size:
         return 0.0
-    orders = math.factorial(tolerated) if serial else 1
-    return orders * size * math.comb(size - 1, tolerated) * rate ** (tolerated + 1) * window_s**tolerated
+    return size * math.comb(size - 1, tolerated) * rate ** (tolerated + 1) * window_s**tolerated
 
 
 def job_loss_rate(sizes: Sequence[int], tolerated: int, rate: float, window_s: float) -> float:

@@ -92,9 +92,3 @@ def test_slots_suffice_in_a_tick_by_tick_count(seed: int) -> None:
     needed = slots_needed(interval, commit, encode, encode_every=every)
     used = slots_in_use(interval, commit, encode, every, count=30)
     assert used <= needed <= used + 1, (interval, commit, encode, every)
-
-
-def test_a_persist_that_lasts_holds_one_more_slot() -> None:
-    assert slots_needed(10.0, 1.0, 15.0) == 3
-    assert slots_needed(10.0, 1.0, 15.0, persist_s=11.0) == 4
-    assert slots_needed(10.0, 1.0, 15.0, persist_s=9.0) == 3

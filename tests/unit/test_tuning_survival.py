@@ -137,7 +137,6 @@ def test_the_loss_rate_agrees_with_what_is_played(size: int, tolerated: int, rat
 def test_first_order_is_the_limit_of_rare_failures_and_too_high_for_frequent_ones() -> None:
     assert loss_rate(8, 2, 1e-9, 1.0) / loss_rate_first_order(8, 2, 1e-9, 1.0) == pytest.approx(1, rel=1e-6)
     assert loss_rate(8, 2, 0.05, 1.0) < 0.8 * loss_rate_first_order(8, 2, 0.05, 1.0)
-    assert loss_rate_first_order(8, 3, 1e-3, 1.0, serial=True) == 6 * loss_rate_first_order(8, 3, 1e-3, 1.0)
     assert loss_rate(3, 3, 1.0, 1.0) == loss_rate_first_order(3, 3, 1.0, 1.0) == 0.0
 
 

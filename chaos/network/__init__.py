@@ -1,1 +1,0 @@
-"""Network namespaces and wall clocks for the processes of virtual nodes."""
