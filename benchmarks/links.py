@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # finds the checkout's pa
 
 from benchmarks.load_parts import new_namespace, run
 from holdfast.bench.cluster import Cluster, random_content
-from holdfast.chaos.network.namespaces import inside
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.quantities import parse_rate, parse_size
 from holdfast.smp_daemon.shared.scratch import Scratch
+from tests.proof.chaos.network.namespaces import inside, place_of
 
 CABLES = 4
 NODES = 2
@@ -205,7 +205,7 @@ def carry(end: int, links: int, count: int) -> None:
 def smps(cables: Cables, links: int, content: memoryview, base: Path, stack: ExitStack) -> Cluster:
     """Two SMPs that are configured with `links` links and have memory for snapshots."""
     places = [
-        (",".join(cables.address(end, number) for number in range(links)), cables.namespace(end))
+        (",".join(cables.address(end, number) for number in range(links)), place_of(cables.namespace(end)))
         for end in range(NODES)
     ]
     settings = {"HOLDFAST_SCRUB": "0", "HOLDFAST_LINKS": "1", "HOLDFAST_REGROUP_AFTER": "0"}

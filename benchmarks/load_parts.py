@@ -23,7 +23,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from holdfast.chaos.network.namespaces import inside
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
@@ -38,6 +37,7 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from tests.proof.chaos.network.namespaces import inside, place_of
 
 JOB = "bench-load"
 UNIT_BYTES = 2 << 20
@@ -221,7 +221,7 @@ class Fleet:
         self.content = memoryview(bytearray(np.random.default_rng(2).bytes(shard_bytes)))
         self.nodes = [VirtualNode(i, 0, host, base, JOB) for i, host in enumerate(hosts)]
         for node, namespace in zip(self.nodes, hosts.values(), strict=True):
-            node.namespace = namespace
+            node.place = place_of(namespace)
             stack.callback(node.close)
             node.launch(Wiring("", []))
         for node in self.nodes:
@@ -270,7 +270,7 @@ class Fleet:
         )
         self.clients[index].close()
         before.power_cut()
-        self.nodes[index].namespace = before.namespace
+        self.nodes[index].place = before.place
         self.nodes[index].launch(Wiring("", []))
         self.nodes[index].wait_ready()
         self.clients[index] = SmpClient(self.nodes[index].arena, JOB)

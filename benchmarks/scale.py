@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from holdfast.chaos.network.namespaces import DEVICE, enter, inside, unavailable
 from holdfast.smp_daemon.coding.regroup import plan_regroup
 from holdfast.smp_daemon.recovery.redundancy import redundancies
 from holdfast.smp_daemon.shared.identity import UNNAMED
@@ -53,6 +52,7 @@ from holdfast.snapshot.resume.entering import Entering, exchange
 from holdfast.snapshot.resume.reserve import lay_out
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.replicas import agree_on_shares
+from tests.proof.chaos.network.namespaces import DEVICE, enter, inside, unavailable
 from tests.proof.chaos.network.wire import Wire
 from tests.proof.sim.plan import DrawnFault, Gap, draw
 from tests.proof.sim.run import play

@@ -26,15 +26,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.chaos.accounting import beyond_access_times
-from holdfast.chaos.actions import ACTIONS, Action
 from holdfast.chaos.faults import CATALOGUE, Fault, check, due_at
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.network.clocks import set_clock
 from holdfast.chaos.node import VirtualNode
-from holdfast.chaos.runner import Event, Runner, Wiring, release
+from holdfast.chaos.runner import Event, Runner, Wiring, release, send_signals
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
@@ -94,28 +92,55 @@ class History:
         return [e for e in self.events if e["kind"] == kind and all(e.get(k) == v for k, v in match.items())]
 
 
-class Cables(Protocol):
-    """What carries packets between nodes that are in network namespaces of their own, and impairs them."""
+def to_ranks(*signals: signal.Signals) -> Action:
+    """An action that sends signals to the trainers of the target ranks."""
 
-    def open(self, host: str) -> str:
-        """Connect a node that has the address `host`; returns the path of its namespace."""
-        ...
+    def do(cluster: VirtualCluster, fault: Fault) -> None:
+        for rank in fault.targets:
+            send_signals(cluster.pid_of_rank(rank), *signals)
 
-    def unplug(self, host: str) -> None:
-        """Stop passing a node's packets, silently."""
-        ...
+    return do
 
-    def impair(self, kind: str, hosts: Sequence[str], *, amount: int, seed: int, for_s: float) -> None:
-        """Impair packets from and to `hosts` for `for_s` seconds; 0: until the end."""
-        ...
 
-    def hits(self) -> list[tuple[str, int]]:
-        """The kind of each impairment so far, and the number of packets that it hit."""
-        ...
+def end_smps(by: signal.Signals) -> Action:
+    """An action that ends the SMPs of the target nodes with a signal, and starts successors."""
 
-    def close(self) -> list[str]:
-        """Disconnect all nodes. Returns what is left behind."""
-        ...
+    def do(cluster: VirtualCluster, fault: Fault) -> None:
+        for index in fault.targets:
+            cluster.replace_smp(index, by)
+
+    return do
+
+
+def lose_nodes(cluster: VirtualCluster, fault: Fault) -> None:
+    """Kill the processes of the target nodes, and wipe their memory."""
+    for index in fault.targets:
+        for rank in cluster.ranks_on(index):
+            send_signals(cluster.pid_of_rank(rank), signal.SIGKILL)
+        cluster.power_cut(index)
+
+
+def drain_nodes(cluster: VirtualCluster, fault: Fault) -> None:
+    """Announce that the target nodes are to be taken away."""
+    for index in fault.targets:
+        cluster.drain(index)
+
+
+def freeze(cluster: VirtualCluster, fault: Fault) -> None:
+    """Do nothing: the cluster keeps the process at the point, until it dies (``freeze``) or for `for_s` (``hold``)."""
+
+
+Action = Callable[[Any, Fault], None]
+"""How a kind of fault is injected into a cluster. Called in that cluster's thread."""
+
+ACTIONS: dict[str, Action] = {
+    "kill-trainer": to_ranks(signal.SIGKILL),
+    "kill-smp": end_smps(signal.SIGKILL),
+    "lose-node": lose_nodes,
+    "drain-node": drain_nodes,
+    "freeze": freeze,
+}
+"""What the demo and most tests need, by the kind of fault. `tests.proof.chaos.actions` has the others."""
 
 
 class VirtualCluster(Runner):
@@ -137,7 +162,6 @@ class VirtualCluster(Runner):
         memory: Path | None = None,
         smp_module: str = "holdfast.smp_daemon",
         actions: Mapping[str, Action] = ACTIONS,
-        cables: Callable[[], Cables] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -152,8 +176,6 @@ class VirtualCluster(Runner):
                 caller removes what is left of it.
             smp_module: the module to run as the SMP.
             actions: how each kind of fault is injected.
-            cables: makes what carries packets between the nodes, each of which then is in a network namespace; default:
-                nodes have loopback addresses.
             environment: more environment variables for the SMPs.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
@@ -172,10 +194,7 @@ class VirtualCluster(Runner):
         self._memory = memory or self._base
         self._smp_module = smp_module
         self._actions = actions
-        self._make_cables = cables
         self._environment = dict(environment or {})
-        self._clocked = bool(launcher.shim)
-        self._cables: Cables | None = None
         self._lives = [0] * nodes
         self._nodes = [self._new_node(index) for index in range(nodes)]
         self._faults: list[Fault] = []
@@ -196,10 +215,6 @@ class VirtualCluster(Runner):
         check(fault)
         if fault.kind not in self._actions:
             raise ConfigError(f"{fault.kind} needs a cluster that is made with actions= that have it")
-        if CATALOGUE[fault.kind].wired and self._make_cables is None:
-            raise ConfigError(f"{fault.kind} needs a cluster that is made with cables=")
-        if CATALOGUE[fault.kind].clocked and not self._clocked:
-            raise ConfigError(f"{fault.kind} needs a launcher that is made with clocked=True")
         of = CATALOGUE[fault.kind].of
         limit = {"rank": self._world, "node": len(self._nodes)}.get(of, 0)
         if of and (not fault.targets or not all(0 <= target < limit for target in fault.targets)):
@@ -231,7 +246,7 @@ class VirtualCluster(Runner):
 
     def witness(self, index: int, at: str) -> str:
         """The process of a node that reaches a point: its SMP or its first trainer."""
-        return f"smp{index}" if at in SMP_FAILPOINTS else f"rank{self._ranks_on(index)[0]}"
+        return f"smp{index}" if at in SMP_FAILPOINTS else f"rank{self.ranks_on(index)[0]}"
 
     # ------------------------------------------------------------------ running
 
@@ -248,18 +263,9 @@ class VirtualCluster(Runner):
         with ExitStack() as stack:
             stack.enter_context(self._scratch)
             self.listen(self._base / "events")
-            for each in (
-                self.hang_up,
-                self._read_tracebacks,
-                self._close_cables,
-                self._close_nodes,
-                self._end_trainers,
-            ):
+            for each in (self.hang_up, self._read_tracebacks, self._close_nodes, self._end_trainers):
                 stack.callback(each)  # runs last to first; if one fails or is interrupted, the rest still run
             self.watch(self._launcher, self._hear_launcher)
-            self._cables = self._make_cables() if self._make_cables else None
-            for node in self._nodes:
-                self._plug_in(node)
             self._start_nodes(self._nodes if self._smps else [])
             before = self._launcher.disk_bytes_written()
             self._spawn()
@@ -269,8 +275,6 @@ class VirtualCluster(Runner):
                 self.turn(self._deadline)
             self.catch_up()
             self._settle()
-            for kind, packets in self._cables.hits() if self._cables else ():
-                self._note({"kind": "impaired", "fault": kind, "packets": packets, "at": time.monotonic()})
             written = self.history.disk_bytes_written + self._launcher.disk_bytes_written() - before
             self.history.disk_bytes_written = beyond_access_times(written)
             return self.history
@@ -318,7 +322,6 @@ class VirtualCluster(Runner):
                 self.history.disk_bytes_written += node.disk_bytes_written
                 self._lives[index] += 1
                 self._nodes[index] = self._new_node(index)
-                self._plug_in(self._nodes[index])
                 fresh.append(self._nodes[index])
         self._start_nodes(fresh)
         self._generation += 1
@@ -331,7 +334,7 @@ class VirtualCluster(Runner):
         ranks = [self._describe(rank) for rank in range(self._world)]
         self._running = set(range(self._world))
         first = self._node_of(0)
-        self._launcher.spawn(self._target, ranks, (first.host, first.namespace))
+        self._launcher.spawn(self._target, ranks, (first.host, first.place))
 
     def _describe(self, rank: int) -> dict[str, Any]:
         trainer = {
@@ -344,8 +347,8 @@ class VirtualCluster(Runner):
         who = f"rank{rank}"
         environment = {TRAINER_ENV: json.dumps(trainer), **self._node_of(rank).environment()}
         environment |= self._wiring(who).environment(who)
-        log, namespace = str(self._base / f"{who}.log"), self._node_of(rank).namespace
-        return {"rank": rank, "env": environment, "log": log, "namespace": namespace}
+        log, place = str(self._base / f"{who}.log"), self._node_of(rank).place
+        return {"rank": rank, "env": environment, "log": log, "place": place}
 
     # ------------------------------------------------------------------ events
 
@@ -388,50 +391,27 @@ class VirtualCluster(Runner):
         )
         self._actions[fault.kind](self, fault)
 
-    # ------------------------------------------------------------------ methods of `chaos.actions.FaultContext`
+    # ------------------------------------------------------------------ what actions do
 
     def pid_of_rank(self, rank: int) -> int | None:
+        """The pid of a rank's trainer; None if it does not run."""
         # The zygote has not reported the end of this child, so the pid is still the trainer's.
         return self._pids[rank] if rank in self._running else None
 
-    def pid_of_smp(self, index: int) -> int:
-        return self._nodes[index].pid
-
     def arena_of(self, index: int) -> Path:
+        """The job's arena on a node."""
         return self._nodes[index].arena
 
-    def place(self) -> Path:
-        if "HOLDFAST_PERSIST" not in self._environment:
-            raise ConfigError("this cluster persists nothing")
-        return Path(self._environment["HOLDFAST_PERSIST"])
-
-    def host_of(self, index: int) -> str:
-        return self._nodes[index].host
-
     def ranks_on(self, index: int) -> list[int]:
-        return self._ranks_on(index)
-
-    def namespaces(self) -> list[str | None]:
-        return [node.namespace for node in self._nodes] if self._cables else [None]
-
-    def impair(self, fault: Fault) -> None:
-        assert self._cables is not None  # `add` has checked it
-        hosts = [self._nodes[index].host for index in fault.targets]
-        self._cables.impair(fault.kind, hosts, amount=fault.amount, seed=fault.seed, for_s=fault.for_s)
-
-    def set_clock(self, index: int, ahead_s: int) -> None:
-        clock = self._nodes[index].clock
-        assert clock is not None  # `add` has checked it
-        set_clock(clock, ahead_s)
-
-    def unplug(self, index: int) -> None:
-        if self._cables is not None:
-            self._cables.unplug(self._nodes[index].host)
+        """The ranks of a node's trainers."""
+        return [rank for rank in range(self._world) if self._place(self._generation, rank) == index]
 
     def power_cut(self, index: int) -> None:
+        """Kill a node's SMP, and wipe its memory."""
         self._nodes[index].power_cut()
 
     def drain(self, index: int) -> None:
+        """Have a node drained while the job trains. It is gone when the job starts again. Returns at once."""
         owner = read_owner(self._nodes[index].arena)
         if owner is None:
             raise HoldfastError(f"the SMP of {self._nodes[index].name} has ended, so it cannot be drained")
@@ -447,30 +427,11 @@ class VirtualCluster(Runner):
 
         threading.Thread(target=ask, name="drain", daemon=True).start()
 
-    def replace_smp(self, index: int, by: signal.Signals = signal.SIGKILL) -> None:
+    def replace_smp(self, index: int, by: signal.Signals) -> None:
+        """End a node's SMP with a signal, or SIGKILL if it survives that; note its exit status; start a successor."""
         status = self._nodes[index].end_smp(by)
         self._note({"kind": "smp-ended", "node": index, "by": by.name, "status": status, "at": time.monotonic()})
         self._start_nodes([self._nodes[index]])
-
-    def end_job(self, spare: Sequence[int] = ()) -> None:
-        if not self._running:
-            return
-        spared = self._running.intersection(spare)
-        self._strays |= spared
-        self._running -= spared
-        self._launcher.kill(sorted(spared))
-
-    def kill_launcher(self) -> None:
-        self._selector.unregister(self._launcher)
-        self._launcher.replace()
-        self.watch(self._launcher, self._hear_launcher)
-        at = time.monotonic()
-        for rank in sorted(self._running):
-            self._note({"kind": "exit", "rank": rank, "status": -9, "at": at, "generation": self._generation})
-        self._running.clear()
-        self._noticed_at = at
-        self._cause = [fault for fault in self._faults if fault.fired_at is not None and fault.kind == "kill-launcher"]
-        self._restart()
 
     def _note(self, event: Event) -> None:
         self.history.events.append(event)
@@ -481,22 +442,20 @@ class VirtualCluster(Runner):
     def _new_node(self, index: int) -> VirtualNode:
         life = self._lives[index]
         number = index + life * len(self._lives)
-        host = f"10.77.{number // 250}.{number % 250 + 1}" if self._make_cables else f"127.0.0.{11 + number}"
-        return VirtualNode(index, life, host, self._memory, self._job, self._smp_module)
+        return VirtualNode(index, life, self._host(number), self._memory, self._job, self._smp_module)
 
-    def _plug_in(self, node: VirtualNode) -> None:
-        if self._cables is not None:
-            node.namespace = self._cables.open(node.host)
-        if self._clocked:
-            node.clock = self._base / f"{node.name}.clock"
-            set_clock(node.clock, 0)
+    def _host(self, number: int) -> str:
+        return f"127.0.0.{11 + number}"
 
     def _start_nodes(self, nodes: Sequence[VirtualNode]) -> None:
         for node in nodes:
-            settings = {**(self._launcher.shim or {}), **self._environment}
-            node.launch(self._wiring(node.who), settings, log=self._base / f"{node.who}.log")
+            node.launch(self._wiring(node.who), self._settings(node), log=self._base / f"{node.who}.log")
         for node in nodes:
             node.wait_ready()
+
+    def _settings(self, node: VirtualNode) -> dict[str, str]:
+        """More environment variables for the SMP of a node."""
+        return self._environment
 
     def _wiring(self, who: str) -> Wiring:
         rules = [(fault.point, fault.step) for fault in self._faults if fault.who == who and not fault.due]
@@ -504,9 +463,6 @@ class VirtualCluster(Runner):
 
     def _node_of(self, rank: int) -> VirtualNode:
         return self._nodes[self._place(self._generation, rank)]
-
-    def _ranks_on(self, index: int) -> list[int]:
-        return [rank for rank in range(self._world) if self._place(self._generation, rank) == index]
 
     # ------------------------------------------------------------------ the end
 
@@ -533,10 +489,6 @@ class VirtualCluster(Runner):
         with ExitStack() as stack:
             for node in self._nodes:
                 stack.callback(node.close)
-
-    def _close_cables(self) -> None:
-        if self._cables is not None:
-            self.history.leaks += self._cables.close()
 
     def _read_tracebacks(self) -> None:
         for path in sorted(self._base.glob("smp*.log")):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import os
 import random
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from holdfast.chaos.runner import find
 from holdfast.chaos.trainer import Trainer
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.hook import SnapshotHook
@@ -73,7 +73,7 @@ def train() -> None:
 def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
     """The part of `train` that follows the process group; calls `report` at the start, after every step, and at the
     end."""
-    job = find(args["job"])(args["seed"], **args.get("options", {}))
+    job: Job = find(args["job"])(args["seed"], **args.get("options", {}))
     with ExitStack() as stack:
         snap: SnapshotHook | None = None
         if args["snapshots"]:
@@ -118,13 +118,6 @@ def place() -> torch.device:
 def drains(drain: bool | int, step: int) -> bool:
     """Whether a job whose argument is `drain` waits in the middle of a step, counted from 1."""
     return drain if isinstance(drain, bool) else step <= drain
-
-
-def find(name: str) -> type[Job]:
-    """The class that ``module:Class`` names."""
-    module, _, attribute = name.partition(":")
-    found: type[Job] = getattr(importlib.import_module(module), attribute)
-    return found
 
 
 def main(job: type[Job]) -> None:

@@ -39,8 +39,8 @@ class Kind:
         ends_job: whether trainers die of it, so that the job starts again.
         wipes_memory: whether a node's memory is lost.
         rooted: whether it needs root.
-        wired: whether packets between the nodes must be in its reach (`chaos.cluster.Cables`).
-        clocked: whether it needs clocks that can be set (`chaos.network.clocks`).
+        wired: whether packets between the nodes must be in its reach (`tests.proof.chaos.network`).
+        clocked: whether it needs clocks that can be set (`tests.proof.chaos.network.clocks`).
         amounts: the smallest and largest `Fault.amount`; None: the kind takes no amount, or any.
         forever: whether it may last to the end of the run (`Fault.for_s` of 0).
     """

@@ -7,10 +7,9 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from holdfast.chaos.network.clocks import compile_shim
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.scratch import Scratch
@@ -40,35 +39,28 @@ def check_device(device: str) -> None:
 
 
 class Launcher:
-    """A running zygote. Not thread-safe. `close` ends it and every trainer it forked.
+    """A running zygote. Not thread-safe. `close` ends it and every trainer it forked."""
 
-    Attributes:
-        shim: environment variables that make the wall clock of a process settable; empty without `clocked`.
-    """
-
-    def __init__(self, modules: Sequence[str], *, clocked: bool = False, device: str = "cpu") -> None:
+    def __init__(
+        self, modules: Sequence[str], *, device: str = "cpu", environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start the zygote; returns at once. `wait_ready` blocks until the modules are imported.
 
         Args:
             modules: the modules that the zygote imports before it forks.
-            clocked: whether trainers' wall clocks can be set, see `chaos.network.clocks`.
             device: ``cpu``: trainers see no GPU. ``cuda``: they do, and import the modules themselves, since CUDA does
                 not survive a fork once a module has used it.
+            environment: more environment variables for the zygote.
 
         Raises:
-            ConfigError: clocks cannot be set here, or there is no GPU.
+            ConfigError: there is no GPU.
         """
         check_device(device)
         self._modules = tuple(modules) if device == "cpu" else BEFORE_CUDA
-        self._device = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else ON_CUDA
+        self._environment = ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else ON_CUDA) | dict(environment or {})
         self._buffer = b""
         self._ready = False
         self._scratch = Scratch("launcher").__enter__()
-        try:
-            self.shim = compile_shim(self._scratch.path) if clocked else {}
-        except ConfigError:
-            self._scratch.remove()
-            raise
         self._start()
 
     def _start(self) -> None:
@@ -81,8 +73,7 @@ class Launcher:
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "TMPDIR": str(self._scratch.path),  # on tmpfs: tempfile probes it by writing to it
             }
-            | self._device
-            | self.shim
+            | self._environment
         )
         self._process = subprocess.Popen(
             own_command("holdfast.chaos.zygote", str(theirs.fileno()), *self._modules),
@@ -115,10 +106,10 @@ class Launcher:
             self._await("imported", IMPORT_DEADLINE_S)
             self._ready = True
 
-    def spawn(self, target: str, ranks: list[dict[str, Any]], store: tuple[str, str | None]) -> None:
-        """Fork one trainer per element of `ranks`; `store`: address and namespace of their process group's store."""
-        host, namespace = store
-        self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": host, "store_namespace": namespace})
+    def spawn(self, target: str, ranks: list[dict[str, Any]], store: tuple[str, Sequence[str]]) -> None:
+        """Fork one trainer per element of `ranks`; `store`: address and place of their process group's store."""
+        host, place = store
+        self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": host, "store_place": place})
 
     def kill(self, spare: Sequence[int] = ()) -> None:
         """SIGKILL every trainer of the job that still runs, except the ranks in `spare`.

@@ -1,4 +1,4 @@
-"""A virtual node: an SMP process, an arena directory, and its own address on loopback or in a network namespace."""
+"""A virtual node: an SMP process, an arena directory, and its own address."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import select
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from holdfast.chaos.accounting import disk_bytes_written, wait_until_dead
-from holdfast.chaos.network import clocks
-from holdfast.chaos.network.namespaces import DEVICE, inside
-from holdfast.chaos.runner import LocalNode, Wiring
+from holdfast.chaos.runner import LocalNode, Wiring, within
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.interpreter import own_environment
 from holdfast.smp_daemon.shared.paths import Owner
@@ -28,9 +27,7 @@ class VirtualNode(LocalNode):
     """One node. Its SMP is a child of this process, and ends when this process ends.
 
     Attributes:
-        namespace: path of the network namespace for the node's processes; None: this machine's.
-        clock: the file that sets the wall clock of the node's processes (`chaos.network.clocks`); None: they use this
-            machine's clock.
+        place: where its processes start, see `runner.within`; its address is off loopback there.
         alive: whether an SMP was started here, and neither `end_smp` nor `wait_end` has ended it since.
         disk_bytes_written: bytes that the SMPs that have ended here wrote to disk.
     """
@@ -47,8 +44,7 @@ class VirtualNode(LocalNode):
         super().__init__(name, base / name, job)
         self.index = index
         self.host = host
-        self.namespace: str | None = None
-        self.clock: Path | None = None
+        self.place: Sequence[str] = ()
         self._smp_module = smp_module
         self.alive = False
         self.disk_bytes_written = 0
@@ -64,19 +60,18 @@ class VirtualNode(LocalNode):
         """Start the SMP; returns at once. `settings`: more environment variables; `log`: file for its stderr."""
         self.memory.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = smp_command(self.job, self.name, self.arena, self.host, self._smp_module)
-        command += ["--owner-pid", str(os.getpid()), *(["--insecure"] if self.namespace else [])]
+        command += ["--owner-pid", str(os.getpid()), *(["--insecure"] if self.place else [])]
         environment = (
             {"HOLDFAST_PRIORITY": "normal"}  # all nodes share this machine's cores, which are never idle
             | {"HOLDFAST_GRACE": "0"}  # here a signal is a fault, not the notice that a node goes away
             | os.environ
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.memory)}
-            | self._clock()
             | wiring.environment(self.who)
             | (settings or {})
         )
         errors = log.open("a") if log is not None else None
         try:
-            with inside(self.namespace):
+            with within(self.place):
                 self._process = subprocess.Popen(
                     command,
                     env=own_environment(environment),
@@ -98,13 +93,6 @@ class VirtualNode(LocalNode):
         # The first read of a freshly installed module updates its access time, which is a write: do not count that.
         self._written_before = disk_bytes_written(self._process.pid)
         return owner
-
-    def environment(self) -> dict[str, str]:
-        """The variables with which a trainer on this node finds its SMP and the other trainers."""
-        return super().environment() | ({"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}) | self._clock()
-
-    def _clock(self) -> dict[str, str]:
-        return {clocks.ENV: str(self.clock)} if self.clock else {}
 
     @property
     def pid(self) -> int:

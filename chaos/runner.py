@@ -8,6 +8,7 @@ point, run timers, find a node's SMP and cut a node's power.
 from __future__ import annotations
 
 import heapq
+import importlib
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,18 @@ class LocalNode:
         """SIGKILL all processes on the node, SMPs too, and remove its memory. Blocks; raises `DeadlineExceeded`."""
         self.kill_processes(smps=True)
         shutil.rmtree(self.memory, ignore_errors=True)
+
+
+def find(name: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def within(place: Sequence[str]) -> AbstractContextManager[None]:
+    """Where processes of a node start: ``module:function`` of a context manager, and its argument; empty: here."""
+    found: AbstractContextManager[None] = find(place[0])(place[1]) if place else nullcontext()
+    return found
 
 
 def send_signals(pid: int | None, *signals: signal.Signals) -> None:

@@ -3,8 +3,8 @@
 Importing takes seconds per process; forking takes milliseconds, and the ranks share the imported modules. The zygote
 runs no torch operation and starts no thread itself. It talks JSON lines over one socket, the descriptor in argument 1:
 
-    in   {"op": "spawn", "ranks": [{"rank", "env", "log", "namespace"}, ...], "target": "module:function",
-          "store_host", "store_namespace"}: a namespace is a path, or null for this machine's
+    in   {"op": "spawn", "ranks": [{"rank", "env", "log", "place"}, ...], "target": "module:function",
+          "store_host", "store_place"}: for places see `runner.within`
          {"op": "kill", "spare": [rank, ...]}   {"op": "end"}   {"op": "written"}
     out  {"kind": "imported"}   {"kind": "spawned", "pids": {rank: pid}}   {"kind": "exit", "rank", "status", "at"}
          {"kind": "ended"}: no trainer is left   {"kind": "stray", "rank", "status", "at"}: a spared trainer ended
@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chaos.accounting import disk_bytes_written
-from holdfast.chaos.network import clocks
-from holdfast.chaos.network.namespaces import enter, inside
+from holdfast.chaos.runner import find, within
 from holdfast.chaos.trainer import rehearse
 
 PR_SET_PDEATHSIG = 1
@@ -89,7 +88,7 @@ class TrainerZygote:
 
     def _spawn(self, message: dict[str, Any]) -> None:
         world = len(message["ranks"])
-        with inside(message["store_namespace"]), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+        with within(message["store_place"]), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
             listening.bind((message["store_host"], 0))
             listening.listen(2 * world)
             store = (*listening.getsockname(), listening.fileno())
@@ -109,10 +108,6 @@ class TrainerZygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._channel.close()
-            if rank["namespace"]:
-                enter(rank["namespace"])
-            if clocks.ENV in rank["env"]:
-                clocks.follow(rank["env"][clocks.ENV])
             log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -121,8 +116,8 @@ class TrainerZygote:
             from holdfast.smp_daemon.shared import failpoints
 
             failpoints.arm()
-            module, function = target.split(":")
-            getattr(importlib.import_module(module), function)()
+            with within(rank["place"]):
+                find(target)()
             status = 0
         except BaseException:
             traceback.print_exc()

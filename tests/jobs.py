@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
-from holdfast.chaos.network.namespaces import DEVICE
 from holdfast.chaos.trainer import Trainer
 from holdfast.cli.export import export
 from holdfast.integrations.dcp import MemoryReader, MemoryWriter
@@ -35,6 +34,7 @@ from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.paths import arena_path, read_owner
+from tests.proof.chaos.network.namespaces import DEVICE
 from tests.proof.chaos.workload import Workload
 
 DRAIN_DEADLINE_S = 1.0

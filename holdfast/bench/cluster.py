@@ -94,14 +94,14 @@ class Cluster:
         nodes: int,
         stack: ExitStack,
         settings: Mapping[str, str] | None = None,
-        places: Sequence[tuple[str, str | None]] = (),
+        places: Sequence[tuple[str, Sequence[str]]] = (),
     ) -> None:
         """Start the SMPs; closing `stack` ends them.
 
         Args:
             settings: additional environment variables for the SMPs.
-            places: for each node its addresses, separated by commas, and the path of its network namespace. If empty,
-                all nodes are on loopback.
+            places: for each node its addresses, separated by commas, and where it starts, see `chaos.runner.within`. If
+                empty, all nodes are on loopback.
 
         Raises:
             HoldfastError: an SMP cannot start.
@@ -109,10 +109,10 @@ class Cluster:
         job = "bench"
         self.content = content
         self._settings = dict(settings or {})
-        places = places or [(f"127.0.0.{211 + i}", None) for i in range(nodes)]
+        places = places or [(f"127.0.0.{211 + i}", ()) for i in range(nodes)]
         self.nodes = [VirtualNode(i, 0, hosts, base, job) for i, (hosts, _) in enumerate(places)]
-        for node, (_, namespace) in zip(self.nodes, places, strict=True):
-            node.namespace = namespace
+        for node, (_, place) in zip(self.nodes, places, strict=True):
+            node.place = place
         self.clients: list[SmpClient] = []
         self._formats: list[SlotFormat] = []
         self._slots: dict[int, TakenSlot] = {}

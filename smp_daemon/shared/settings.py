@@ -573,9 +573,6 @@ POINTS = Setting(
     INTERNAL, "HOLDFAST_POINTS", TEXT, "", "At which failpoints a process stops until a test lets it go on."
 )
 TRAINER = Setting(INTERNAL, "HOLDFAST_TRAINER", TEXT, "", "What a trainer on a virtual node is to run.")
-CLOCK = Setting(
-    INTERNAL, "HOLDFAST_CLOCK", FILE, "", "The file that says by how much a virtual node's wall clock is off."
-)
 REJOIN = Setting(INTERNAL, "HOLDFAST_REJOIN", SWITCH, "1", "Whether a restarted SMP brings back what its node lacks.")
 
 TABLE: tuple[Setting[Any], ...] = tuple(each for each in globals().values() if isinstance(each, Setting))

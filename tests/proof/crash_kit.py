@@ -73,9 +73,9 @@ class Job:
                 **(self.ground.points.environment(f"rank{rank}", rules) if rank == 0 else {}),
             }
             log = str(self.ground.base / f"rank{rank}.log")
-            ranks.append({"rank": rank, "env": environment, "log": log, "namespace": None})
+            ranks.append({"rank": rank, "env": environment, "log": log, "place": ()})
         self._exits.clear()
-        self._launcher.spawn(TARGET, ranks, (self.ground.host(), None))
+        self._launcher.spawn(TARGET, ranks, (self.ground.host(), ()))
 
     def kill_trainers(self) -> None:
         """SIGKILL both trainers and wait for their end."""

@@ -250,8 +250,8 @@ def test_some_of_what_is_drawn_is_on_the_network() -> None:
 def test_what_this_machine_cannot_do_is_left_out_and_says_why(
     running: Campaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.chaos.network.namespaces.unavailable", lambda: "needs a wire")
-    monkeypatch.setattr("holdfast.chaos.network.clocks.unavailable", lambda: "needs a compiler")
+    monkeypatch.setattr("tests.proof.chaos.network.namespaces.unavailable", lambda: "needs a wire")
+    monkeypatch.setattr("tests.proof.chaos.network.clocks.unavailable", lambda: "needs a compiler")
     for name, reason in (("partitioned", "needs a wire"), ("a-clock-jumps-ahead", "needs a compiler")):
         assert running.run(choose(name)[0], "").skipped == reason
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.chaos.faults import CATALOGUE
-from holdfast.chaos.network.namespaces import inhabitants, inside, unavailable
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
 from tests.proof.chaos.network.impairments import BUFFER_S, KINDS, OVERTAKEN_S, Impairment, after_all
+from tests.proof.chaos.network.namespaces import inhabitants, inside, unavailable
 from tests.proof.chaos.network.packets import UnitTracker, addresses, flipped
 from tests.proof.chaos.network.wire import Wire
 
@@ -328,11 +328,10 @@ def test_nothing_is_left_when_its_owner_is_killed() -> None:
 
 RUN = """
 import json, os, psutil
-from holdfast.chaos.cluster import TARGET, VirtualCluster
+from holdfast.chaos.cluster import TARGET
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
-from tests.proof.chaos.actions import ACTIONS
-from tests.proof.chaos.network.wire import Wire
+from tests.proof.chaos.cluster import ChaosCluster
 from tests.proof.chaos.scenario import WORKLOAD
 
 def tell(event):
@@ -343,8 +342,8 @@ def tell(event):
 
 with Launcher(["holdfast.chaos.drill", "tests.proof.chaos.workload"]) as launcher:
     args = {"job": WORKLOAD, "seed": 1, "steps": 9, "snapshots": True, "hook": {"protect": "auto"}}
-    cluster = VirtualCluster(
-        launcher, nodes=3, ranks_per_node=1, target=TARGET, args=args, on_event=tell, actions=ACTIONS, cables=Wire
+    cluster = ChaosCluster(
+        launcher, nodes=3, ranks_per_node=1, target=TARGET, args=args, on_event=tell, wired=True
     )
     cluster.add(Fault("rank1", "train.step", 3, "partition", (1,), for_s=100.0))
     cluster.run()

@@ -26,7 +26,6 @@ ROOMS = (
     *("snapshot", "integrations.adapters", "holdfast", "integrations", "integrations.ray", "megatron_lm"),
     *("planner", "export"),
     *(
-        "chaos.network",
         "chaos",
         "chaos.user",
         "bench",

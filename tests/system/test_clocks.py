@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.network import clocks
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
+from tests.proof.chaos.cluster import ClockedLauncher
+from tests.proof.chaos.network import clocks
 
 DAY_S, HOUR_S = 86400, 3600
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(clocks.unavailable()), reason=clocks.unavai
 LOOK = """
 import ctypes, json, os, sys, threading, time
 from pathlib import Path
-from holdfast.chaos.network import clocks
+from tests.proof.chaos.network import clocks
 
 class Timespec(ctypes.Structure):
     _fields_ = [("s", ctypes.c_long), ("ns", ctypes.c_long)]
@@ -132,11 +132,11 @@ def test_waits_last_as_long_as_they_should(seen: dict[str, Any], when: str) -> N
 
 
 def test_without_a_compiler_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(arena_base().glob(".launcher-*"))
+    before = set(arena_base().glob(".clocks-*"))
     monkeypatch.setattr(clocks, "unavailable", lambda: "needs a C compiler, cc")
     with pytest.raises(ConfigError, match="C compiler"):
-        Launcher([], clocked=True)
-    assert set(arena_base().glob(".launcher-*")) - before == set()
+        ClockedLauncher([])
+    assert set(arena_base().glob(".clocks-*")) - before == set()
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_clock_that_is_not_there_is_named(tmp_path: Path) -> None:
-    text = "import sys; from holdfast.chaos.network import clocks; clocks.follow(sys.argv[1])"
+    text = "import sys; from tests.proof.chaos.network import clocks; clocks.follow(sys.argv[1])"
     settings = os.environ | clocks.compile_shim(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", text, str(tmp_path / "no")],

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from holdfast.chaos.accounting import beyond_access_times, wait_until_dead
-from holdfast.chaos.actions import ACTIONS, to_ranks
-from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
+from holdfast.chaos.cluster import ACTIONS, History, JobFailed, VirtualCluster, to_ranks
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.network.namespaces import unavailable
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
-from tests.proof.chaos.network.wire import Wire
+from tests.proof.chaos.cluster import ChaosCluster
+from tests.proof.chaos.network.namespaces import unavailable
 
 pytestmark = pytest.mark.cluster
 STEPS = 9
@@ -373,8 +372,8 @@ def test_replicas_keep_one_copy_among_them_and_each_gets_all_of_it_back(launcher
 @pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces here: {unavailable()}")
 def test_what_replicas_hold_alike_enters_each_node_once(launcher: Launcher) -> None:
     """Two nodes with two replicas each. Each replica has a quarter, so half of the state must enter each node, once."""
-    cluster = VirtualCluster(
-        launcher, nodes=2, ranks_per_node=2, target="tests.jobs:spread_over_nodes", args={"steps": 3}, cables=Wire
+    cluster = ChaosCluster(
+        launcher, nodes=2, ranks_per_node=2, target="tests.jobs:spread_over_nodes", args={"steps": 3}, wired=True
     )
     cluster.kill_trainer(0, at="train.step", step=3)
     history = cluster.run()

@@ -154,7 +154,6 @@ NEVER = {"os.system", "os.popen", "os.posix_spawn", "os.posix_spawnp", "subproce
 OTHER_PROGRAMS = {
     "smp_daemon.watchdog.on_hang": "the user's shell command",
     "sessions": "the user's command",
-    "chaos.network.clocks": "the C compiler",
     "bench.parts": "openssl",
 }
 """Modules that start programs which are not Python processes of ours."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own, stragglers
@@ -98,7 +99,7 @@ def test_in_ddp_no_rank_has_waited_for_others_by_then(tmp_path: Path) -> None:
 
 
 def _train(path: str, rank: int) -> None:
-    store = dist.FileStore(path, 2)
+    store = FileStore(path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE_S))
     model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))), bucket_cap_mb=0)
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from holdfast import DeadlineExceeded
-from holdfast.chaos.network.namespaces import unavailable
+from tests.proof.chaos.network.namespaces import unavailable
 
 COMMAND_S = 1200.0
 """Timeout for a command; the longest is an installation on a busy machine."""

@@ -14,17 +14,21 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from holdfast.chaos import actions
-from holdfast.chaos.actions import Action, FaultContext, end_smps, freeze, to_ranks
+from holdfast.chaos import cluster as product
+from holdfast.chaos.cluster import Action, end_smps, freeze, lose_nodes, to_ranks
 from holdfast.chaos.faults import CATALOGUE, Fault
-from holdfast.chaos.network import clocks, namespaces
-from holdfast.chaos.network.namespaces import inside
 from holdfast.chaos.runner import send_signals
 from holdfast.smp_daemon.persist.manifest import SNAPSHOT, shard_name
 from holdfast.smp_daemon.shared.errors import ConfigError
+from tests.proof.chaos.network import clocks, namespaces
+from tests.proof.chaos.network.namespaces import inside
+
+if TYPE_CHECKING:
+    from tests.proof.chaos.cluster import ChaosCluster
 
 
 def obstacle(kinds: Iterable[str]) -> str:
@@ -40,31 +44,31 @@ def obstacle(kinds: Iterable[str]) -> str:
 # ---------------------------------------------------------------------- trainers
 
 
-def hang(context: FaultContext, fault: Fault) -> None:
+def hang(cluster: ChaosCluster, fault: Fault) -> None:
     """Stop the targets; after `for_s` the launcher ends the job."""
-    to_ranks(signal.SIGSTOP)(context, fault)
-    context.later(fault.for_s, context.end_job)
+    to_ranks(signal.SIGSTOP)(cluster, fault)
+    cluster.later(fault.for_s, cluster.end_job)
 
 
-def zombie(context: FaultContext, fault: Fault) -> None:
+def zombie(cluster: ChaosCluster, fault: Fault) -> None:
     """Stop the targets, let the job start again without these processes, and wake them up after `for_s`."""
-    pids = [context.pid_of_rank(rank) for rank in fault.targets]
-    to_ranks(signal.SIGSTOP)(context, fault)
-    context.end_job(spare=fault.targets)
-    context.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
+    pids = [cluster.pid_of_rank(rank) for rank in fault.targets]
+    to_ranks(signal.SIGSTOP)(cluster, fault)
+    cluster.end_job(spare=fault.targets)
+    cluster.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
 
 
-def pause_ranks(context: FaultContext, fault: Fault) -> None:
-    _stop_for_a_while(context, fault, [context.pid_of_rank(rank) for rank in fault.targets])
+def pause_ranks(cluster: ChaosCluster, fault: Fault) -> None:
+    _stop_for_a_while(cluster, fault, [cluster.pid_of_rank(rank) for rank in fault.targets])
 
 
-def oom(context: FaultContext, fault: Fault) -> None:
+def oom(cluster: ChaosCluster, fault: Fault) -> None:
     """Let the kernel's out-of-memory killer end the targets: their memory cgroup has no room for more."""
     for rank in fault.targets:
-        pid = context.pid_of_rank(rank)
+        pid = cluster.pid_of_rank(rank)
         if pid is not None:
             group = _starve(pid, f"{CGROUP}-{os.getpid()}-{rank}")
-            context.later(1.0, group.rmdir)  # the process is gone by then, so the cgroup is empty
+            cluster.later(1.0, group.rmdir)  # the process is gone by then, so the cgroup is empty
 
 
 CGROUP = "holdfast-chaos"
@@ -82,34 +86,34 @@ def _starve(pid: int, name: str) -> Path:
     raise ConfigError("no memory cgroup can be made here: /sys/fs/cgroup has none to put the process in")
 
 
-def end_launcher(context: FaultContext, fault: Fault) -> None:
-    context.kill_launcher()
+def end_launcher(cluster: ChaosCluster, fault: Fault) -> None:
+    cluster.kill_launcher()
 
 
 # ---------------------------------------------------------------------- SMPs and nodes
 
 
-def pause_smps(context: FaultContext, fault: Fault) -> None:
+def pause_smps(cluster: ChaosCluster, fault: Fault) -> None:
     """Stop SMPs for a while. Connections to them are half-open: the kernel accepts bytes, but nobody answers."""
-    _stop_for_a_while(context, fault, [context.pid_of_smp(index) for index in fault.targets])
+    _stop_for_a_while(cluster, fault, [cluster.pid_of_smp(index) for index in fault.targets])
 
 
 SLICE_S = 0.02
 
 
-def slow_smps(context: FaultContext, fault: Fault) -> None:
+def slow_smps(cluster: ChaosCluster, fault: Fault) -> None:
     """Let SMPs run for one time slice in five."""
-    pids = [context.pid_of_smp(index) for index in fault.targets]
+    pids = [cluster.pid_of_smp(index) for index in fault.targets]
     slices = max(1, round(fault.for_s / (5 * SLICE_S)))
 
     def turn(left: int) -> None:
         _signal_all(pids, signal.SIGCONT)
         if left:
-            context.later(SLICE_S, lambda: stop(left))
+            cluster.later(SLICE_S, lambda: stop(left))
 
     def stop(left: int) -> None:
         _signal_all(pids, signal.SIGSTOP)
-        context.later(4 * SLICE_S, lambda: turn(left - 1))
+        cluster.later(4 * SLICE_S, lambda: turn(left - 1))
 
     stop(slices)
 
@@ -117,40 +121,47 @@ def slow_smps(context: FaultContext, fault: Fault) -> None:
 # ---------------------------------------------------------------------- network
 
 
-def cut(context: FaultContext, fault: Fault) -> None:
+def lose(cluster: ChaosCluster, fault: Fault) -> None:
+    """Cut the power of nodes: nobody hears that their connections end."""
+    for index in fault.targets:
+        cluster.unplug(index)
+    lose_nodes(cluster, fault)
+
+
+def cut(cluster: ChaosCluster, fault: Fault) -> None:
     """Break every TCP connection of a node at both ends, as after a switch's restart; new connections work."""
     for index in fault.targets:
-        host = context.host_of(index)
-        for namespace in context.namespaces():
+        host = cluster.host_of(index)
+        for namespace in cluster.namespaces():
             with inside(namespace):
                 for side in ("dst", "src"):
                     _command("ss", "-K", "-tnH", side, host)
 
 
-def impair(context: FaultContext, fault: Fault) -> None:
+def impair(cluster: ChaosCluster, fault: Fault) -> None:
     """Have the wire impair packets from now on, as the kind says: `tests.proof.chaos.network.impairments`."""
-    context.impair(fault)
+    cluster.impair(fault)
 
 
 # ---------------------------------------------------------------------- clocks
 
 
-def jump(context: FaultContext, fault: Fault) -> None:
+def jump(cluster: ChaosCluster, fault: Fault) -> None:
     """Make the wall clock of every process of a node jump, and jump back after `for_s`, unless that is 0."""
     for index in fault.targets:
-        context.set_clock(index, fault.amount)
+        cluster.set_clock(index, fault.amount)
         if fault.for_s:
-            context.later(fault.for_s, partial(context.set_clock, index, 0))
+            cluster.later(fault.for_s, partial(cluster.set_clock, index, 0))
 
 
 # ---------------------------------------------------------------------- memory and limits
 
 
 def flip(pattern: str) -> Action:
-    def do(context: FaultContext, fault: Fault) -> None:
+    def do(cluster: ChaosCluster, fault: Fault) -> None:
         source = random.Random(fault.seed)
         for index in fault.targets:
-            files = sorted(path for path in context.arena_of(index).glob(pattern) if path.stat().st_size)
+            files = sorted(path for path in cluster.arena_of(index).glob(pattern) if path.stat().st_size)
             if not files:
                 raise ConfigError(f"node {index} holds no {pattern} to flip a bit in")
             for path in files:
@@ -159,9 +170,9 @@ def flip(pattern: str) -> Action:
     return do
 
 
-def cut_short(context: FaultContext, fault: Fault) -> None:
+def cut_short(cluster: ChaosCluster, fault: Fault) -> None:
     for index in fault.targets:
-        for path in sorted(context.arena_of(index).glob("*.safetensors")):
+        for path in sorted(cluster.arena_of(index).glob("*.safetensors")):
             os.truncate(path, path.stat().st_size // 2)
 
 
@@ -179,29 +190,29 @@ def _flip_bits(path: Path, count: int, source: random.Random) -> None:
 # ---------------------------------------------------------------------- storage
 
 
-def _persisted_shards(context: FaultContext, fault: Fault) -> Iterator[Path]:
+def _persisted_shards(cluster: ChaosCluster, fault: Fault) -> Iterator[Path]:
     """The shards that the targets wrote of the newest complete persisted snapshot."""
-    whole = sorted(path.parent for path in context.place().glob(f"*/*/{SNAPSHOT}"))
+    whole = sorted(path.parent for path in cluster.place().glob(f"*/*/{SNAPSHOT}"))
     if not whole:
         raise ConfigError("no complete snapshot is persisted yet, so there is none to damage")
     for index in fault.targets:
-        yield from (whole[-1] / shard_name(f"dp{rank}") for rank in context.ranks_on(index))
+        yield from (whole[-1] / shard_name(f"dp{rank}") for rank in cluster.ranks_on(index))
 
 
-def flip_persisted(context: FaultContext, fault: Fault) -> None:
+def flip_persisted(cluster: ChaosCluster, fault: Fault) -> None:
     source = random.Random(fault.seed)
-    for path in _persisted_shards(context, fault):
+    for path in _persisted_shards(cluster, fault):
         _flip_bits(path, max(1, fault.amount), source)
 
 
-def cut_persisted(context: FaultContext, fault: Fault) -> None:
-    for path in _persisted_shards(context, fault):
+def cut_persisted(cluster: ChaosCluster, fault: Fault) -> None:
+    for path in _persisted_shards(cluster, fault):
         os.truncate(path, path.stat().st_size // 2)
 
 
-def break_place(context: FaultContext, fault: Fault) -> None:
+def break_place(cluster: ChaosCluster, fault: Fault) -> None:
     """Make the place unreadable and unwritable for a while."""
-    place = context.place()
+    place = cluster.place()
     aside = place.with_name(f"{place.name}.aside")
     if place.exists():
         place.rename(aside)
@@ -212,18 +223,18 @@ def break_place(context: FaultContext, fault: Fault) -> None:
         if aside.exists():
             aside.rename(place)
 
-    context.later(fault.for_s, repair)
+    cluster.later(fault.for_s, repair)
 
 
 def _limit(resource: int, beyond: Callable[[psutil.Process], int]) -> Action:
     """An action that lowers a resource limit of SMPs for a while, to the fault's amount above `beyond(process)`."""
 
-    def do(context: FaultContext, fault: Fault) -> None:
+    def do(cluster: ChaosCluster, fault: Fault) -> None:
         for index in fault.targets:
-            process = psutil.Process(context.pid_of_smp(index))
+            process = psutil.Process(cluster.pid_of_smp(index))
             before = process.rlimit(resource)
             process.rlimit(resource, (beyond(process) + fault.amount, before[1]))
-            context.later(fault.for_s, partial(_lift, process, resource, before))
+            cluster.later(fault.for_s, partial(_lift, process, resource, before))
 
     return do
 
@@ -245,9 +256,9 @@ def _signal_all(pids: Sequence[int | None], each: signal.Signals) -> None:
         send_signals(pid, each)
 
 
-def _stop_for_a_while(context: FaultContext, fault: Fault, pids: Sequence[int | None]) -> None:
+def _stop_for_a_while(cluster: ChaosCluster, fault: Fault, pids: Sequence[int | None]) -> None:
     _signal_all(pids, signal.SIGSTOP)
-    context.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
+    cluster.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
 
 
 def _command(*words: str) -> None:
@@ -259,7 +270,8 @@ def _command(*words: str) -> None:
 
 
 ACTIONS: dict[str, Action] = {
-    **actions.ACTIONS,
+    **product.ACTIONS,
+    "lose-node": lose,
     "term-trainer": to_ranks(signal.SIGTERM),
     "segv-trainer": to_ranks(signal.SIGSEGV),
     "abort-trainer": to_ranks(signal.SIGABRT),

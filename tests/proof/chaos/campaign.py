@@ -11,15 +11,15 @@ from typing import Any
 
 import psutil
 
-from holdfast.chaos.cluster import TARGET, History, VirtualCluster
+from holdfast.chaos.cluster import TARGET, History
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.findings import CHECKS
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.scratch import Scratch
-from tests.proof.chaos.actions import ACTIONS, obstacle
-from tests.proof.chaos.network.wire import Wire
+from tests.proof.chaos.actions import obstacle
+from tests.proof.chaos.cluster import ChaosCluster, ClockedLauncher
 from tests.proof.chaos.scenario import WORKLOAD, Scenario
 from tests.proof.chaos.verdict import ScenarioVerdict, judge
 
@@ -92,7 +92,7 @@ class Campaign:
         if not scenario.clocked:
             return self._launcher
         if self._clocked is None:
-            self._clocked = Launcher(self._preload, clocked=True)
+            self._clocked = ClockedLauncher(self._preload)
             self._clocked.wait_ready()
         return self._clocked
 
@@ -103,12 +103,12 @@ class Campaign:
         *,
         snapshots: bool,
         environment: Mapping[str, str] | None = None,
-    ) -> VirtualCluster:
+    ) -> ChaosCluster:
         def place(generation: int, rank: int) -> int:
             node = rank // scenario.ranks_per_node
             return (node + generation) % scenario.nodes if scenario.renumber else node
 
-        return VirtualCluster(
+        return ChaosCluster(
             launcher,
             nodes=scenario.nodes,
             ranks_per_node=scenario.ranks_per_node,
@@ -128,8 +128,7 @@ class Campaign:
             deadline_s=self._deadline_s,
             place=place,
             smp_module=self._smp_module,
-            actions=ACTIONS,
-            cables=Wire if snapshots and scenario.wired else None,
+            wired=snapshots and scenario.wired,
             environment=environment,
         )
 

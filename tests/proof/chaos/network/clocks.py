@@ -17,9 +17,10 @@ from importlib import resources
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.settings import CLOCK
 
-ENV = CLOCK.variable
+ENV = "HOLDFAST_CLOCK"
+"""Names the file that says by how much the wall clock of a virtual node is off."""
+
 COMPILE_DEADLINE_S = 60.0
 
 

@@ -24,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from holdfast.chaos.network import namespaces
+from tests.proof.chaos.network import namespaces
 from tests.proof.chaos.network.impairments import Impairment, after_all
 from tests.proof.chaos.network.packets import UnitTracker, addresses
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from tests.proof.chaos.network import clocks
 
 DEVICE = "wire0"
 PREFIX = "255.255.0.0"
@@ -59,6 +60,20 @@ def inside(path: str | None) -> Iterator[None]:
             _set(before)
     finally:
         os.close(before)
+
+
+def place_of(namespace: str) -> tuple[str, str]:
+    """The namespace as a place, see `chaos.runner.within`; an empty path: this machine's."""
+    return f"{__name__}:{beside.__name__}", namespace
+
+
+@contextmanager
+def beside(namespace: str) -> Iterator[None]:
+    """As `inside`; a trainer with a clock of its own follows that."""
+    if clock := os.environ.get(clocks.ENV):
+        clocks.follow(clock)
+    with inside(namespace or None):
+        yield
 
 
 def make(host: str, mtu_bytes: int) -> tuple[int, int]:

@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.chaos.network.namespaces import inhabitants, unavailable
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from tests.proof.chaos.network.namespaces import inhabitants, unavailable
 
 ANSWER_DEADLINE_S = 30.0
 
