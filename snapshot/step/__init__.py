@@ -8,6 +8,7 @@ __all__ = [
     "gradients",
     "ledger",
     "orders",
+    "own_time",
     "position",
     "script",
     "source",
