@@ -54,31 +54,10 @@ def test_a_post_is_seen_through_another_mapping(boards: Pair, step: int, outcome
     assert boards.trainer.outcome(1, step) is outcome
 
 
-@pytest.mark.parametrize("outcome", list(SnapshotOutcome))
-def test_a_post_says_nothing_of_other_steps(boards: Pair, outcome: SnapshotOutcome) -> None:
-    boards.smp.post(5, outcome)
-    assert {boards.trainer.outcome(1, step) for step in (0, 1, 4, 6, 20, 21)} == {SnapshotOutcome.PENDING}
-
-
 def test_a_trainer_sees_which_epoch_the_board_is_of(boards: Pair) -> None:
     assert (boards.smp.epoch, boards.trainer.epoch) == (1, 1)
     boards.smp.reset(2**40)
     assert boards.trainer.epoch == 2**40
-
-
-def test_what_nothing_was_said_of_is_pending(boards: Pair) -> None:
-    assert {boards.trainer.outcome(1, step) for step in range(100)} == {SnapshotOutcome.PENDING}
-
-
-def test_a_new_post_replaces_the_one_of_the_same_step(boards: Pair) -> None:
-    for outcome in (
-        SnapshotOutcome.PENDING,
-        SnapshotOutcome.PROTECTED,
-        SnapshotOutcome.FAILED,
-        SnapshotOutcome.PENDING,
-    ):
-        boards.smp.post(9, outcome)
-        assert boards.trainer.outcome(1, 9) is outcome
 
 
 def test_a_snapshot_of_an_older_epoch_has_failed(boards: Pair) -> None:
@@ -114,19 +93,8 @@ def test_the_board_remembers_the_last_steps_and_never_says_anything_wrong(
         if step not in remembered:
             remembered = [*remembered, step][-REMEMBERED:]
         assert {s: boards.trainer.outcome(1, s) for s in remembered} == {s: said[s] for s in remembered}
-    for step in said.keys() - set(remembered):
+    for step in {*range(42)} - set(remembered):
         assert boards.trainer.outcome(1, step) is SnapshotOutcome.PENDING
-
-
-def test_updating_a_step_does_not_push_another_out(boards: Pair) -> None:
-    for step in range(1, 1 + REMEMBERED):
-        boards.smp.post(step, SnapshotOutcome.PENDING)
-    for _ in range(WORDS):
-        boards.smp.post(7, SnapshotOutcome.PROTECTED)
-    boards.smp.post(1, SnapshotOutcome.FAILED)
-    outcomes = [boards.trainer.outcome(1, step) for step in range(1, 1 + REMEMBERED)]
-    assert outcomes.count(SnapshotOutcome.PROTECTED) == outcomes.count(SnapshotOutcome.FAILED) == 1
-    assert boards.trainer.outcome(1, 7) is SnapshotOutcome.PROTECTED
 
 
 @pytest.mark.parametrize("epoch", range(1, 9))
@@ -156,10 +124,6 @@ def test_a_board_that_is_opened_again_keeps_what_was_posted(boards: Pair, tmp_pa
 
 
 NOW_S = 12345.5
-
-
-def test_nobody_wants_quiet_as_long_as_nobody_said_so(boards: Pair) -> None:
-    assert boards.smp.paused_for(NOW_S) == boards.smp.paused_for(0.0) == 0
 
 
 def test_a_trainer_pauses_the_traffic_until_then_or_until_it_resumes(boards: Pair) -> None:
@@ -216,12 +180,7 @@ def test_an_open_board_costs_the_one_file_that_its_mapping_keeps(boards: Pair, t
     assert open_files() - before == len(kept)
 
 
-def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> None:
-    with pytest.raises(ProtocolError, match="not a board"):
-        Board(tmp_path / "board")
-
-
-@pytest.mark.parametrize("damage", ["cut", "a directory", "a link to nothing", "a pipe"])
+@pytest.mark.parametrize("damage", ["cut", "nothing", "a directory", "a link to nothing", "a pipe"])
 def test_what_is_no_board_is_refused_by_a_trainer_with_what_to_do(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "board"
     if damage == "a directory":
@@ -230,7 +189,7 @@ def test_what_is_no_board_is_refused_by_a_trainer_with_what_to_do(tmp_path: Path
         path.symlink_to("/nonexistent")
     elif damage == "a pipe":
         os.mkfifo(path)
-    else:
+    elif damage == "cut":
         path.write_bytes(b"x" * 100)
     with pytest.raises(ProtocolError, match=r"board.*smp stop"):
         Board(path)

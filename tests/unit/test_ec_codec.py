@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, combinations, islice, permutations, product
+from itertools import chain, combinations, permutations, product
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from tests.sampling import chosen
 
 UNIT_SIZES = (0, 1, 63, 64, 65, 4095, 4097)
 BIG_UNIT = (1 << 20) + 7
-FENCE = b"\xa5" * 96
 
 
 def speaks(backend: str, k: int, m: int) -> bool:
@@ -99,31 +98,11 @@ def erasures(codec: Codec, at_most: int) -> Iterator[tuple[int, ...]]:
         yield from combinations(range(codec.k + codec.m), count)
 
 
-def fenced(count: int, length: int) -> tuple[bytearray, list[memoryview]]:
-    """Units of zeros in one buffer, each between two fences."""
-    arena = bytearray(FENCE + (bytes(length) + FENCE) * count)
-    stride = len(FENCE) + length
-    starts = [len(FENCE) + i * stride for i in range(count)]
-    return arena, [memoryview(arena)[start : start + length] for start in starts]
-
-
-def fences_stand(arena: bytearray, count: int, length: int) -> bool:
-    stride = len(FENCE) + length
-    return all(arena[i * stride : i * stride + len(FENCE)] == FENCE for i in range(count + 1))
-
-
 class TestTheBackendsAgree:
-    @pytest.mark.parametrize("length", [*UNIT_SIZES, 100_003])
+    @pytest.mark.parametrize("length", [*UNIT_SIZES, BIG_UNIT])
     @sampled_pyeclib_code
     def test_everyone_writes_the_parity_that_pyeclib_writes(self, k: int, m: int, length: int) -> None:
         data = random_units(k, length)
-        expected = encode(codec_of(k, m, "pyeclib"), data)
-        assert encode(codec_of(k, m, "isal"), data) == expected
-        assert encode(codec_of(k, m, "numpy"), data) == expected
-
-    @pytest.mark.parametrize(("k", "m"), [(1, 1), (3, 1), (8, 1), (2, 2), (6, 3), (12, 4)])
-    def test_everyone_writes_the_parity_that_pyeclib_writes_for_a_big_unit(self, k: int, m: int) -> None:
-        data = random_units(k, BIG_UNIT)
         expected = encode(codec_of(k, m, "pyeclib"), data)
         assert encode(codec_of(k, m, "isal"), data) == expected
         assert encode(codec_of(k, m, "numpy"), data) == expected
@@ -139,8 +118,8 @@ class TestTheBackendsAgree:
             assert rebuilt == [{index: stripe[index] for index in lost}] * 3
 
     @pytest.mark.parametrize("length", [0, 1, 65, 4097])
-    @pytest.mark.parametrize(("k", "m"), chosen([*PROVED, *WIDE], [*PROVED[::6], *WIDE]))
-    def test_isal_and_numpy_write_the_same_parity(self, k: int, m: int, length: int) -> None:
+    @pytest.mark.parametrize(("k", "m"), WIDE)
+    def test_isal_and_numpy_write_the_same_parity_of_wide_codes(self, k: int, m: int, length: int) -> None:
         data = random_units(k, length)
         assert encode(codec_of(k, m, "isal"), data) == encode(codec_of(k, m, "numpy"), data)
 
@@ -159,10 +138,6 @@ class TestTheBackendsAgree:
     def test_one_parity_is_the_xor_of_the_data(self, backend: str) -> None:
         codec = codec_of(3, 1, backend)
         assert encode(codec, [b"\x01\xf0", b"\x02\x0f", b"\x04\xff"]) == [b"\x07\x00"]
-
-    @pytest.mark.parametrize(("backend", "m"), [("isal", 1), ("isal", 3), ("numpy", 1), ("numpy", 3), ("pyeclib", 1)])
-    def test_parities_of_a_single_unit_are_its_copies(self, backend: str, m: int) -> None:
-        assert encode(codec_of(1, m, backend), [b"copied"]) == [b"copied"] * m
 
 
 class TestTheKernels:
@@ -183,13 +158,6 @@ class TestTheKernels:
 
 
 class TestAccumulate:
-    @sampled_small_code
-    def test_every_order_gives_what_encode_gives(self, backend: str, k: int, m: int) -> None:
-        codec = codec_of(k, m, backend)
-        data = random_units(k, 65)
-        for order in islice(permutations(range(k)), 0, None, 7 if k > 4 else 1):
-            assert accumulate(codec, data, order) == encode(codec, data)
-
     @each_code
     def test_each_parity_may_stand_alone_or_with_any_others(self, backend: str, m: int) -> None:
         codec = codec_of(4, m, backend)
@@ -220,15 +188,6 @@ class TestAccumulate:
 
 class TestReconstruct:
     @sampled_small_code
-    @pytest.mark.parametrize("length", [0, 1, 65])
-    def test_every_loss_of_up_to_m_units_comes_back(self, backend: str, k: int, m: int, length: int) -> None:
-        codec = codec_of(k, m, backend)
-        stripe = stripe_of(codec, length)
-        for lost in erasures(codec, at_most=m):
-            rebuilt = reconstruct(codec, stripe, others(codec, lost), lost)
-            assert rebuilt == {index: stripe[index] for index in lost}
-
-    @sampled_small_code
     def test_each_unit_comes_back_from_any_k_others(self, backend: str, k: int, m: int) -> None:
         codec = codec_of(k, m, backend)
         stripe = stripe_of(codec, 33)
@@ -241,13 +200,6 @@ class TestReconstruct:
         codec = codec_of(4, m, backend)
         stripe = stripe_of(codec, 64)
         assert reconstruct(codec, stripe, [4, 3, 0, 2], [1]) == {1: stripe[1]}
-
-    @each_code
-    @pytest.mark.parametrize("length", [4095, 4097, BIG_UNIT])
-    def test_a_long_unit_comes_back(self, backend: str, m: int, length: int) -> None:
-        codec = codec_of(3, m, backend)
-        stripe = stripe_of(codec, length)
-        assert reconstruct(codec, stripe, others(codec, [1]), [1]) == {1: stripe[1]}
 
     @each_code
     def test_a_wanted_unit_that_survived_is_copied(self, backend: str, m: int) -> None:
@@ -343,38 +295,6 @@ class TestPartialSums:
 
 class TestTheCallersBuffers:
     @each_code
-    @pytest.mark.parametrize("length", [0, 1, 63, 65, 4097])
-    def test_encode_writes_nothing_beside_its_parities(self, backend: str, m: int, length: int) -> None:
-        codec = codec_of(3, m, backend)
-        data = random_units(3, length)
-        arena, parity = fenced(m, length)
-        codec.encode(views(data), parity)
-        assert [bytes(part) for part in parity] == encode(codec, data)
-        assert fences_stand(arena, m, length)
-
-    @each_code
-    @pytest.mark.parametrize("length", [0, 1, 63, 65, 4097])
-    def test_accumulate_writes_nothing_beside_its_parities(self, backend: str, m: int, length: int) -> None:
-        codec = codec_of(3, m, backend)
-        data = random_units(3, length)
-        arena, parity = fenced(m, length)
-        for index, unit in enumerate(views(data)):
-            codec.accumulate(index, unit, dict(enumerate(parity)))
-        assert [bytes(part) for part in parity] == encode(codec, data)
-        assert fences_stand(arena, m, length)
-
-    @each_code
-    @pytest.mark.parametrize("length", [0, 1, 63, 65, 4097])
-    def test_reconstruct_writes_nothing_beside_the_wanted(self, backend: str, m: int, length: int) -> None:
-        codec = codec_of(3, m, backend)
-        stripe = stripe_of(codec, length)
-        arena, wanted = fenced(m, length)
-        survivors = {index: memoryview(stripe[index]) for index in range(m, 3 + m)}
-        codec.reconstruct(survivors, dict(enumerate(wanted)))
-        assert [bytes(unit) for unit in wanted] == stripe[:m]
-        assert fences_stand(arena, m, length)
-
-    @each_code
     def test_the_units_read_are_left_as_they_were(self, backend: str, m: int) -> None:
         codec = codec_of(3, m, backend)
         stripe = [bytearray(unit) for unit in stripe_of(codec, 65)]
@@ -465,9 +385,6 @@ class TestWhatIsRefused:
         unit = memoryview(bytearray(MAX_UNIT_BYTES + 1))
         with pytest.raises(ValueError, match=str(MAX_UNIT_BYTES)):
             PyECLibCodec(1, 1).encode([unit], [unit])
-
-    def test_buffers_of_one_length_have_that_length(self) -> None:
-        assert check_equal_lengths(views([b"abc", b"def"])) == 3
 
     def test_no_buffers_have_no_length(self) -> None:
         assert check_equal_lengths([]) == 0

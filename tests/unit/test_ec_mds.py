@@ -93,10 +93,3 @@ def test_fewer_than_k_units_are_too_few_for_any_other(k: int, m: int) -> None:
         lost = next(index for index in range(k + m) if index not in left)
         with pytest.raises(TooManyErasures, match=f"^{k - 1} units .* {k} are needed"):
             stripe.codec.reconstruct({index: stripe.units[index] for index in left}, {lost: stripe.room[0]})
-
-
-@each_code
-def test_no_units_at_all_are_too_few(k: int, m: int) -> None:
-    stripe = encoded(k, m, 16, 0)
-    with pytest.raises(TooManyErasures, match=r"^0 units"):
-        stripe.codec.reconstruct({}, {0: stripe.room[0]})

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.pyeclib_codec import PyECLibCodec
 from holdfast.ec import Codec, Piece, Stripes, TooManyErasures, choose_codec, choose_unit_bytes
 from holdfast.ec.stripes import DEFAULT_UNIT_BYTES, PAGE_BYTES
 from tests.sampling import chosen, costly
@@ -26,11 +25,9 @@ SHAPES = [(n, k, m) for n in range(2, 11) for m in range(1, n) for k in range(1,
 
 
 @st.composite
-def geometries(
-    draw: st.DrawFn, data: int | None = None, parity: int | None = None, most: int = 6, longest: int = 40
-) -> Stripes:
-    m = draw(st.integers(1, most - (data or 1))) if parity is None else parity
-    k = draw(st.integers(1, most - m)) if data is None else data
+def geometries(draw: st.DrawFn, most: int = 6, longest: int = 40) -> Stripes:
+    m = draw(st.integers(1, most - 1))
+    k = draw(st.integers(1, most - m))
     positions = draw(st.integers(k + m, most))
     lengths = st.lists(st.integers(0, longest), max_size=3).map(tuple)
     segments = draw(st.lists(lengths, min_size=positions, max_size=positions))
@@ -95,19 +92,10 @@ class TestEveryByteHasItsStripe:
                 assert piece == stripes.piece(position, stripes.unit_of(position, stripe))
 
     @given(geometries())
-    def test_a_unit_never_straddles_two_segments(self, stripes: Stripes) -> None:
-        for position, lengths in enumerate(stripes.segments):
-            for unit in range(stripes.units(position)):
-                piece = stripes.piece(position, unit)
-                assert piece is not None
-                assert 1 <= piece.length <= stripes.unit_bytes
-                assert piece.offset + piece.length <= lengths[piece.segment]
-
-    @given(geometries())
     def test_a_piece_is_short_only_at_the_end_of_its_segment(self, stripes: Stripes) -> None:
         for position, unit, piece in pieces_of(stripes):
             ends = piece.offset + piece.length == stripes.segments[position][piece.segment]
-            assert piece.length == stripes.unit_bytes or ends
+            assert piece.length == stripes.unit_bytes or (ends and 1 <= piece.length < stripes.unit_bytes)
             assert unit == stripes.first_unit(position, piece.segment) + piece.offset // stripes.unit_bytes
 
     @given(geometries())
@@ -132,11 +120,6 @@ class TestEveryByteHasItsStripe:
 
 
 class TestParityIsDealtLikeCards:
-    def test_one_parity_visits_three_positions_in_turn(self) -> None:
-        stripes = Stripes(((8,), (8,), (8,)), data=2, parity=1, unit_bytes=4)
-        assert [stripes.parity_positions(r) for r in range(4)] == [(0,), (1,), (2,), (0,)]
-        assert [stripes.data_positions(r) for r in range(4)] == [(1, 2), (2, 0), (0, 1), (1, 2)]
-
     @pytest.mark.parametrize(
         ("n", "m"), [(n, m) for n in range(2, 19) for m in range(1, n)] + [(64, 4), (60, 8), (63, 14)]
     )
@@ -185,11 +168,6 @@ class TestParityIsDealtLikeCards:
             assert stripes.parity_bytes(position) == held[position] * stripes.unit_bytes
 
     @given(geometries())
-    def test_parity_slots_differ_by_at_most_one_unit(self, stripes: Stripes) -> None:
-        slots = [stripes.parity_bytes(position) for position in range(stripes.positions)]
-        assert max(slots) - min(slots) <= stripes.unit_bytes
-
-    @given(geometries())
     def test_the_parity_stripes_of_a_position_are_those_it_holds_parity_of(self, stripes: Stripes) -> None:
         for position in range(stripes.positions):
             held = [r for r in range(stripes.count) if position in stripes.parity_positions(r)]
@@ -205,12 +183,6 @@ class TestUnitsAndStripesAreInverse:
                 assert stripes.is_data(position, stripe)
                 assert not stripes.is_parity(position, stripe)
                 assert stripes.unit_of(position, stripe) == unit
-
-    @given(geometries(), st.integers(0, 10**9))
-    def test_the_unit_of_a_stripe_lies_in_that_stripe(self, stripes: Stripes, first: int) -> None:
-        for stripe in range(first, first + 12):
-            for position in stripes.data_positions(stripe):
-                assert stripes.stripe_of(position, stripes.unit_of(position, stripe)) == stripe
 
     @given(geometries())
     def test_the_units_of_a_position_follow_its_data_stripes_in_order(self, stripes: Stripes) -> None:
@@ -366,16 +338,6 @@ class TestLostBytesComeBack:
     def test_any_m_positions_come_back_whatever_the_shape(self, stripes: Stripes, seed: int) -> None:
         assert every_m_come_back(stripes, choose_codec(stripes.data, stripes.parity), seed)
 
-    @costly()
-    @given(geometries(data=1, longest=24), st.integers(0, 1000))
-    def test_any_m_positions_come_back_from_plain_copies(self, stripes: Stripes, seed: int) -> None:
-        assert every_m_come_back(stripes, choose_codec(1, stripes.parity), seed)
-
-    @costly()
-    @given(geometries(data=2, parity=2, longest=24), st.integers(0, 1000))
-    def test_any_two_positions_come_back_through_pyeclib(self, stripes: Stripes, seed: int) -> None:
-        assert every_m_come_back(stripes, PyECLibCodec(2, 2), seed)
-
     @pytest.mark.parametrize(
         ("segments", "k", "m"),
         [
@@ -476,10 +438,6 @@ class TestChooseUnitBytes:
     def test_a_small_state_is_one_unit_for_each_data_position(self, longest: int, data: int) -> None:
         unit_bytes = choose_unit_bytes(longest, data)
         assert (unit_bytes - PAGE_BYTES) * data < longest <= unit_bytes * data
-
-    def test_one_byte_over_whole_pages_takes_another_page(self) -> None:
-        assert choose_unit_bytes(2 * PAGE_BYTES, 2) == PAGE_BYTES
-        assert choose_unit_bytes(2 * PAGE_BYTES + 1, 2) == 2 * PAGE_BYTES
 
     def test_a_large_state_has_units_of_the_default(self) -> None:
         assert choose_unit_bytes(1 << 40, 3) == DEFAULT_UNIT_BYTES

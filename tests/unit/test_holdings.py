@@ -153,15 +153,6 @@ def test_what_was_sealed_is_held_and_nothing_else(place: Place) -> None:
     assert place.holdings.held() == [SHARD, PARITY]
 
 
-def test_what_is_being_written_is_not_held(place: Place) -> None:
-    pool = place.arena.shard_pool("dp0")
-    pool.create(20)
-    pool.assign(FIRST, 20)
-    assert not place.holdings.holds(SHARD)
-    with pytest.raises(ProtocolError, match=r"dp0 of .* not held"):
-        place.holdings.open(SHARD)
-
-
 def test_units_are_cut_from_where_they_stand(place: Place) -> None:
     content, parity = place.put_shard(SHARD), place.put_parity()
     for index, unit in enumerate((content[:8], content[8:16], content[16:])):
@@ -207,13 +198,6 @@ def test_every_damaged_unit_is_found_and_counted(place: Place) -> None:
     assert place.holdings.damaged_units(ShardKey(SECOND, "dp0")) == [0]
     assert place.holdings.damaged_units(PARITY) == [1]
     assert place.count("units_damaged") == 4
-
-
-def test_whole_units_are_not_damaged(place: Place) -> None:
-    place.put_shard(SHARD)
-    place.put_parity()
-    assert place.holdings.damaged_units(SHARD) == place.holdings.damaged_units(PARITY) == []
-    assert place.count("units_damaged") == 0
 
 
 @pytest.mark.parametrize("at", [13, 15])

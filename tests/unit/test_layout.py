@@ -197,12 +197,6 @@ def of_one_group(size: int, data: int = 2, parity: int = 1) -> Layout:
     return replace(GOOD, nodes=nodes, groups=(tuple(range(size)),), data=data, parity=parity)
 
 
-def test_stripes_follow_the_order_of_the_group() -> None:
-    stripes = GOOD.stripes(0)
-    assert stripes.segments == ((1,), (10, 25))
-    assert (stripes.data, stripes.parity, stripes.unit_bytes) == (1, 1, 8)
-
-
 @given(layouts())
 def test_a_group_is_found_by_its_tag(layout: Layout) -> None:
     tags = [layout.tag(group) for group in range(len(layout.groups))]

@@ -143,17 +143,6 @@ def test_the_record_holds_digests_of_the_slot_and_of_every_unit(gathered: Gather
     )
 
 
-@given(gatherings())
-def test_every_unit_of_the_record_has_its_place_in_the_slot(gathered: Gathered) -> None:
-    for unit in gathered.units:
-        gathered.accumulate(unit)
-    record = gathered.gathering.record()
-    for rank, parity in enumerate(gathered.expected_units()):
-        offset, length = record.unit(rank)
-        assert bytes(gathered.slot[offset : offset + length]) == parity
-        assert offset + gathered.stripes.unit_bytes <= len(gathered.slot)
-
-
 def test_a_parity_unit_is_as_long_as_the_longest_data_unit_of_its_stripe() -> None:
     gathered = start(Stripes(((3,), (5,), (2,), (8,)), 2, 1, 8), 0)
     assert [len(unit.content) for unit in gathered.units] == [5, 2]
@@ -177,15 +166,6 @@ def test_an_incomplete_gathering_has_no_record() -> None:
     gathered.accumulate(gathered.units[0])
     with pytest.raises(ValueError, match="units of 1 stripes"):
         gathered.gathering.record()
-
-
-def test_a_duplicate_changes_nothing() -> None:
-    gathered = small()
-    gathered.accumulate(gathered.units[0])
-    before = bytes(gathered.slot)
-    gathered.accumulate(gathered.units[0])
-    assert bytes(gathered.slot) == before
-    assert not gathered.gathering.complete
 
 
 @pytest.mark.parametrize("length", [0, 4, 6, 8])
