@@ -154,22 +154,27 @@ class Simple(Job):
         super().__init__(torch.nn.Tanh())
 
 
-def plain(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.backward()
-        yield
-        job.step()
+def looping(
+    backward: Callable[[Any], object] = Job.backward,
+    step: Callable[[Any], object] = Job.step,
+    after: Callable[[Any], object] = lambda job: None,
+    *,
+    declared: bool = False,
+) -> Loop:
+    """The usual loop; `declared`: it says where its steps begin."""
 
-
-def evaluated(evaluate: Callable[[Job], None]) -> Loop:
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for _ in range(snap.step, STEPS):
-            job.backward()
+        for _ in snap.steps(STEPS) if declared else range(snap.step, STEPS):
+            backward(job)
             yield
-            job.step()
-            evaluate(job)
+            step(job)
+            after(job)
 
     return loop
+
+
+plain = looping()
+counted = looping(declared=True)
 
 
 def in_eval_mode(job: Job) -> None:
@@ -224,40 +229,30 @@ def clamped_through_data(job: Job) -> None:
 def test_what_code_between_two_steps_leaves_behind_comes_back_and_what_it_borrows_does_not(
     between: Callable[[Job], None], make: Callable[[], Job]
 ) -> None:
-    assert trial(evaluated(between), make).statistics.failed == 0
+    assert trial(looping(after=between), make).statistics.failed == 0
 
 
-def siamese(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        left, right = job.model(torch.randn(6, 4)), job.model(torch.randn(6, 4))
-        (left - right).square().sum().backward()
-        yield
-        job.step()
+def siamese(job: Job) -> None:
+    left, right = job.model(torch.randn(6, 4)), job.model(torch.randn(6, 4))
+    (left - right).square().sum().backward()
 
 
-def accumulating(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        for _ in range(3):
-            job.backward()
-        yield
-        job.step()
+def accumulating(job: Job) -> None:
+    for _ in range(3):
+        job.backward()
 
 
-def reading_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        batch = torch.randn(6, 4) * random.random() + np.random.random()
-        job.model(batch).square().sum().backward()
-        yield
-        job.step()
+def drawing_from_all(job: Job) -> None:
+    job.model(torch.randn(6, 4) * random.random() + np.random.random()).square().sum().backward()
 
 
 @pytest.mark.usefixtures("arena")
-@pytest.mark.parametrize("loop", [plain, siamese, accumulating, reading_ahead])
+@pytest.mark.parametrize("backward", [Job.backward, siamese, accumulating, drawing_from_all])
 @pytest.mark.parametrize("make", [Dropping, Simple])
 def test_loops_that_say_nothing_are_followed(
-    loop: Loop, make: Callable[[], Job], caplog: pytest.LogCaptureFixture
+    backward: Callable[[Job], None], make: Callable[[], Job], caplog: pytest.LogCaptureFixture
 ) -> None:
-    snap = trial(loop, make)
+    snap = trial(looping(backward), make)
     assert snap.statistics.failed == 0
     assert not [text for text in warnings_of(caplog) if BEGIN in text]
 
@@ -334,12 +329,9 @@ def in_eval_mode_always(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     yield from plain(snap, job)
 
 
-def stepping_twice(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.backward()
-        yield
-        job.optim.step()
-        job.step()
+def stepping_twice(job: Job) -> None:
+    job.optim.step()
+    job.step()
 
 
 def skipping(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -359,12 +351,8 @@ def never_stepping(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         yield
 
 
-def evaluating_as_if_training(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.model(job.held_out).square().sum().backward()
-        yield
-        job.step()
-        job.model(job.held_out)
+def on_held_out_data(job: Job) -> None:
+    job.model(job.held_out).square().sum().backward()
 
 
 def drawing_for_an_evaluation(job: Job) -> None:
@@ -379,14 +367,10 @@ def drawing_in_an_evaluation(job: Job) -> None:
         torch.nn.Sequential(job.model, torch.nn.Identity())(job.held_out)
 
 
-def adding_noise(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.model(job.held_out).square().sum().backward()
-        yield
-        job.step()
-        with torch.no_grad():
-            for weight in job.model.parameters():
-                weight.add_(0.01 * torch.randn_like(weight))
+def add_noise(job: Job) -> None:
+    with torch.no_grad():
+        for weight in job.model.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
 
 
 def with_a_batch_read_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -422,14 +406,14 @@ class Compiled(Job):
 NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
     (with_a_closure, Simple, "no forward"),
     (in_eval_mode_always, Job, "eval mode"),
-    (stepping_twice, Job, "no forward"),
+    (looping(step=stepping_twice), Job, "no forward"),
     (skipping, Job, "zeroed again"),
     (never_stepping, Job, "zeroed again"),
-    (evaluating_as_if_training, Job, "no gradients"),
-    (evaluated(with_the_average_in_training_mode), Job, r"does not train .*\(torch\)"),
-    (evaluated(drawing_for_an_evaluation), Job, r"random numbers .*\(torch\)"),
-    (evaluated(drawing_in_an_evaluation), Dropping, r"random numbers .*\(torch\)"),
-    (adding_noise, Simple, r"random numbers .*\(torch\)"),
+    (looping(on_held_out_data, after=lambda job: job.model(job.held_out)), Job, "no gradients"),
+    (looping(after=with_the_average_in_training_mode), Job, r"does not train .*\(torch\)"),
+    (looping(after=drawing_for_an_evaluation), Job, r"random numbers .*\(torch\)"),
+    (looping(after=drawing_in_an_evaluation), Dropping, r"random numbers .*\(torch\)"),
+    (looping(on_held_out_data, after=add_noise), Simple, r"random numbers .*\(torch\)"),
     (with_a_batch_read_ahead, Simple, r"random numbers .*\(torch\)"),
     (with_a_schedule_at_the_top, Job, r"at the top of the loop .*lr"),
 ]
@@ -554,45 +538,32 @@ class Adversaries(Job):
         return first + super().digest()
 
 
-def discriminator_first(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.turn(1)
-        yield
-        job.optims[1].step()
-        job.turn(0)
-        job.optims[0].step()
+def discriminator_first(*, declared: bool) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
+        for _ in snap.steps(STEPS) if declared else range(snap.step, STEPS):
+            job.turn(1)
+            yield
+            job.optims[1].step()
+            job.turn(0)
+            job.optims[0].step()
 
-
-def discriminator_first_and_declared(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
-    for _ in snap.steps(STEPS):
-        job.turn(1)
-        yield
-        job.optims[1].step()
-        job.turn(0)
-        job.optims[0].step()
+    return loop
 
 
 @pytest.mark.usefixtures("arena")
 def test_several_optimizers_are_refused_unless_the_loop_says_where_its_steps_begin() -> None:
     with pytest.raises(ConfigError, match=r"several optimizers.*snap\.begin\(\)"):
-        life(discriminator_first, Adversaries(), None)
+        life(discriminator_first(declared=False), Adversaries(), None)
 
 
 @pytest.mark.usefixtures("arena")
 def test_where_the_loop_says_so_optimizers_step_in_any_order() -> None:
-    assert trial(discriminator_first_and_declared, Adversaries).statistics.failed == 0
+    assert trial(discriminator_first(declared=True), Adversaries).statistics.failed == 0
 
 
 def begun(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     for _ in range(snap.step, STEPS):
         snap.begin()
-        job.backward()
-        yield
-        job.step()
-
-
-def counted(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in snap.steps(STEPS):
         job.backward()
         yield
         job.step()
@@ -608,12 +579,7 @@ def scheduled_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.optim.zero_grad()
 
 
-def evaluated_in_training_mode(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in snap.steps(STEPS):
-        job.backward()
-        yield
-        job.step()
-        job.model(torch.randn(6, 4))
+evaluated_in_training_mode = looping(after=lambda job: job.model(torch.randn(6, 4)), declared=True)
 
 
 @pytest.mark.usefixtures("arena")

@@ -20,10 +20,8 @@ from torch.amp.grad_scaler import GradScaler
 from holdfast import InMemorySnapshot
 from holdfast.snapshot.step.boundary import Boundary
 from tests.deadlines import DEADLINE_S
-from tests.unit.test_beginning import Dropping, Job, Loop, trial
+from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, looping, trial
 from tests.unit.test_boundary import Recorder
-
-STEPS = 7
 
 Deed = Callable[[Job], object]
 
@@ -69,21 +67,9 @@ def through_pickle(made: Any) -> Any:
 DEEDS = [save, pickled, deepcopied, scripted, traced]
 
 
-def declared(deed: Deed) -> Loop:
+def doing(deed: Deed, *, declared: bool) -> Loop:
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in snap.steps(STEPS):
-            job.backward()
-            yield
-            job.step()
-            if step in (1, 4):
-                deed(job)
-
-    return loop
-
-
-def plain(deed: Deed) -> Loop:
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in range(snap.step, STEPS):
+        for step in snap.steps(STEPS) if declared else range(snap.step, STEPS):
             job.backward()
             yield
             job.step()
@@ -94,10 +80,10 @@ def plain(deed: Deed) -> Loop:
 
 
 @pytest.mark.usefixtures("arena")
-@pytest.mark.parametrize("loop", [declared, plain])
+@pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("deed", DEEDS)
-def test_what_is_trained_may_be_copied_inside_the_block(deed: Deed, loop: Callable[[Deed], Loop]) -> None:
-    assert trial(loop(deed), Dropping).statistics.failed == 0
+def test_what_is_trained_may_be_copied_inside_the_block(deed: Deed, declared: bool) -> None:
+    assert trial(doing(deed, declared=declared), Dropping).statistics.failed == 0
 
 
 class Scripted(Job):
@@ -113,9 +99,9 @@ class Scripted(Job):
 
 
 @pytest.mark.usefixtures("arena")
-@pytest.mark.parametrize("loop", [declared, plain])
-def test_a_scripted_model_is_trained_like_any_other(loop: Callable[[Deed], Loop]) -> None:
-    assert trial(loop(lambda job: None), Scripted).statistics.failed == 0
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_scripted_model_is_trained_like_any_other(declared: bool) -> None:
+    assert trial(looping(declared=declared), Scripted).statistics.failed == 0
 
 
 def watched() -> tuple[torch.nn.Module, torch.optim.Optimizer, GradScaler, Recorder, Boundary]:

@@ -11,9 +11,7 @@ from torch import nn
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state.live import At
-from tests.unit.test_beginning import Job, stopped, warnings_of
-
-STEPS = 7
+from tests.unit.test_beginning import STEPS, Job, Loop, stopped, warnings_of
 
 
 class Growing(nn.Module):
@@ -100,19 +98,22 @@ class Frozen(Job):
         self.schedule.base_lrs.append(0.01)
 
 
-def unfrozen(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
-    for step in snap.steps(STEPS):
-        if step == 2:
-            job.unfreeze()
-        job.backward()
-        yield
-        job.step()
+def after_two_steps(change: Callable[[Any], None]) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in snap.steps(STEPS):
+            if step == 2:
+                change(job)
+            job.backward()
+            yield
+            job.step()
+
+    return loop
 
 
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 6])
 def test_groups_that_were_added_are_made_again(stop: int, caplog: pytest.LogCaptureFixture) -> None:
-    start, *_ = stopped(unfrozen, Frozen, stop)
+    start, *_ = stopped(after_two_steps(Frozen.unfreeze), Frozen, stop)
     assert (start > 2) is (stop == 6)
     assert not [text for text in warnings_of(caplog) if "rebuild" in text]
 
@@ -148,25 +149,16 @@ class Silent(Grown):
     tells = False
 
 
-def inserting(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
-    for step in snap.steps(STEPS):
-        if step == 2:
-            job.insert()
-        job.backward()
-        yield
-        job.step()
-
-
 @pytest.mark.usefixtures("arena")
 def test_a_script_makes_again_what_it_had_added_to_the_model() -> None:
-    start, *_ = stopped(inserting, Grown, 6)
+    start, *_ = stopped(after_two_steps(Grown.insert), Grown, 6)
     assert start > 2
 
 
 @pytest.mark.usefixtures("arena")
 def test_who_does_not_say_how_is_told_as_it_is_added(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StateMismatch):
-        stopped(inserting, Silent, 6)
+        stopped(after_two_steps(Grown.insert), Silent, 6)
     said = [text for text in warnings_of(caplog) if "snap.rebuild" in text]
     assert said and "model0" in said[0]
 

@@ -32,6 +32,7 @@ from holdfast.snapshot.resume import loading
 from holdfast.snapshot.resume.attempt import Restored, SameWorld
 from holdfast.snapshot.resume.loading import check_ranges, load_checked
 from tests.deadlines import DEADLINE_S
+from tests.unit.test_engines import plain, strided, transposed
 from tests.unit.test_state import SNAPSHOT, toy, whole_slot
 from tests.unit.test_tensors import bits, random_bits
 
@@ -104,19 +105,6 @@ def on_cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 # ---------------------------------------------------------------------- whole shards
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.T.contiguous().T if tensor.dim() == 2 else tensor
-
-
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)[..., 0]
-    return wide.copy_(tensor)
 
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.bool])
@@ -233,21 +221,6 @@ def test_what_mending_raises_comes_through() -> None:
     assert slot.untouched(3)
 
 
-@pytest.mark.parametrize("lies_in", [3, 9])
-def test_a_tensor_that_is_no_plain_bytes_waits_until_all_is_whole(lies_in: int) -> None:
-    slot = Slot([])
-    odd = strided(torch.zeros(UNIT, dtype=torch.uint8))
-    slot.damage(3)
-
-    def repair(units: list[int]) -> None:
-        assert not odd.any()
-        slot.repair(units)
-
-    load_checked(CpuEngine(), [SlotTensor(odd, lies_in * UNIT, UNIT)], slot.shard, repair)
-    assert slot.repaired == [[3]]
-    assert bits(odd) == slot.image[lies_in * UNIT : (lies_in + 1) * UNIT]
-
-
 # ---------------------------------------------------------------------- other copy engines
 
 
@@ -256,8 +229,13 @@ def test_what_is_not_plain_is_loaded_once_all_units_are_whole(mended: bool) -> N
     slot = Slot()
     slot.damage(UNITS - 1)
     odd = SlotTensor(torch.zeros(4, 6, dtype=torch.uint8).t(), 0, 24)
+
+    def repair(units: list[int]) -> None:
+        assert not odd.tensor.any()
+        slot.repair(units)
+
     if mended:
-        load_checked(CpuEngine(), [odd], slot.shard, slot.repair)
+        load_checked(CpuEngine(), [odd], slot.shard, repair)
         assert bytes(odd.tensor.flatten().tolist()) == slot.image[:24]
         return
     with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot"):

@@ -13,9 +13,7 @@ import torch
 import holdfast
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.state import objects
-from tests.unit.test_beginning import Job, life, trial, warnings_of
-
-STEPS = 7
+from tests.unit.test_beginning import STEPS, Job, counted, life, looping, trial, warnings_of
 
 
 class Projector:
@@ -181,25 +179,18 @@ def job_with(kind: type[Own]) -> type[Job]:
     return Made
 
 
-def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in snap.steps(STEPS):
-        job.backward()
-        yield
-        job.step()
-
-
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 4, 5])
 @pytest.mark.parametrize("kind", [Projected, Quantized, Optioned, Warmed])
 def test_state_of_any_kind_comes_back(kind: type[Own], stop: int, caplog: pytest.LogCaptureFixture) -> None:
-    assert trial(loop, job_with(kind), stop).statistics.failed == 0
+    assert trial(counted, job_with(kind), stop).statistics.failed == 0
     assert not [text for text in warnings_of(caplog) if "not captured" in text]
 
 
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("kind", [Locking, KeyedByNumbers])
 def test_what_cannot_be_kept_is_named_once_and_ends_no_job(kind: type[Own], caplog: pytest.LogCaptureFixture) -> None:
-    life(loop, job_with(kind)(), None)
+    life(counted, job_with(kind)(), None)
     said = [text for text in warnings_of(caplog) if "not captured" in text and "optim" in text]
     assert said and len(said) == len(set(said))
 
@@ -208,7 +199,7 @@ def test_what_cannot_be_kept_is_named_once_and_ends_no_job(kind: type[Own], capl
 def test_what_need_not_be_kept_is_made_anew(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_ways", {})
     holdfast.register(type(threading.Lock()), kept=False)
-    trial(loop, job_with(Locking))
+    trial(counted, job_with(Locking))
     assert not [text for text in warnings_of(caplog) if "not captured" in text]
 
 
@@ -236,7 +227,7 @@ def test_a_class_says_how_its_objects_are_kept(monkeypatch: pytest.MonkeyPatch) 
         counter.count = count
 
     holdfast.register(Slotted, get=lambda counter: counter.count, set=put)
-    assert trial(loop, job_with(Counting)).statistics.failed == 0
+    assert trial(counted, job_with(Counting)).statistics.failed == 0
 
 
 @pytest.mark.parametrize(
@@ -271,14 +262,8 @@ def accumulate(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
             job.step()
 
 
-def unstepped(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in snap.steps(STEPS):
-        job.backward()
-        yield
-
-
 @pytest.mark.usefixtures("arena")
 def test_an_optimizer_that_never_steps_is_refused_in_the_first_turns_if_parameters_change() -> None:
     with pytest.raises(ConfigError, match=r"InBackward was seen.* extra="):
-        life(unstepped, job_with(InBackward)(), None)
+        life(looping(step=lambda job: None, declared=True), job_with(InBackward)(), None)
     life(accumulate, job_with(Projected)(), None)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.copy.tensors import empty_restrided, strides_of
 from holdfast.snapshot.state.adapter import settles_late
 from holdfast.snapshot.state.walk import tensors_in
-from tests.unit.test_beginning import STEPS, STOP, Job, Simple, counted, life, plain, trial, warnings_of
+from tests.unit.test_beginning import STEPS, STOP, Simple, counted, plain, trial, warnings_of
 
 pytestmark = pytest.mark.usefixtures("arena")
 
@@ -74,77 +73,7 @@ def test_a_view_stays_where_it_is_and_new_memory_may_have_gaps() -> None:
     assert back.is_contiguous()
 
 
-# ---------------------------------------------------------------------- steps whose forward is not seen
-
-
-class Flow(torch.nn.Module):
-    """Trained by a method of its own instead of `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(4, 2)
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net.weight.mm(x.t()).square().sum()
-
-
-class Unseen(Job):
-    """Reads a shuffled data set, from its beginning in each process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.nn.ModuleList([Flow()])
-        self.average = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.optim = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
-        self.batches = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=3, shuffle=True)
-
-    def take_over(self, other: Job) -> None:
-        super().take_over(other)
-        assert isinstance(other, Unseen)
-        self.batches = other.batches
-
-
-@pytest.mark.parametrize("by_hand", [False, True], ids=["backward", "gradients by hand"])
-def test_a_loop_whose_forward_nobody_sees_must_declare_its_steps(by_hand: bool) -> None:
-    def loop(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
-        flow = job.model[0]
-        for (x,) in job.batches:
-            if by_hand:
-                flow.net.weight.grad = flow.net.weight.detach() * x.sum()
-                flow.net.bias.grad = torch.zeros_like(flow.net.bias)
-            else:
-                flow.loss(x).backward()
-                flow.net.bias.grad = torch.zeros_like(flow.net.bias)
-            yield
-            job.step()
-
-    with pytest.raises(ConfigError, match=r"snap\.begin"):
-        life(loop, Unseen(), None)
-
-
-def test_a_closure_must_declare_its_steps() -> None:
-    class Searching(Simple):
-        def __init__(self) -> None:
-            super().__init__()
-            self.optim = torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=2)
-            self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
-
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for _ in range(snap.step, STEPS):
-            x = torch.randn(6, 4)
-
-            def closure(x: torch.Tensor = x) -> torch.Tensor:
-                job.optim.zero_grad()
-                loss: torch.Tensor = job.model(x).square().sum()
-                loss.backward()  # type: ignore[no-untyped-call]
-                return loss
-
-            yield
-            job.optim.step(closure)
-
-    with pytest.raises(ConfigError, match=r"snap\.begin"):
-        life(loop, Searching(), None)
+# ---------------------------------------------------------------------- what the hook is given
 
 
 @pytest.mark.usefixtures("compiling")
@@ -173,40 +102,6 @@ def test_a_batch_of_any_class_is_looked_into() -> None:
 
 
 # ---------------------------------------------------------------------- state kept elsewhere
-
-
-class Merging(torch.optim.SGD):
-    """Halves the learning rate in every third step."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.05)
-        self.since = 0
-        self.width = 4
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.since = (self.since + 1) % 3
-        for group in self.param_groups:
-            group["lr"] = 0.05 if self.since else 0.025
-        super().step()
-
-
-def test_what_an_optimizer_counts_in_an_attribute_comes_back() -> None:
-    class Merged(Simple):
-        def __init__(self) -> None:
-            super().__init__()
-            self.optim = Merging(self.model.parameters())
-
-        def step(self) -> None:
-            self.optim.step()
-            self.optim.zero_grad()
-
-        def hook(self) -> InMemorySnapshot:
-            return InMemorySnapshot(self.model, self.optim)
-
-        def digest(self) -> str:
-            return f"{super().digest()} {self.optim.since} {self.optim.width}"
-
-    trial(counted, Merged)
 
 
 class Metric(torch.nn.Module):

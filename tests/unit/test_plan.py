@@ -342,10 +342,6 @@ def test_as_many_machines_of_each_group_as_it_has_parities_may_go(job: Job) -> N
         assert world.check_loss(frozenset().union(*lost)) == "new"
 
 
-def test_nobody_answering_is_a_cold_start() -> None:
-    assert plan_restore([], ["n0s0"]) is None
-
-
 def test_survivors_that_hold_nothing_of_what_was_protected_say_so() -> None:
     job = JOBS["two nodes"]
     empty = World(job, [Holding(OLD, frozenset())], OLD).inventories.values()
@@ -439,31 +435,6 @@ def test_the_order_of_coordinates_and_of_inventories_does_not_matter() -> None:
     plans = [plan_restore(order, job.shards[::step]) for order in permutations(inventories) for step in (1, -1)]
     assert plans[0] is not None
     assert all(plan == plans[0] for plan in plans)
-
-
-def test_without_loss_there_is_nothing_to_heal() -> None:
-    job = JOBS["four uneven nodes"]
-    plan = plan_restore(list(World(job, [whole(job, NEW)], NEW).inventories.values()), job.shards)
-    assert plan is not None
-    assert plan.repair == ()
-
-
-def test_parity_that_nobody_holds_is_to_be_repaired_though_no_shard_is_lost() -> None:
-    job = JOBS["four nodes"]
-    inventories = World(job, [whole(job, NEW)], NEW).inventories
-    inventories["m0"] = replace(inventories["m0"], parities=frozenset())
-    plan = plan_restore(list(inventories.values()), job.shards)
-    assert plan is not None
-    assert plan.decoded == ()
-    assert plan.repair == ((0, 2),)
-
-
-def test_a_group_without_parity_says_that_it_has_none() -> None:
-    job = JOBS["a node alone"]
-    world = World(job, [whole(job, OLD)], OLD)
-    left = [i for i in world.inventories.values() if i.node != machine(1, 1, 3)]
-    with pytest.raises(Unrecoverable, match=r"group 1 .* m2 .* 0 parity units"):
-        plan_restore(left, job.shards)
 
 
 def test_lost_parity_is_repaired_by_whoever_has_the_first_shard_of_the_lost_node() -> None:

@@ -18,7 +18,19 @@ from holdfast.snapshot.resume.comparison import ENV, Resumed
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.step.capture import read_state
 from tests.deadlines import DEADLINE_S
-from tests.unit.test_beginning import STEPS, STOP, Dropping, Job, Loop, life, plain, trial
+from tests.unit.test_beginning import (
+    STEPS,
+    STOP,
+    Dropping,
+    Job,
+    Loop,
+    counted,
+    in_eval_mode,
+    life,
+    looping,
+    plain,
+    trial,
+)
 from tests.unit.test_state import Toy, toy
 
 # ------------------------------------------------------------------ what is noticed
@@ -260,10 +272,10 @@ def loading(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-def initialising(initialise: Callable[[Job], None]) -> Loop:
+def initialising(initialise: Callable[[Job], None], then: Loop = plain) -> Loop:
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         initialise(job)
-        yield from plain(snap, job)
+        yield from then(snap, job)
 
     return loop
 
@@ -301,44 +313,25 @@ def test_what_is_initialised_anew_is_refused(initialise: Callable[[Job], None], 
     assert name in refused(initialising(initialise)).partition(": no longer")[0]
 
 
-def declared_and_initialising(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    fill_weights(job)
-    for _ in snap.steps(STEPS):
-        job.backward()
-        yield
-        job.step()
-
-
 @pytest.mark.usefixtures("arena")
 def test_what_is_initialised_anew_is_refused_also_where_the_loop_says_where_its_steps_begin() -> None:
-    assert refused(declared_and_initialising).startswith("model0.0.weight: no longer")
+    assert refused(initialising(fill_weights, counted)).startswith("model0.0.weight: no longer")
 
 
-def declared_after_drawing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+def draw(job: Job) -> None:
     torch.randn(random.randrange(5, 50))
     np.random.random(3)
-    for _ in snap.steps(STEPS):
-        job.backward()
-        yield
-        job.step()
 
 
 @pytest.mark.usefixtures("arena")
 @pytest.mark.proves("start-up-may-draw")
 def test_whatever_start_up_draws_a_loop_that_says_where_its_steps_begin_is_exact() -> None:
-    trial(declared_after_drawing, Dropping)
-
-
-def evaluated_first(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    job.model.eval()
-    job.model(job.held_out)
-    job.model.train()
-    yield from plain(snap, job)
+    trial(initialising(draw, counted), Dropping)
 
 
 @pytest.mark.usefixtures("arena")
 def test_an_evaluation_before_the_first_step_is_no_change() -> None:
-    trial(evaluated_first)
+    trial(initialising(in_eval_mode))
 
 
 @pytest.mark.usefixtures("arena")
@@ -399,52 +392,34 @@ class Ahead(Job):
         loss.backward()
 
 
-def reading_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    assert isinstance(job, Ahead)
-    for _ in range(snap.step, STEPS):
-        job.forward()
-        yield
-        job.step()
-
-
-def reading_ahead_declared(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    assert isinstance(job, Ahead)
-    for _ in snap.steps(STEPS):
-        job.forward()
-        yield
-        job.step()
-
-
 @pytest.mark.usefixtures("arena")
-@pytest.mark.parametrize("loop", [reading_ahead, reading_ahead_declared])
-def test_a_batch_that_was_read_before_entering_is_refused(loop: Loop) -> None:
-    assert "given another batch" in refused(loop, Ahead)
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_batch_that_was_read_before_entering_is_refused(declared: bool) -> None:
+    assert "given another batch" in refused(looping(Ahead.forward, declared=declared), Ahead)
 
 
 @pytest.mark.usefixtures("arena")
 def test_who_accepts_another_batch_is_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    loop = looping(Ahead.forward, declared=True)
     torch.manual_seed(0)
-    life(reading_ahead_declared, Ahead(), STOP)
+    life(loop, Ahead(), STOP)
     monkeypatch.setenv(ENV, "accept")
-    start, digests, _ = life(reading_ahead_declared, Ahead(), None, seed=99)
+    start, digests, _ = life(loop, Ahead(), None, seed=99)
     assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
     assert sum("given another batch" in record.getMessage() for record in caplog.records) == 1
 
 
-def reading_in_the_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    """Two micro-batches, each with an evaluation before it."""
-    for _ in snap.steps(STEPS):
-        for _ in range(2):
-            with torch.no_grad():
-                job.model(torch.randn(3, 4))
-            job.model(torch.randn(6, 4)).square().sum().backward()
-        yield
-        job.step()
+def two_micro_batches(job: Job) -> None:
+    """Each with an evaluation before it."""
+    for _ in range(2):
+        with torch.no_grad():
+            job.model(torch.randn(3, 4))
+        job.backward()
 
 
 @pytest.mark.usefixtures("arena")
 def test_the_batches_of_a_step_are_what_they_were() -> None:
-    trial(reading_in_the_step)
+    trial(looping(two_micro_batches, declared=True))
 
 
 @pytest.mark.usefixtures("arena")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.step import variables
-from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, trial, warnings_of
+from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, looping, trial, warnings_of
 
 # ------------------------------------------------------------------ persistent workers of an evaluation
 
@@ -181,12 +181,15 @@ def noise_after(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01 * noise.draw())
 
 
-def noise_before(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    generator = torch.Generator().manual_seed(3)
+def noise_from(snap: InMemorySnapshot, job: Job, generator: torch.Generator) -> Iterator[None]:
     for _ in snap.steps(STEPS):
         job.model(torch.randn(6, 4, generator=generator)).square().sum().backward()
         yield
         job.step()
+
+
+def noise_before(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    yield from noise_from(snap, job, torch.Generator().manual_seed(3))
 
 
 MODULES = np.random.RandomState(0)
@@ -220,36 +223,24 @@ def test_generators_in_variables_go_on(loop: Loop) -> None:
     assert trial(loop).statistics.failed == 0
 
 
-def noise_before_plain(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.model(torch.randn(6, 4, generator=job.noise)).square().sum().backward()  # type: ignore[attr-defined]
-        yield
-        job.step()
-
-
-def noise_after_plain(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.backward()
-        yield
-        job.step()
-        torch.randn(1, generator=job.noise)  # type: ignore[attr-defined]
-
-
 class Noisy(Job):
     def __init__(self) -> None:
         super().__init__()
         self.noise = torch.Generator().manual_seed(3)
 
+    def noisy_backward(self) -> None:
+        self.model(torch.randn(6, 4, generator=self.noise)).square().sum().backward()
+
 
 @pytest.mark.usefixtures("arena")
 def test_a_plain_loop_draws_from_them_again_before_its_first_step() -> None:
-    assert trial(noise_before_plain, Noisy).statistics.failed == 0
+    assert trial(looping(Noisy.noisy_backward), Noisy).statistics.failed == 0
 
 
 @pytest.mark.usefixtures("arena")
 def test_a_plain_loop_that_draws_from_them_after_its_step_is_refused_in_the_first_turns() -> None:
     with pytest.raises(ConfigError, match=r"job\.noise.*snap\.begin"):
-        life(noise_after_plain, Noisy(), None)
+        life(looping(after=lambda job: torch.randn(1, generator=job.noise)), Noisy(), None)
 
 
 def seeded_in_each_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -265,14 +256,7 @@ def replaying(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     generator = torch.Generator().manual_seed(4)
     for _ in range(snap.step):
         torch.randn(6, 4, generator=generator)
-    yield from (None for _ in noise_from(snap, job, generator))
-
-
-def noise_from(snap: InMemorySnapshot, job: Job, generator: torch.Generator) -> Iterator[None]:
-    for _ in snap.steps(STEPS):
-        job.model(torch.randn(6, 4, generator=generator)).square().sum().backward()
-        yield
-        job.step()
+    yield from noise_from(snap, job, generator)
 
 
 @pytest.mark.usefixtures("arena")
