@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,22 @@ class Killed(Exception):
     """Stands for the end of the process: none of its objects may be used again."""
 
 
-def run(kill: tuple[Any, ...] | None = None, iteration: int = 0, **args: Any) -> tuple[list[Any], list[Any] | None]:
-    """A protected run, killed once it reports `kill`. Returns its reports, and its final state unless it was killed."""
+def telling(kill: tuple[Any, ...] | None) -> tuple[list[Any], Callable[..., None]]:
+    """The reports of a process, and a function that adds one, and ends the process once it begins as `kill` does."""
     told: list[Any] = []
-    snapshots: list[InMemorySnapshot] = []
 
     def tell(*what: Any) -> None:
         told.append(what)
         if kill is not None and what[: len(kill)] == kill:
             raise Killed
 
+    return told, tell
+
+
+def run(kill: tuple[Any, ...] | None = None, iteration: int = 0, **args: Any) -> tuple[list[Any], list[Any] | None]:
+    """A protected run, killed once it reports `kill`. Returns its reports, and its final state unless it was killed."""
+    told, tell = telling(kill)
+    snapshots: list[InMemorySnapshot] = []
     given = loop.arguments(iteration=iteration, **args)
     try:
         end = loop.pretrain(given, ITERATIONS, partial(protect, training=loop), tell, snapshots=snapshots)
@@ -50,6 +57,17 @@ def undisturbed(**args: Any) -> tuple[list[Any], list[Any]]:
     told: list[Any] = []
     end = loop.pretrain(loop.arguments(**args), ITERATIONS, None, lambda *what: told.append(what))
     return told, end
+
+
+def goes_on(kill: tuple[Any, ...], **args: Any) -> list[Any]:
+    """Whether a run that is killed ends as an undisturbed one; returns what its second process reported."""
+    everything, end = undisturbed(**args)
+    run(kill, **args)
+    after, ended = run(**args)
+    assert after == everything[-len(after) :]
+    assert len(after) < len(everything)
+    assert ended == end
+    return after
 
 
 @pytest.mark.parametrize(
@@ -81,12 +99,7 @@ def test_an_iterator_that_is_made_with_its_first_batch_draws_no_more_than_it_did
     arena: Path, monkeypatch: pytest.MonkeyPatch, samples: int, kill: tuple[Any, ...]
 ) -> None:
     monkeypatch.setattr(loop, "SAMPLES", samples)
-    everything, end = undisturbed(dataloader_type="cyclic")
-    run(kill, dataloader_type="cyclic")
-    after, ended = run(dataloader_type="cyclic")
-    assert after == everything[-len(after) :]
-    assert after[0][:2] == kill
-    assert ended == end
+    assert goes_on(kill, dataloader_type="cyclic")[0][:2] == kill
 
 
 def test_iterations_without_a_step_belong_to_the_one_after_them(arena: Path) -> None:

@@ -18,7 +18,7 @@ from holdfast.integrations.megatron_lm import InMemoryCheckpointManager
 from holdfast.snapshot.options import Options
 from tests import megatron_lm_loop as loop
 from tests.deadlines import DEADLINE_S
-from tests.frameworks.test_megatron_lm import undisturbed
+from tests.frameworks.test_megatron_lm import Killed, telling, undisturbed
 
 PATCH = Path(__file__).parents[2] / "docs" / "megatron-lm-in-memory.patch"
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
@@ -56,19 +56,10 @@ def test_what_it_calls_is_there() -> None:
     assert "every=" in added and "every" in Options.__dataclass_fields__
 
 
-class Killed(Exception):
-    """Stands for the end of the process."""
-
-
 def run(kill: tuple[Any, ...] | None = None, **args: Any) -> tuple[list[Any], list[Any] | None]:
     """Run as a patched Megatron-LM does."""
-    told: list[Any] = []
+    told, tell = telling(kill)
     manager: list[InMemoryCheckpointManager] = []
-
-    def tell(*what: Any) -> None:
-        told.append(what)
-        if kill is not None and what[: len(kill)] == kill:
-            raise Killed
 
     def load(model: Any, optimizer: Any, scheduler: Any, given: Namespace) -> loop.Patched:
         manager.append(InMemoryCheckpointManager(given, every=1))

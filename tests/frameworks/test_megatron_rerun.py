@@ -20,14 +20,11 @@ from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.megatron_lm import protect
 from holdfast.integrations.megatron_rerun import Reruns
 from tests import megatron_lm_loop as loop
+from tests.frameworks.test_megatron_lm import Killed, telling
 
 ITERATIONS = 16
 RATE = 4
 """One result in this many is reported as wrong."""
-
-
-class Killed(Exception):
-    """Stands for the end of the process."""
 
 
 Tell = Callable[..., None]
@@ -104,13 +101,8 @@ def run(
     protected: bool = True,
 ) -> tuple[list[Any], list[Any] | None]:
     """A process's reports and its final state, including that of its machine."""
-    told: list[Any] = []
+    told, tell = telling(kill)
     snapshots: list[InMemorySnapshot] = []
-
-    def tell(*what: Any) -> None:
-        told.append(what)
-        if kill is not None and what[: len(kill)] == kill:
-            raise Killed
 
     start(tell, mode, injected)
     hook = partial(protect, training=loop) if protected else None

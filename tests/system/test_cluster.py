@@ -106,24 +106,6 @@ def test_a_trainer_that_is_told_by_a_signal_ends_at_a_boundary_with_the_others(l
     assert all(event["status"] != -signal.SIGTERM for event in history.of("exit", generation=0))
 
 
-@pytest.mark.parametrize("point", ["restore.before", "restore.middle"])
-def test_a_trainer_killed_while_it_restores_restores_again(launcher: Launcher, point: str) -> None:
-    cluster = make(launcher)
-    cluster.kill_trainer(1, at="train.step", step=5)
-    cluster.kill_trainer(2, at=point)
-    history = cluster.run()
-    assert len(history.restarts) == 2
-    assert_whole(history, 3, least=3)
-
-
-def test_a_node_lost_while_another_is_rebuilt_is_beyond_one_parity_and_says_so(launcher: Launcher) -> None:
-    cluster = make(launcher)
-    cluster.kill_node(1, at="train.step", step=5)
-    cluster.kill_node(2, at="rebuild.middle", by="smp1")
-    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ .*group 0 "):
-        cluster.run()
-
-
 @pytest.mark.parametrize("protect", ["2+2", "copies:2"])
 @pytest.mark.proves("nodes-are-lost")
 def test_two_nodes_of_one_group_lost_at_once_are_within_two_parities(launcher: Launcher, protect: str) -> None:
@@ -134,37 +116,12 @@ def test_two_nodes_of_one_group_lost_at_once_are_within_two_parities(launcher: L
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt", "rebuilt"]
 
 
-def test_a_node_lost_while_another_is_rebuilt_is_within_two_parities(launcher: Launcher) -> None:
-    cluster = make(launcher, nodes=4, protect="2+2", skew=100_000)
-    cluster.kill_node(1, at="train.step", step=5)
-    cluster.kill_node(2, at="rebuild.middle", by="smp1")
-    history = cluster.run()
-    assert len(history.restarts) == 2
-    assert_whole(history, 4, least=3)
-
-
-def test_two_nodes_lost_in_the_middle_of_an_encoding_cost_that_snapshot_only(launcher: Launcher) -> None:
-    cluster = make(launcher, nodes=5, protect="3+2")
-    cluster.kill_node(3, 4, at="encode.middle", step=5, by="smp3")
-    history = cluster.run()
-    assert_whole(history, 5, least=3)
-
-
 @pytest.mark.proves("too-many-are-lost")
 def test_three_nodes_of_one_group_are_beyond_two_parities_and_say_so(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4, protect="2+2")
     cluster.kill_node(0, 1, 3, at="train.step", step=6)
     with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ .* node0, node1, node3"):
         cluster.run()
-
-
-def test_a_node_lost_before_it_rebuilt_anything_costs_nothing(launcher: Launcher) -> None:
-    cluster = make(launcher)
-    cluster.kill_node(1, at="train.step", step=5)
-    cluster.kill_node(1, at="rebuild.middle", by="smp1")
-    history = cluster.run()
-    assert len(history.restarts) == 2
-    assert_whole(history, 3, least=3)
 
 
 @pytest.mark.proves("sealed-only")
@@ -214,14 +171,6 @@ def test_a_second_node_may_be_lost_once_the_first_is_repaired(launcher: Launcher
     assert_whole(history, 4, least=3)
 
 
-def test_nodes_of_different_groups_may_be_lost_at_once(launcher: Launcher) -> None:
-    cluster = make(launcher, nodes=4, protect="1+1")
-    cluster.kill_node(1, 2, at="train.step", step=6)
-    history = cluster.run()
-    assert_whole(history, 4, least=3)
-    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt", "rebuilt"]
-
-
 @pytest.mark.proves("too-many-are-lost")
 def test_two_nodes_of_one_group_are_beyond_one_parity_and_the_error_names_them(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4)
@@ -254,14 +203,6 @@ def test_an_smp_that_dies_is_replaced_in_its_arena_without_the_trainers_noticing
     assert max(e["protected"] or 0 for e in history.of("step")) > 4
 
 
-def test_what_a_replaced_smp_had_sealed_survives_a_restart_of_the_job(launcher: Launcher) -> None:
-    cluster = make(launcher)
-    cluster.kill_smp(1, at="train.step", step=6)
-    cluster.kill_trainer(0, at="train.step", step=6)
-    history = cluster.run()
-    assert_whole(history, 3, least=4)
-
-
 def test_two_trainers_on_a_node_and_uneven_shards(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=3, ranks=2)
     cluster.kill_trainer(4, at="copy.middle", step=3)
@@ -269,38 +210,6 @@ def test_two_trainers_on_a_node_and_uneven_shards(launcher: Launcher) -> None:
     history = cluster.run()
     assert_whole(history, 6, least=1)
     assert len(history.restarts) == 2
-
-
-def test_shards_of_very_different_lengths(launcher: Launcher) -> None:
-    cluster = make(launcher, nodes=4, skew=200_000)
-    cluster.kill_node(3, at="train.step", step=5)
-    cluster.kill_node(0, at="train.step", step=7)
-    assert_whole(cluster.run(), 4, least=3)
-
-
-def test_a_damaged_slot_is_decoded_from_parity_instead(launcher: Launcher) -> None:
-    def damage(event: Event) -> None:
-        if event["kind"] == "fault":
-            for path in cluster.arena_of(1).glob("dp1.*.safetensors"):
-                with path.open("r+b") as slot:
-                    slot.seek(-5, 2)
-                    byte = slot.read(1)
-                    slot.seek(-5, 2)
-                    slot.write(bytes([byte[0] ^ 1]))
-
-    cluster = make(launcher, on_event=damage)
-    cluster.kill_trainer(0, at="copy.before", step=5)  # step 4 is protected by then
-    history = cluster.run()
-    assert_whole(history, 3, least=3)
-    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "repaired"]
-
-
-def test_every_third_step(launcher: Launcher) -> None:
-    cluster = make(launcher, every=3, steps=12)
-    cluster.kill_node(1, at="train.step", step=12)
-    history = cluster.run()
-    assert_whole(history, 3, least=6, steps=12)
-    assert history.of("started", generation=1)[0]["step"] in (6, 9)
 
 
 def test_a_job_that_fails_by_itself_leaves_nothing_and_shows_its_log(launcher: Launcher) -> None:

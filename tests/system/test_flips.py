@@ -16,6 +16,7 @@ from holdfast.smp_daemon.shared.transport import call, connect
 from tests.relay import relaying
 from tests.sampling import sampled
 from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, run_on
+from tests.system.test_protect import over
 
 SEED = 20260
 
@@ -51,17 +52,6 @@ def units_of(run: Run, smps: Sequence[SmpProcess], snapshot: SnapshotId) -> list
     return found
 
 
-def in_small_units(run: Run) -> Run:
-    """The same job in its next epoch, with many units per shard."""
-    run.epoch += 1
-    run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=4096)
-    for trainer in run:
-        trainer.client.join(run.epoch)
-    for trainer in run:
-        trainer.client.configure(run.layout)
-    return run
-
-
 def flip(unit: Unit, source: random.Random) -> None:
     """Flip one random bit of a unit."""
     with open(unit.path, "r+b") as slot:  # noqa: PTH123
@@ -90,7 +80,7 @@ def scrub_all(run: Run) -> dict[str, int]:
 def test_flips_at_rest_are_all_noticed_and_mended(ground: Ground, flips: int) -> None:
     source = random.Random(SEED)
     smps = ground.smps(4)
-    run = in_small_units(run_on(smps, [[60_000], [60_000], [40_000], [50_000]], protect="2+2"))
+    run = over(run_on(smps, [[60_000], [60_000], [40_000], [50_000]], protect="2+2"))
     snapshot = run.protect(1)
     units = units_of(run, smps, snapshot)
     before = images(run, units)

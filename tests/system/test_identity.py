@@ -267,12 +267,6 @@ def test_what_is_persisted_and_cannot_be_read_is_not_nothing() -> None:
     check_nothing_is_left(reach_of([], [unfinished], StartOptions()), ())
 
 
-@pytest.mark.parametrize("run", ["", "0000bbbb"])
-@pytest.mark.parametrize("give_up", [(), ("0000aaaa", "0000cccc")])
-def test_options_of_runs_are_ids(run: str, give_up: tuple[str, ...]) -> None:
-    assert StartOptions(run=run, give_up=give_up).run == run
-
-
 @pytest.mark.parametrize(("run", "give_up"), [("newest", ()), ("", ("all",)), ("0000aaaa", ("0000aaaa",))])
 def test_what_is_no_id_is_refused(run: str, give_up: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"HOLDFAST_(RUN|GIVE_UP)"):

@@ -232,16 +232,12 @@ def test_who_survives_and_begins_again_makes_room(attendance: Watchdog, other: s
         assert waiting.result(DEADLINE_S) is None
 
 
-def test_who_has_said_goodbye_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
-    board = Board(tmp_path / "board", create=True)
-    attendance = Watchdog(lambda: board, LIMITS, None)
-    attendance.start()
+def test_who_has_said_goodbye_makes_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
     row = attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
     assert row is not None
-    board.heartbeat(row, TrainerPhase.GONE, 0)
+    attendance._board().heartbeat(row, TrainerPhase.GONE, 0)
     assert attendance.await_room(1, DEADLINE_S) is None
-    attendance.close()
 
 
 def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:

@@ -45,12 +45,12 @@ def stopped(smp: SmpProcess) -> Iterator[None]:
         os.kill(smp.process.pid, signal.SIGCONT)
 
 
-def anew(run: Run, addresses: dict[str, tuple[str, int]] | None = None) -> Run:
-    """The same job in its next epoch, with small units, and some nodes at other addresses."""
+def over(run: Run, **addresses: tuple[tuple[str, int], ...]) -> Run:
+    """The same job in its next epoch, with small units, and nodes at these addresses."""
     nodes = []
     for node in run.layout.nodes:
-        host, port = (addresses or {}).get(node.name, node.bulk)
-        nodes.append(replace(node, host=host, bulk_port=port))
+        (host, port), *more = addresses.get(node.name, node.bulk_addresses)
+        nodes.append(replace(node, host=host, bulk_port=port, more_bulk=tuple(more)))
     run.epoch += 1
     run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=UNIT_BYTES, nodes=tuple(nodes))
     for trainer in run:
@@ -71,7 +71,7 @@ def through_relays(stack: ExitStack, smps: Sequence[SmpProcess], **spoiling: lis
 
 def test_no_more_than_a_window_of_units_is_on_its_way_to_a_peer_that_does_not_answer(ground: Ground) -> None:
     smps = ground.smps(2)
-    run = anew(run_on(smps, [[50_000]] * 2))
+    run = over(run_on(smps, [[50_000]] * 2))
     snapshot = run.write(1)
     run["dp1"].seal(snapshot)
     with stopped(smps[1]):
@@ -87,7 +87,7 @@ def test_every_connection_cut_again_and_again_only_delays(ground: Ground) -> Non
     run = run_on(smps, [[50_000], [40_000], [3_000]], protect="1+2")
     with ExitStack() as stack:
         relays = through_relays(stack, smps, cut_after=[1, 2 * UNIT_BYTES, 5 * UNIT_BYTES + 17, 0])
-        anew(run, {name: relay.address for name, relay in relays.items()})
+        over(run, **{name: (relay.address,) for name, relay in relays.items()})
         snapshot = run.protect(1)
         assert sum(relay.cuts for relay in relays.values()) >= 9
     assert sum(counted(run, coord, "reconnects") for coord in run.trainers) >= 9
@@ -106,7 +106,7 @@ def test_a_unit_damaged_on_its_way_is_sent_again(ground: Ground) -> None:
     run = run_on(smps, [[50_000]] * 2)
     with ExitStack() as stack:
         relays = through_relays(stack, smps, flips=[7, 4000])
-        anew(run, {name: relay.address for name, relay in relays.items()})
+        over(run, **{name: (relay.address,) for name, relay in relays.items()})
         run.protect(1)
         assert [relay.spoilt for relay in relays.values()] == [2, 2]
     assert [counted(run, coord, "units_damaged") for coord in run.trainers] == [2, 2]
@@ -115,7 +115,7 @@ def test_a_unit_damaged_on_its_way_is_sent_again(ground: Ground) -> None:
 
 def test_a_unit_that_went_bad_before_it_was_sent_is_not_protected(ground: Ground) -> None:
     smps = ground.smps(2, rules={0: [("seal.done", 1)]})
-    run = anew(run_on(smps, [[50_000]] * 2))
+    run = over(run_on(smps, [[50_000]] * 2))
     slots = {trainer.coord: trainer.begin(run.snapshot(1)) for trainer in run}
     for trainer in run:
         slots[trainer.coord][:] = trainer.image(run.snapshot(1))
@@ -132,7 +132,7 @@ def test_a_unit_that_went_bad_before_it_was_sent_is_not_protected(ground: Ground
 
 def test_a_snapshot_that_is_given_up_is_encoded_no_further(ground: Ground) -> None:
     smps = ground.smps(2)
-    run = anew(run_on(smps, [[50_000]] * 2))
+    run = over(run_on(smps, [[50_000]] * 2))
     with stopped(smps[1]):
         run["dp0"].take(run.snapshot(1))
         assert run["dp0"].outcome(run.snapshot(1), 1.0) is SnapshotOutcome.PENDING
@@ -189,7 +189,7 @@ def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: G
 def test_encoding_keeps_to_its_bandwidth(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_BANDWIDTH", "1B/s")  # one unit is sent, and the next an hour later
     smps = ground.smps(2)
-    run = anew(run_on(smps, [[50_000]] * 2))
+    run = over(run_on(smps, [[50_000]] * 2))
     snapshot = run.take(1)
     assert run["dp0"].outcome(snapshot, 1.0) is SnapshotOutcome.PENDING
     assert counted(run, "dp0", "bytes_sent") == UNIT_BYTES
@@ -227,7 +227,7 @@ def job_with(ground: Ground, settings: Settings) -> Iterator[tuple[SmpHere, Run]
     """A job on ``node0``, in this process, and ``node1``, a process; each has one shard of many units."""
     here = SmpHere(ground, settings)
     try:
-        yield here, anew(run_on([here, ground.smp("node1")], [[20_000]] * 2))
+        yield here, over(run_on([here, ground.smp("node1")], [[20_000]] * 2))
     finally:
         here.smp.close()
 
@@ -257,7 +257,7 @@ def test_while_a_trainer_communicates_nothing_is_sent(ground: Ground, monkeypatc
 
 def test_a_pause_begins_between_two_units(ground: Ground) -> None:
     smps = ground.smps(2, rules={0: [("encode.middle", 1)]})
-    run = anew(run_on(smps, [[20_000]] * 2))
+    run = over(run_on(smps, [[20_000]] * 2))
     snapshot = run.take(1)
     held = ground.points.wait("node0", "encode.middle", 1)
     sent = counted(run, "dp0", "bytes_sent")
@@ -272,7 +272,7 @@ def test_a_pause_begins_between_two_units(ground: Ground) -> None:
 
 def test_a_trainer_that_forgot_to_resume_delays_each_snapshot_by_the_longest_pause_and_no_more(ground: Ground) -> None:
     smps = ground.smps(2)
-    run = anew(run_on(smps, [[20_000]] * 2))
+    run = over(run_on(smps, [[20_000]] * 2))
     for smp in smps:
         Board(smp.arena / "board").pause(0, time.monotonic() + HOURS_S)
     for step in (1, 2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,9 +21,8 @@ from holdfast.smp_daemon.shared.transport import SocketStream, connect
 from tests.relay import Relay, relaying
 from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, run_on
 from tests.system.test_addresses import on_several
-from tests.system.test_protect import SmpHere, counted
+from tests.system.test_protect import UNIT_BYTES, SmpHere, counted, over
 
-UNIT_BYTES = 4096
 SHARD_BYTES = 200_000
 
 
@@ -32,21 +30,6 @@ SHARD_BYTES = 200_000
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what earlier tests logged, so that it may be logged again."""
     monkeypatch.setattr(sending, "_episodes", Episodes(sending.log))
-
-
-def over(run: Run, **addresses: tuple[tuple[str, int], ...]) -> Run:
-    """The same job in its next epoch, with small units, and nodes at these addresses."""
-    nodes = []
-    for node in run.layout.nodes:
-        (host, port), *more = addresses.get(node.name, node.bulk_addresses)
-        nodes.append(replace(node, host=host, bulk_port=port, more_bulk=tuple(more)))
-    run.epoch += 1
-    run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=UNIT_BYTES, nodes=tuple(nodes))
-    for trainer in run:
-        trainer.client.join(run.epoch)
-    for trainer in run:
-        trainer.client.configure(run.layout)
-    return run
 
 
 @contextmanager

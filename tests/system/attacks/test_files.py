@@ -102,16 +102,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a record without digests": lambda slot: change(record_of(slot), digests=[]),
     "a board without its end": lambda slot: cut(slot.with_name("board"), 8),
     "a board of noise": lambda slot: slot.with_name("board").write_bytes(random.Random(SEED).randbytes(640)),
-    "files with odd names": lambda slot: [
-        slot.with_name(name).write_bytes(b"x" * 100)
-        for name in (
-            "a.b.safetensors",
-            ".x.0.safetensors",
-            "-1.-1.parity",
-            "t-x.0.parity",
-            "dp0.999999999999.safetensors",
-        )
-    ],
+    "files with odd names": lambda slot: [slot.with_name(name).write_bytes(b"x" * 100) for name in ODD_NAMES],
     "a file that says it holds a later snapshot": lambda slot: slot.with_name("layout-9-9.json").write_bytes(
         next(slot.parent.glob("layout-*.json")).read_bytes()
     ),
@@ -126,26 +117,6 @@ def change(path: Path, **changes: object) -> None:
 @pytest.mark.proves("spoilt-files")
 def test_what_was_spoilt_while_no_smp_ran_comes_back(damaged: Damaged, damage: str) -> None:
     damaged.spoil(DAMAGE[damage])
-
-
-@pytest.mark.parametrize("name", ["node.json", "smp.json", "layout-*.json"])
-@pytest.mark.parametrize("damage", ["flipped", "cut", "brackets", "another shape", "a directory", "a pipe", "a link"])
-def test_an_smp_that_cannot_read_a_small_file_says_so_and_goes_on(damaged: Damaged, name: str, damage: str) -> None:
-    path = max(damaged.smp.arena.glob(name))
-    damaged.smp.kill()
-    {
-        "flipped": lambda path: flip_a_byte(path, 20),
-        "cut": lambda path: cut(path, 0),
-        "brackets": lambda path: path.write_bytes(b"[" * 10_000),
-        "another shape": lambda path: write_json(path, {"job": 1, "epoch": -1}),
-        "a directory": replace_by(Path.mkdir),
-        "a pipe": replace_by(os.mkfifo),
-        "a link": replace_by(lambda path: path.symlink_to("/etc/passwd")),
-    }[damage](path)
-    damaged.smp.launch().wait_ready().wait_settled()
-    assert path.name in (damaged.smp.arena / "smp.log").read_text()
-    assert not damaged.smp.bugs()
-    damaged.comes_back()
 
 
 def test_a_slot_that_is_cut_under_a_running_smp_costs_that_smp_at_most(damaged: Damaged) -> None:

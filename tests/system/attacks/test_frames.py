@@ -23,7 +23,6 @@ from tests.system.attacks.victim import (
     dial,
     frame,
     say_control,
-    tell,
 )
 
 SEED = "frames"
@@ -31,15 +30,6 @@ SEED = "frames"
 
 def sockets(victim: Victim) -> dict[str, Address]:
     return {"local": victim.local, "bulk": victim.smp.bulk, "control": victim.control}
-
-
-@pytest.mark.parametrize("where", ["local", "bulk"])
-@pytest.mark.parametrize(
-    ("length", "payload"),
-    [(MAX_MESSAGE_BYTES + 1, 0), ((1 << 32) - 1, 0), (2, MAX_UNIT_BYTES + 1), (2, (1 << 64) - 1)],
-)
-def test_a_length_above_the_limits_ends_the_connection(victim: Victim, where: str, length: int, payload: int) -> None:
-    assert tell(sockets(victim)[where], frame(b"{}", length=length, payload=payload), end=False) == b""
 
 
 @pytest.mark.parametrize("where", ["local", "bulk"])
@@ -55,16 +45,6 @@ def test_a_length_that_is_only_claimed_takes_no_memory(victim: Victim, where: st
         connection.close()
 
 
-def test_raw_bytes_that_are_only_claimed_take_no_buffer(victim: Victim) -> None:
-    unit = {"op": "accumulate", "job": JOB, "epoch": 1, "snapshot": [1, 1], "tag": victim.run.layout.tag(0)}
-    body = json.dumps({**unit, "stripe": 0, "position": 1, "digest": 0}).encode()
-    connections = [dial(victim.smp.bulk) for _ in range(20)]
-    for connection in connections:
-        connection.sendall(frame(body, payload=victim.run.layout.unit_bytes) + b"a few")
-        connection.close()
-    assert "bytes" in ask(victim.smp.bulk, HELD)
-
-
 def test_sums_of_any_length_and_chains_of_any_length_are_refused(victim: Victim) -> None:
     unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
     term = {"at": list(victim.smp.bulk), "factor": 1, "what": unit}
@@ -73,14 +53,6 @@ def test_sums_of_any_length_and_chains_of_any_length_are_refused(victim: Victim)
     too_long = ask(victim.smp.bulk, {**message, "what": wanted})
     too_many = ask(victim.smp.bulk, {**message, "what": {**wanted, "terms": [term] * 256, "length": 10}})
     assert too_long["error"] == too_many["error"] == "ProtocolError"
-
-
-@pytest.mark.parametrize("where", ["local", "bulk", "control"])
-def test_random_bytes(victim: Victim, where: str) -> None:
-    source = random.Random(f"{SEED} {where}")
-    for number in range(60):
-        data = source.randbytes(source.randrange(400))
-        tell(sockets(victim)[where], (b"HFST" if number % 2 else b"") + data)
 
 
 def test_random_bodies_of_calls_are_answered_with_an_error(victim: Victim) -> None:
