@@ -43,7 +43,7 @@ from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_zygote import Forked, Zygote
 
 JOB = "testrun"
@@ -63,10 +63,7 @@ def suspend(pid: int) -> None:
     """SIGSTOP a process and wait until all its threads have stopped, which sending the signal does not."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
-    limit = time.monotonic() + DEADLINE_S
-    while any(path.read_text().rpartition(")")[2].split()[0] not in "Tt" for path in tasks.glob("*/stat")):
-        if time.monotonic() > limit:
-            raise DeadlineExceeded(f"process {pid} did not stop")
+    await_that(lambda: all(path.read_text().rpartition(")")[2].split()[0] in "Tt" for path in tasks.glob("*/stat")))
 
 
 # ---------------------------------------------------------------------- failpoints

@@ -142,7 +142,6 @@ train = partial(run, SCRIPT)
 @pytest.mark.parametrize(
     ("kind", "stops"),
     [
-        pytest.param("plain", [10], marks=pytest.mark.slow),  # like the example, in `test_examples`
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
         pytest.param("unseeded", [13], marks=pytest.mark.slow),

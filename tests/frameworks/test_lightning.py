@@ -157,7 +157,6 @@ fit = partial(run, SCRIPT)
 @pytest.mark.parametrize(
     ("kind", "stops"),
     [
-        pytest.param("plain", [10], marks=pytest.mark.slow),  # like the example, in `test_examples`
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("plateau", [5, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [14, 20], marks=pytest.mark.slow),

@@ -28,6 +28,7 @@ from holdfast.integrations.ray import nodes as ray_nodes
 from holdfast.integrations.ray.worker_group import WorkerGroup, by_node, worse
 from tests.proof.ray.cluster import ACTIONS, RayFault, VirtualRay
 from tests.proof.ray.drill import SCENARIOS, plan, run, undisturbed
+from tests.scripts import python
 
 pytestmark = pytest.mark.cluster
 
@@ -54,7 +55,7 @@ def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: 
 
 def test_the_front_door_does_not_stand_in_the_way_of_ray() -> None:
     code = "import holdfast.integrations.ray as ours, ray; print(ray.__file__ != ours.__file__, ours.start.__module__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = python(code)
     assert done.stdout.split() == ["True", "holdfast.integrations.ray.nodes"]
 
 
@@ -63,7 +64,7 @@ def test_the_front_door_does_not_need_what_only_ray_train_needs() -> None:
         "import sys, holdfast.integrations.ray\n"
         "print([m for m in ('ray.train', 'pandas', 'pyarrow') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = python(code)
     assert done.stdout.strip() == "[]"
 
 

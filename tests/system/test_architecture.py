@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.deadlines import DEADLINE_S
+from tests.scripts import python
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos", "deploy", "examples")
@@ -151,7 +149,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
 
 def test_the_front_door_opens_without_frameworks() -> None:
     code = "import sys, holdfast; print([m for m in ('torch', 'ray', 'megatron', 'grpc', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    done = python(code)
     assert done.stdout.strip() == "[]"
 
 
@@ -161,5 +159,5 @@ def test_the_version_is_printed_without_frameworks() -> None:
         "try: cli.main(['--version'])\n"
         "except SystemExit as end: print(end.code, [m for m in ('torch', 'ray', 'megatron') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    done = python(code)
     assert done.stdout.split("\n")[1] == "0 []"

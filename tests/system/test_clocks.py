@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
 from tests.proof.chaos.cluster import ClockedLauncher
 from tests.proof.chaos.network import clocks
+from tests.scripts import python
 
 DAY_S, HOUR_S = 86400, 3600
 
@@ -101,15 +102,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     clocks.set_clock(other, DAY_S)
     settings = os.environ | clocks.compile_shim(directory) | {clocks.ENV: str(mine)}
     began = {"wall": time.time(), "monotonic": time.monotonic()}
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, str(other)],
-        env=settings,
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(LOOK, other, env=settings, deadline_s=2 * DEADLINE_S)
     first, fork, after = (json.loads(line) for line in done.stdout.splitlines())
     return {**first, "fork": fork, "after": after, "began": began}
 

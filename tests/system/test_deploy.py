@@ -11,11 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from holdfast.smp_daemon.ops.metrics import GAUGES
 from holdfast.smp_daemon.shared.addresses import parse_http
 from holdfast.smp_daemon.shared.counters import COUNTS
 from holdfast.smp_daemon.shared.quantities import parse_size, parse_time
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tools import pythons, wheels
 
 ROOT = Path(__file__).parents[2]
@@ -258,11 +257,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     try:
         for command in (munge, ["slurmctld", "-D"]):
             running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        limit = time.monotonic() + DEADLINE_S
-        while subprocess.run(
-            ["sinfo"], env=environment, capture_output=True, timeout=DEADLINE_S, check=False
-        ).returncode:
-            assert time.monotonic() < limit, (folder / "log").read_text()[-2000:]
+        sinfo = partial(subprocess.run, ["sinfo"], env=environment, capture_output=True, timeout=DEADLINE_S)
+        await_that(lambda: sinfo().returncode == 0)
         yield environment
     finally:
         for process in running:

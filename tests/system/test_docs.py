@@ -19,6 +19,7 @@ from holdfast.cli.main import make_parser
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.settings import VARIABLES
 from holdfast.snapshot.options import OptionsGiven
+from tests.scripts import python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,9 +64,7 @@ def test_pages_name_no_variable_that_there_is_not() -> None:
 def test_the_reference_is_what_the_code_says() -> None:
     """Generated in a separate process, as by ``make docs``."""
     code = "import runpy, json; print(json.dumps(runpy.run_path('docs/generate.py')['pages']()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = python(code, cwd=ROOT)
     for name, text in json.loads(done.stdout).items():
         assert (ROOT / "docs" / name).read_text() == text, f"{name} is out of date: make docs"
 

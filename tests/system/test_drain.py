@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.storage.store import Store
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, run_on
 from tests.system.test_regroup import (
     SNAPSHOT,
@@ -197,7 +196,7 @@ class TestANodeThatIsDrained:
         run.protect(2)
         trainer = run["dp1"]
         draining = ground.meanwhile(drain, ground, "node1")
-        await_so(lambda: trainer.client.board.leaving)
+        await_that(lambda: trainer.client.board.leaving)
         assert not run["dp0"].client.board.leaving
         trainer.client.leave(DEADLINE_S)
         held = {coord for name in ("dp0", "dp2") for _, coord in run[name].client.inventory().shards}
@@ -215,7 +214,7 @@ class TestANodeThatIsDrained:
         run.protect(1)
         draining = ground.meanwhile(drain, ground, "node1")
         client = run["dp1"].client
-        await_so(lambda: client.board.leaving)
+        await_that(lambda: client.board.leaving)
         client.join(run.epoch + 1, Start(run.epoch + 1, 1))
         assert draining.result(DEADLINE_S) == 2
         assert "started again with node1" in capsys.readouterr().err
@@ -267,15 +266,9 @@ def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
             monitor.close()
 
 
-def await_so(is_so: Callable[[], bool]) -> None:
-    limit = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < limit
-
-
 def await_leaving(trainer: Trainer) -> None:
     """Block until the SMP of a trainer says that it is leaving; each poll is a request with a reply."""
-    await_so(lambda: trainer.client.inventory().leaving)
+    await_that(lambda: trainer.client.inventory().leaving)
 
 
 class TestInTheMiddleOfADrain:

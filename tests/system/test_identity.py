@@ -38,9 +38,9 @@ from holdfast.smp_daemon.shared.runs import (
 from holdfast.smp_daemon.shared.starts import Record, Start
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.own_run import check_nothing_is_left, reach_of
+from tests.deadlines import await_that
 from tests.smp_kit import JOB, Ground, SmpProcess, playground, run_on
 from tests.smp_kit import Run as JobOfRun
-from tests.system.test_persister import await_
 
 OLD, NEW = Run("0000aaaa", 1000), Run("0000bbbb", 2000)
 STEP = 11
@@ -380,7 +380,7 @@ def test_two_runs_at_one_place_are_told_of_each_other(ground: Ground, monkeypatc
     first, second = ground.smps(2)
     run_on([first], [[900]], epoch=next_epoch(0, 1), identity=OLD)
     place = ground.base / "place"
-    await_(lambda: (place / f"{JOB}.{OLD.id}.json").exists())
+    await_that(lambda: (place / f"{JOB}.{OLD.id}.json").exists())
     run_on([second], [[900]], epoch=next_epoch(0, 2), identity=NEW)
-    await_(lambda: (place / f"{JOB}.{NEW.id}.json").exists())
-    await_(lambda: f"run {OLD.id} of this" in (second.arena / "smp.log").read_text())
+    await_that(lambda: (place / f"{JOB}.{NEW.id}.json").exists())
+    await_that(lambda: f"run {OLD.id} of this" in (second.arena / "smp.log").read_text())

@@ -23,9 +23,8 @@ from holdfast.cli.output import EndedBySignal
 from holdfast.smp_daemon.shared.paths import folders_with
 from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import running_process
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import end
-from tests.system.test_persister import await_
 
 ROOT = Path(__file__).parents[2]
 MARK = "HOLDFAST_TEST_MARK"
@@ -162,7 +161,7 @@ def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys:
             for process in others:
                 end(process)
         # An SMP that was just being started serves its arena by itself, once it has read its modules.
-        await_(lambda: {each.pid for each in command.left()} <= {each.pid for each in serving(folder)})
+        await_that(lambda: {each.pid for each in command.left()} <= {each.pid for each in serving(folder)})
         assert main(["gc", "--arena", str(folder), "--json", "-"]) == 0
         (found,) = json.loads(capsys.readouterr().out)
         assert Path(found["arena"]).name.startswith(".audit-") and found["removed"]

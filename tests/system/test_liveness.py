@@ -12,10 +12,9 @@ import sys
 import time
 import timeit
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ from holdfast.smp_daemon.watchdog.liveness import (
     judge_lease,
 )
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, Ground, SmpProcess, run_on
 
 LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
@@ -278,13 +277,6 @@ def test_a_restore_is_slow_and_not_stuck_while_the_smp_moves_bytes(
     assert health_after(0) is Health.ALIVE
     board.note_move()
     assert health_after(61) is Health.HUNG  # a step moves nothing by way of the SMP
-
-
-def await_that(condition: Callable[[], Any]) -> None:
-    limit = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
 
 
 # ---------------------------------------------------------------------- real SMPs, and trainers that hang

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.transport import Message, SocketStream
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import (
     Ground,
     Held,
@@ -249,9 +249,7 @@ def test_connections_and_threads_are_bounded_and_end_with_it(ground: Ground) -> 
         out = bytearray(UNIT * UNITS)
         assert load(sources, out) == UNIT * UNITS
         assert out == b"".join(units.values())
-        limit = time.monotonic() + DEADLINE_S
-        while any(thread.name == "fetch" for thread in threading.enumerate()):
-            assert time.monotonic() < limit
+        await_that(lambda: not any(thread.name == "fetch" for thread in threading.enumerate()))
         assert threading.active_count() <= before + 16
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +25,7 @@ from holdfast.smp_daemon.shared.logs import (
     identify,
 )
 from holdfast.smp_daemon.shared.settings import LOG
-from tests.deadlines import DEADLINE_S
+from tests.scripts import python
 from tests.smp_kit import Ground, SmpProcess, run_on
 
 FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
@@ -162,7 +160,7 @@ log.info("normal"), log.warning("%s is odd", "this")
 logging.basicConfig(format="mine %(name)s %(message)s")
 log.warning("that, too")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    done = python(code)
     assert done.stderr.splitlines() == [f"{'> ' if bar else ''}holdfast: this is odd", "mine holdfast.here that, too"]
 
 
@@ -268,9 +266,7 @@ def test_a_trainer_logs_only_if_it_is_asked_to(ground: Ground, monkeypatch: pyte
     environment = {"HOLDFAST_ARENA": str(smp.arena.parent), LOG.variable: "json"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    )
+    done = python(script)
     [line] = [json.loads(each) for each in done.stderr.splitlines() if "of a test" in each]
     assert (line["job"], line["node"], line["rank"], line["step"]) == (smp.job, "node0", 0, 2)
     assert line["epoch"].partition("-")[0] == "1", "of the first start"

@@ -11,8 +11,8 @@ import pytest
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.smp_daemon.storage.arena import Arena
+from tests.deadlines import await_that
 from tests.smp_kit import Ground, playground, run_on
-from tests.system.test_persister import await_
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_it_ends_although_trainers_are_connected(ground: Ground, happens: Callab
 def test_without_smp_json_it_is_found_again(ground: Ground) -> None:
     smp = ground.smp()
     (smp.arena / "smp.json").unlink()
-    await_(lambda: (smp.arena / "smp.json").exists())
+    await_that(lambda: (smp.arena / "smp.json").exists())
     assert running_owner(smp.arena) == smp.owner
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -18,6 +16,7 @@ from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.deadlines import DEADLINE_S
 from tests.sampling import sampled
+from tests.scripts import python
 
 STEADY = """
 import json, sys
@@ -63,15 +62,8 @@ def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
     """
     base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", STEADY, str(steps)],
-            env=os.environ | {ARENA_ENV: str(base), "MALLOC_MMAP_THRESHOLD_": "65536"},
-            capture_output=True,
-            text=True,
-            timeout=5 * DEADLINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        environment = os.environ | {ARENA_ENV: str(base), "MALLOC_MMAP_THRESHOLD_": "65536"}
+        done = python(STEADY, steps, env=environment, deadline_s=5 * DEADLINE_S)
         assert not list(base.iterdir()), "the job ended well and left its arena behind"
     finally:
         for leftover in find_leftovers(base):

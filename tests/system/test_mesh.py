@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from holdfast.snapshot.collective.mesh import AgreementLost, Mesh
 from holdfast.snapshot.collective.routes import hops, sockets_needed
 from tests.deadlines import DEADLINE_S
+from tests.scripts import python
 from tests.smp_kit import open_files
 
 T = TypeVar("T")
@@ -187,7 +186,5 @@ except ConfigError as error:
 
 
 def test_a_process_that_may_not_open_enough_files_is_told_how_many_it_needs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_FILES], capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    )
+    done = python(FEW_FILES)
     assert "70 files" in done.stdout and "ulimit -n " in done.stdout

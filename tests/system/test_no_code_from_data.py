@@ -11,12 +11,11 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import python
 from tests.system.test_architecture import MODULES as PRODUCT
 from tests.system.test_architecture import ROOT, imports, parsed
 
@@ -98,14 +97,7 @@ def test_an_smp_imports_no_module_that_unpickles_for_it() -> None:
         "print(json.dumps({'modules': len(mine), 'bad': {k: v for k, v in held.items() if v},\n"
         "    'torch': 'torch' in sys.modules, 'yaml': 'yaml' in sys.modules}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = python(code, env={**os.environ, "PYTHONPATH": str(ROOT)})
     said = json.loads(done.stdout)
     assert said["modules"] > 40
     assert said["bad"] == {}

@@ -21,9 +21,9 @@ from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.persist.persister import TierState
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.paths import read_owner
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, run_on
-from tests.system.test_persister import await_, persist
+from tests.system.test_persister import persist
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_log_without_permission_is_told(ground: Ground) -> None:
 def test_a_doubtful_place_is_told_before_a_job_comes(ground: Ground, place: str, why: str) -> None:
     smp = ground.prepare()
     smp.launch("--persist", place).wait_ready()
-    await_(lambda: any(why in line for line in look(JOB, smp.control).tiers))
+    await_that(lambda: any(why in line for line in look(JOB, smp.control).tiers))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_place_that_cannot_be_had_persists_nothing_and_says_so(
         tiers.extend(status.tier for status in look(JOB, smp.control).statuses if status.tier is not None)
         return bool(tiers[-1].problem)
 
-    await_(failed)
+    await_that(failed)
     assert re.search(why, tiers[-1].problem)
     assert not (tmp_path / "nowhere").exists(), "what belongs on a storage that is not mounted is not on another disk"
     owner = read_owner(smp.arena)

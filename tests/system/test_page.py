@@ -20,9 +20,8 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast.smp_daemon.recovery.recoveries import SPANS
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
-from tests.system.test_smp import wait_until
 from tools.browser import CHROMIUM, SIGHTS, Browser, browser
 
 PHONE, WIDE = 375, 1000
@@ -84,7 +83,7 @@ def been_through(ground: Ground) -> SmpProcess:
         after.protect(step)
     smps[5].lose()
     status = f"http://127.0.0.1:{smps[0].owner.http_port}/status.json"  # asking makes it notice; the next answer tells
-    assert wait_until(lambda: b"does not answer: " in urllib.request.urlopen(status, timeout=DEADLINE_S).read())
+    await_that(lambda: b"does not answer: " in urllib.request.urlopen(status, timeout=DEADLINE_S).read())
     return smps[0]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,14 @@ from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, PlaceError
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume import own_run
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, Trainer, flip_a_byte, playground, run_on
 
 EVERY = "100ms"
@@ -45,14 +44,6 @@ def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
         yield ground
 
 
-def await_(happened: Callable[[], Any]) -> Any:
-    limit = time.monotonic() + DEADLINE_S
-    while not (found := happened()):
-        if time.monotonic() > limit:
-            raise DeadlineExceeded("it did not happen")
-    return found
-
-
 def place_of(ground: Ground) -> Directory:
     return Directory(ground.base / "place")
 
@@ -60,13 +51,13 @@ def place_of(ground: Ground) -> Directory:
 def persist(run: Run, snapshot: SnapshotId) -> None:
     """Have every node persist a snapshot, as trainers do once they have agreed on it."""
     clients = [trainer.client for trainer in run]
-    await_(lambda: all(client.counters() and client.persist_due for client in clients))
+    await_that(lambda: all(client.counters() and client.persist_due for client in clients))
     for client in clients:
         assert client.persist(snapshot)
 
 
 def await_persisted(client: SmpClient, count: int) -> None:
-    await_(lambda: client.counters()["snapshots_persisted"] >= count)
+    await_that(lambda: client.counters()["snapshots_persisted"] >= count)
 
 
 def stored_bytes(ground: Ground, whole: PersistManifest, trainer: Trainer) -> bytes:
@@ -119,7 +110,7 @@ def test_an_order_that_does_not_fit_is_refused(ground: Ground) -> None:
     run = run_on([ground.smp()], [[300]])
     client = run["dp0"].client
     snapshot = run.protect(1)
-    await_(lambda: client.persist_due)
+    await_that(lambda: client.persist_due)
     assert not client.persist(SnapshotId(1, 99))  # nobody has it
     assert not client.persist(SnapshotId(7, 1))
     assert client.persist_due
@@ -148,7 +139,7 @@ def test_half_of_a_snapshot_is_none_and_is_swept_up_when_a_newer_one_is_whole(gr
     second = run.protect(2)
     persist(run, second)
     await_persisted(client, 1)
-    await_(lambda: [found.snapshot for found in find(place_of(ground), JOB, UNNAMED.id)] == [second])
+    await_that(lambda: [found.snapshot for found in find(place_of(ground), JOB, UNNAMED.id)] == [second])
 
 
 def test_memory_is_bounded_however_large_the_shard_is(ground: Ground) -> None:
@@ -304,7 +295,7 @@ def test_storage_that_fails_is_counted_and_shown_and_tried_again(
     at.fails = True
     for step in (1, 2):
         persist(run, run.protect(step))
-        await_(partial(counted, client, step))
+        await_that(partial(counted, client, step))
     assert smp.persister.state is not None
     assert "no space left" in smp.persister.state.problem
     assert len([r for r in caplog.records if r.levelname == "ERROR" and "is not persisted" in r.getMessage()]) == 1
@@ -340,7 +331,7 @@ def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, R
     at.goes_on.clear()
     first = run.protect(1)
     persist(run, first)
-    await_(lambda: smp.persister.state is not None and smp.persister.state.state == "stuck")
+    await_that(lambda: smp.persister.state is not None and smp.persister.state.state == "stuck")
     assert client.counters()["persist_failures"] == 1
     for step in range(2, 6):
         assert run.outcomes(run.protect(step)) == {PROTECTED}

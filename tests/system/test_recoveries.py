@@ -21,10 +21,9 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, LogEvent, get_log, last_events, log_to
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, Ground, Trainer, run_on
 from tests.system.test_regroup import come_back
-from tests.system.test_smp import wait_until
 
 NEWEST = SnapshotId(1, 8)
 
@@ -193,7 +192,7 @@ def test_the_end_of_a_trainer_of_whatever_kind_begins_it(ground: Ground, how: st
     watched.join(2)
     for step in (1, 2):
         watched.heartbeat(TrainerPhase.STEP, step)
-    assert wait_until(lambda: look(JOB, smp.control).recoveries[0]["done"])
+    await_that(lambda: look(JOB, smp.control).recoveries[0]["done"])
     (recovery,) = look(JOB, smp.control).recoveries
     watched.close()
     (node,) = recovery["nodes"]

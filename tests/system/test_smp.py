@@ -8,8 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
     ConfigError,
     DamagedSnapshot,
-    DeadlineExceeded,
     HoldfastError,
     NoFreeSlot,
     ProtocolError,
@@ -43,7 +41,7 @@ from holdfast.smp_daemon.shared.slotfile import write_stamp
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION, RELEASE, spoken
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import (
     JOB,
     PROTECTED,
@@ -83,15 +81,6 @@ def next_run_on(smp: SmpProcess, coord: str = "dp0") -> Run:
 
 def bytes_of(run: Run, coord: str, snapshot: SnapshotId) -> bytes:
     return run[coord].image(snapshot)
-
-
-def wait_until(happened: Callable[[], bool]) -> bool:
-    """Ask again until it has happened; each question is a call that takes a while."""
-    limit = time.monotonic() + DEADLINE_S
-    while not happened():
-        if time.monotonic() > limit:
-            raise DeadlineExceeded("it did not happen")
-    return True
 
 
 # ---------------------------------------------------------------------- sealing and parity
@@ -146,7 +135,7 @@ class TestASealedSnapshotIsProtected:
         clients = [smp.client() for _ in range(3)]
         assert [client.inventory().trainers for client in clients] == [3] * 3
         clients[0].close()
-        ended = ground.meanwhile(wait_until, lambda: clients[1].inventory().trainers == 2)
+        ended = ground.meanwhile(await_that, lambda: clients[1].inventory().trainers == 2)
         assert ended.result(DEADLINE_S)
         clients[0].reconnect()
         assert clients[1].inventory().trainers == 3
@@ -508,7 +497,7 @@ class TestAnSmpKilledAndStartedAgain:
         assert (recovered.how, bytes(recovered.view)) == ("repaired", bytes_of(run, "dp1", snapshot))
         held.go()
         ground.points.wait_any("node1", "adopt.verify").go()  # its parity
-        assert wait_until(lambda: not take_statuses(run.job, [smps[1].control])[0].verifying)
+        await_that(lambda: not take_statuses(run.job, [smps[1].control])[0].verifying)
         assert damage_of(run["dp1"]) == (1, 1)
 
 

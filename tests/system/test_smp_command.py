@@ -24,9 +24,8 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import read_owner
 from tests.access_kit import credentials, token_file
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
-from tests.system.test_persister import await_
 from tests.unit.test_damage import DAMAGE
 
 QUICK = ("--scrub", "0", "--regroup-after", "0")
@@ -165,7 +164,7 @@ def test_one_whose_file_is_lost_is_named_and_can_be_stopped(
     assert lost == "gone" or str(path) in caplog.text
     capsys.readouterr()
     os.kill(said["pid"], signal.SIGCONT)
-    await_(lambda: main(["smp", "status"]) == 0)
+    await_that(lambda: main(["smp", "status"]) == 0)
     assert read_owner(arena(ground)) is not None, "it has written the file again"
     capsys.readouterr()
     assert smp(capsys, "stop") == (0, {"job": JOB, "pid": said["pid"], "arena": str(arena(ground)), "kept": True})

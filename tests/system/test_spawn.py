@@ -45,6 +45,7 @@ from holdfast.smp_daemon.shared.versions import spoken
 from holdfast.snapshot.connect import connect as connect_to_smp
 from holdfast.snapshot.connect import start_here
 from tests.deadlines import DEADLINE_S
+from tests.scripts import python
 from tests.smp_kit import (
     JOB,
     Ground,
@@ -226,13 +227,7 @@ class TestADetachedSmp:
     def test_is_started_by_one_of_fifty_processes_and_the_others_cost_little(self, ground: Ground, arena: Path) -> None:
         """As many of them as a node has GPUs take less than half the processor time of the start: even on one core,
         all are connected within one and a half times what one alone needs."""
-        done = subprocess.run(
-            [sys.executable, "-c", RANKS, str(arena), ground.host(), "50"],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=DEADLINE_S,
-            check=True,
-        )
+        done = python(RANKS, arena, ground.host(), "50")
         ranks = [json.loads(line) for line in done.stdout.splitlines()]
         assert len(ranks) == 50 and len({rank["smp"] for rank in ranks}) == 1
         [start] = [rank for rank in ranks if rank["children_s"]]
@@ -463,7 +458,7 @@ class TestWhatIsImported:
 
 def imported_by(module: str) -> set[str]:
     code = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    done = python(code)
     return set(done.stdout.split())
 
 

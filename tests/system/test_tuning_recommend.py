@@ -6,8 +6,6 @@ import inspect
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ from holdfast.smp_daemon.shared.failures import NODE_LOST
 from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.snapshot.interval.rule import choose
 from holdfast.snapshot.options import Options
-from tests.deadlines import DEADLINE_S
+from tests.scripts import python
 from tests.unit.test_tuning_measured import FULL
 
 MODEL = from_profile(profile("ft-hsdp"))
@@ -396,7 +394,7 @@ def test_the_planner_runs_without_torch_and_scipy() -> None:
         "import sys; from holdfast.planner import measured, model, reasons\n"
         "print([m for m in ('torch', 'scipy', 'grpc') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    done = python(code)
     assert done.stdout.strip() == "[]"
 
 

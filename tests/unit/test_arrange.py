@@ -379,7 +379,7 @@ def test_a_rank_without_domains_is_in_none() -> None:
     [
         *(None, [1], {}),
         *({**asdict(RANK), "domains": domains} for domains in (None, True, [1], [["rack=r7"]])),
-        *({**asdict(RANK), "more_bulk": more} for more in (None, {}, [["10.0.1.1"]], [["10.0.1.1", 70_000]])),
+        *({**asdict(RANK), "more_bulk": more} for more in (None, 7, [["10.0.1.1"]], [["10.0.1.1", 70_000]])),
         *({**asdict(RANK), key: [None]} for key in asdict(RANK)),
         *({name: kept for name, kept in asdict(RANK).items() if name != key} for key in ("coord", "slot_bytes")),
     ],

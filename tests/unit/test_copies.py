@@ -6,8 +6,6 @@ import copy
 import io
 import multiprocessing
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from holdfast import InMemorySnapshot
 from holdfast.snapshot.step.boundary import Boundary
 from tests.deadlines import DEADLINE_S
+from tests.scripts import python
 from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, looping, trial
 from tests.unit.test_boundary import Recorder
 
@@ -156,10 +155,7 @@ def test_a_saved_model_is_loaded_where_there_is_no_holdfast(tmp_path: Path) -> N
     model, _, _, _, boundary = watched()
     torch.save(model, tmp_path / "model.pt")
     boundary.remove()
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS, str(tmp_path / "model.pt")], capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(LOADS, tmp_path / "model.pt")
     assert float(done.stdout) == model(torch.ones(1, 2)).sum().item()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -32,6 +30,7 @@ from holdfast.snapshot.resume import loading
 from holdfast.snapshot.resume.attempt import Restored, SameWorld
 from holdfast.snapshot.resume.loading import check_ranges, load_checked
 from tests.deadlines import DEADLINE_S
+from tests.scripts import python
 from tests.unit.test_engines import plain, strided, transposed
 from tests.unit.test_state import SNAPSHOT, toy, whole_slot
 from tests.unit.test_tensors import bits, random_bits
@@ -359,8 +358,7 @@ print(load(256 << 20))
 
 
 def test_memory_does_not_grow_while_256_mb_are_loaded() -> None:
-    done = subprocess.run([sys.executable, "-c", LOAD_256_MB], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python(LOAD_256_MB)
     assert int(done.stdout) < 16 << 20
 
 
