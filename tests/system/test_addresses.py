@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,18 +18,12 @@ from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import connect
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
-from tests.smp_kit import JOB, Ground, SmpProcess, playground, refusal
+from tests.smp_kit import JOB, Ground, SmpProcess, refusal
 from tests.system.test_regroup import SNAPSHOT, everything, layout_of
 from tests.unit.test_arrange import RANK
 
 ELSEWHERE = "203.0.113.7"
 """An address that no host has: it is reserved for documentation (RFC 5737)."""
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -39,7 +39,7 @@ from holdfast.smp_daemon.shared.starts import Record, Start
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.own_run import check_nothing_is_left, reach_of
 from tests.deadlines import await_that
-from tests.smp_kit import JOB, Ground, SmpProcess, playground, run_on
+from tests.smp_kit import JOB, Ground, SmpProcess, run_on
 from tests.smp_kit import Run as JobOfRun
 
 OLD, NEW = Run("0000aaaa", 1000), Run("0000bbbb", 2000)
@@ -317,12 +317,6 @@ def test_a_commit_record_claims_what_it_names() -> None:
 
 
 # ---------------------------------------------------------------------- real SMPs
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 def two_runs(smps: Sequence[SmpProcess]) -> tuple[JobOfRun, JobOfRun]:

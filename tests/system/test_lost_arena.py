@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,7 @@ from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.smp_daemon.storage.arena import Arena
 from tests.deadlines import await_that
-from tests.smp_kit import Ground, playground, run_on
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
+from tests.smp_kit import Ground, run_on
 
 
 def replace(arena: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,12 @@ import pytest
 from holdfast.smp_daemon.shared.pidfds import ran_s, start_ticks
 from holdfast.smp_daemon.shared.spawn import running_owner
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, playground
+from tests.smp_kit import Ground
 
 AHEAD_S = 5
 AFTER_A_STEP = "mount --make-rprivate / && mount --bind {stat} /proc/stat && exec {command}"
 """The only trace that a step of the clock leaves in ``/proc``: the time of the boot, from which others compute when
 processes started."""
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
 
 
 def after_a_step(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

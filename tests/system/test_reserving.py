@@ -9,7 +9,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,19 +43,13 @@ from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from holdfast.snapshot.resume.reserve import REST, Reserving
 from tests.deadlines import DEADLINE_S
 from tests.proof.crash_kit import next_life
-from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer, playground
+from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer
 
 MUCH = AT_ONCE_BYTES // 3 // 4
 """Elements of a shard. Three such shards are too large to be reserved at once."""
 
 PAGE = 4096
 SLICE = "reserve.slice"
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
 
 
 def laid_out(smp: SmpProcess, elements: int = MUCH, epoch: int = 1) -> tuple[Run, int]:

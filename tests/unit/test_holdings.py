@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
-import tempfile
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -131,10 +128,8 @@ def parity_record(key: ParityKey, content: bytes, **changes: Any) -> ParityRecor
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    yield Place(path / "arena")
-    shutil.rmtree(path)
+def place(shm: Path) -> Place:
+    return Place(shm / "arena")
 
 
 # ---------------------------------------------------------------------- reading

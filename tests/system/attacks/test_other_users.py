@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,27 +211,25 @@ def test_an_arena_in_a_directory_of_another_user_is_refused(ground: Ground) -> N
 
 
 @as_root
-def test_a_socket_that_another_user_serves_is_not_talked_to() -> None:
+def test_a_socket_that_another_user_serves_is_not_talked_to(shm: Path) -> None:
     """A trainer would write its model into any file that such a process names."""
-    base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     code = (
         "import os, socket, sys\n"
         "os.setgid(65534); os.setuid(65534)\n"
         "sock = socket.socket(socket.AF_UNIX); sock.bind(sys.argv[1]); os.chmod(sys.argv[1], 0o777); sock.listen()\n"
         "print('listening', flush=True); sys.stdin.readline()\n"
     )
-    base.chmod(0o777)
+    shm.chmod(0o777)
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(base / "smp.sock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(shm / "smp.sock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "listening\n"
         with pytest.raises(SmpUnavailable, match="of user 65534"):
-            SmpClient(base, JOB)
+            SmpClient(shm, JOB)
     finally:
         process.kill()
         process.communicate(timeout=DEADLINE_S)
-        shutil.rmtree(base)
 
 
 @pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o1777, False), (0o775, False)])
