@@ -60,7 +60,7 @@ def undisturbed(**args: Any) -> tuple[list[Any], list[Any]]:
 
 
 def goes_on(kill: tuple[Any, ...], **args: Any) -> list[Any]:
-    """Whether a run that is killed ends as an undisturbed one; returns what its second process reported."""
+    """A run that is killed ends as an undisturbed one; returns what its second process reported."""
     everything, end = undisturbed(**args)
     run(kill, **args)
     after, ended = run(**args)
