@@ -155,8 +155,8 @@ class Simple(Job):
 
 
 def looping(
-    backward: Callable[[Any], object] = Job.backward,
-    step: Callable[[Any], object] = Job.step,
+    backward: Callable[[Any], object] = lambda job: job.backward(),
+    step: Callable[[Any], object] = lambda job: job.step(),
     after: Callable[[Any], object] = lambda job: None,
     *,
     declared: bool = False,
