@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from holdfast.ec import choose_codec
+from holdfast.ec.backends import NumpyKernel
 from holdfast.ec.codec import Buffer, Codec, check_equal_lengths, check_numbers
-from holdfast.ec.numpy_kernel import NumpyKernel
 
 FRAGMENT_HEADER_BYTES = 80
 MAX_UNIT_BYTES = 64 << 20

@@ -2,7 +2,7 @@
 
 This room knows nothing of processes, sockets, files or torch. Start with `ec.stripes` (which byte of which node goes
 into which parity unit), then `ec.codec` (what a code does) and `ec.groups`. `ec.matrix` has the arithmetic.
-`ec.backends` chooses the code that multiplies: `ec.isal` or `ec.numpy_kernel`.
+`ec.backends` has the code that multiplies, and chooses it.
 """
 
 from holdfast.ec.backends import choose_codec, describe_auto

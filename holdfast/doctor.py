@@ -25,14 +25,13 @@ from holdfast.checks import Facts, Finding, Mount, NetworkCard, Secrets, Verdict
 from holdfast.ec import choose_codec, describe_auto
 from holdfast.ec.backends import BACKENDS
 from holdfast.report import Report
-from holdfast.smp_daemon.shared.certificates import check_certificates
-from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV, load
+from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV, check_certificates, load
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.memory import cgroup_memory, text_of
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
-from holdfast.smp_daemon.shared.receive import is_compiled
 from holdfast.smp_daemon.shared.settings import HOST, HTTP, INSECURE, TLS_NAME
+from holdfast.smp_daemon.shared.transport import is_compiled
 from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.smp_daemon.shared import settings
-from holdfast.smp_daemon.shared.certificates import check_certificates
-from holdfast.smp_daemon.shared.credentials import access_of, current
+from holdfast.smp_daemon.shared.credentials import access_of, check_certificates, current
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.interpreter import open_standard_streams
@@ -129,7 +128,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 def settings_of(environment: Mapping[str, str]) -> Settings:
     """The settings of an SMP in an environment. Raises `ConfigError`, which names the setting."""
     from holdfast.smp_daemon.node.core import Settings
-    from holdfast.smp_daemon.persist.options import options_of
+    from holdfast.smp_daemon.persist.persister import options_of
 
     return Settings(
         backend=BACKEND.value(environment),

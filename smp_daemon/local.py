@@ -10,9 +10,9 @@ from typing import Any
 
 from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
+from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
-from holdfast.smp_daemon.recovery.lending import Lender
-from holdfast.smp_daemon.recovery.rebuild import recover
+from holdfast.smp_daemon.recovery.rebuild import fetcher_of, lent_unit, recover
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
@@ -80,7 +80,7 @@ class TrainerConversation:
         self._coord: str | None = None
         self._epoch: int | None = None
         self._hang_up: Callable[[], None] | None = None
-        self._lender: Lender | None = None
+        self._lender: Fetcher | None = None
         self._lent: memoryview | None = None
         self._handlers: dict[type[Request], Callable[[Any], object]] = {
             Hello: self._hello,
@@ -219,19 +219,18 @@ class TrainerConversation:
         # This node may hold no part of the snapshot. If the next start has ranks on this node only, this layout tells
         # them where the other nodes are.
         self._store.keep_layout(sources.layout)
-        self._lender = Lender(self._store, sources)
+        self._lender = fetcher_of(self._store, sources, by_chain=False)
 
     def _unit(self, request: AskUnit) -> LentUnit:
         if self._lender is None:
             raise ProtocolError("say first what to `lend` units of")
-        before = self._lender.bytes_fetched
-        unit, unit_digest = self._lender.unit(request.coord, request.unit)
-        self._lent = unit
-        fetched = self._lender.bytes_fetched - before
+        before = self._lender.bytes_received
+        self._lent, unit_digest = lent_unit(self._store, self._lender, request.coord, request.unit)
+        fetched = self._lender.bytes_received - before
         if self._coord is not None:
             epoch, of = self._store.state.epoch, self._lender.snapshot
             self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
-        return LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_fetched)
+        return LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_received)
 
     def _repair_parity(self, request: RepairParity) -> None:
         sources, group, position = request.sources, request.group, request.position

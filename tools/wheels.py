@@ -351,7 +351,7 @@ def copies_exactly(python: list[str], home: Path) -> bool:
     """
     shutil.copytree(ROOT / "tests", home / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     compiled = (
-        "from holdfast.snapshot.copy.runs import streams; from holdfast.smp_daemon.shared.receive import is_compiled; "
+        "from holdfast.snapshot.copy.runs import streams; from holdfast.smp_daemon.shared.transport import is_compiled; "
         "print(streams() and is_compiled())"
     )
     is_there = run(Path(python[0]), *python[1:], "-c", compiled, cwd=home).strip() == "True"

@@ -1,3 +1,3 @@
 """Keeping snapshots protected: encoding, scrubbing, regrouping."""
 
-__all__ = ["buffer_pool", "drain", "protect", "regroup", "scrub"]
+__all__ = ["drain", "protect", "regroup", "scrub"]

@@ -12,10 +12,9 @@ from typing import Any, Self
 
 import grpc
 
-from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, learn, value
+from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, Strangers, learn, most_connections, value
 from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.refusals import Refusal, Refused, refusal_in
-from holdfast.smp_daemon.net.strangers import Strangers, most_connections
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -23,6 +22,7 @@ from holdfast.smp_daemon.shared.errors import (
     HoldfastError,
     SmpUnavailable,
 )
+from holdfast.smp_daemon.shared.handshake import Signer
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.messages import (
@@ -36,7 +36,6 @@ from holdfast.smp_daemon.shared.messages import (
     read_peer_control,
 )
 from holdfast.smp_daemon.shared.plain import encode_json, from_plain, pack, unpack
-from holdfast.smp_daemon.shared.signatures import Signer
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.transport import Message, Outbound, checked_reply

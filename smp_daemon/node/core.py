@@ -6,14 +6,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.coding.buffer_pool import BufferPool, buffers_for
 from holdfast.smp_daemon.coding.drain import Draining
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
-from holdfast.smp_daemon.persist.options import PersistOptions
-from holdfast.smp_daemon.persist.persister import Persister
+from holdfast.smp_daemon.persist.persister import Persister, PersistOptions
 from holdfast.smp_daemon.recovery.reconciler import Reconciler
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
 from holdfast.smp_daemon.shared.deadlines import Deadlines
@@ -31,10 +29,10 @@ from holdfast.smp_daemon.shared.starts import WELL
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
+from holdfast.smp_daemon.storage.receiving import BufferPool, buffers_for
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.smp_daemon.watchdog.liveness import Health, judge_lease
-from holdfast.smp_daemon.watchdog.on_hang import OnHang
-from holdfast.smp_daemon.watchdog.watchdog import Watchdog
+from holdfast.smp_daemon.watchdog.watchdog import OnHang, Watchdog
 
 log = get_log(__name__)
 

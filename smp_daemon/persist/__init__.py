@@ -7,4 +7,4 @@ units. `manifest` (which files make a snapshot, and which may be removed) is pur
 `persister`.
 """
 
-__all__ = ["options", "persister", "place", "reading"]
+__all__ = ["persister", "place", "reading"]

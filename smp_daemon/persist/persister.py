@@ -12,10 +12,10 @@ released, the failure is counted and shown, and no other snapshot is begun until
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import PersistPlace, caution, open_place, place_name
 from holdfast.smp_daemon.persist.reading import StoredShards, find_runs, look, run_files
 from holdfast.smp_daemon.persist.writing import note_run, publish, tidy, write_node
@@ -32,6 +32,7 @@ from holdfast.smp_daemon.shared.messages import Recovered
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
+from holdfast.smp_daemon.shared.settings import PERSIST, PERSIST_BANDWIDTH, PERSIST_EVERY, PERSIST_KEEP
 from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.store import Store
 
@@ -40,6 +41,34 @@ LOOK_FIRST_S, LOOK_MOST_S = 0.05, 5.0
 most."""
 
 log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PersistOptions:
+    """The options of the persist tier.
+
+    Attributes:
+        url: a directory that all nodes share, or a URL that fsspec knows.
+        every_s: shortest time between two persisted snapshots, in seconds.
+        keep: how many whole snapshots stay.
+        bandwidth: most bytes per second that each node reads from memory to persist them; 0: no limit.
+    """
+
+    url: str
+    every_s: float = PERSIST_EVERY.value({})
+    keep: int = PERSIST_KEEP.value({})
+    bandwidth: float = PERSIST_BANDWIDTH.value({})
+
+
+def options_of(environment: Mapping[str, str]) -> PersistOptions | None:
+    """The options in an environment; None if it names no place. Raises `ConfigError`."""
+    options = PersistOptions(
+        PERSIST.value(environment),
+        PERSIST_EVERY.value(environment),
+        PERSIST_KEEP.value(environment),
+        PERSIST_BANDWIDTH.value(environment),
+    )
+    return options if options.url else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def recover(
     """
     if method not in METHODS:
         raise ConfigError(f"{method!r} is not a way to rebuild: use one of {', '.join(METHODS)}")
-    with _fetcher(store, sources, by_chain=method == "chain") as fetcher:
+    with fetcher_of(store, sources, by_chain=method == "chain") as fetcher:
         return hold_shard(store, fetcher, coord, check, go_on)
 
 
@@ -116,7 +116,7 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     if sources is None:
         return 0
     repaired, last = 0, None
-    with _fetcher(store, sources) as fetcher:
+    with fetcher_of(store, sources) as fetcher:
         for index in damaged:
             try:
                 repair_unit(store, fetcher, key, index)
@@ -159,7 +159,7 @@ def repair_parity(
     key = ParityKey(sources.snapshot, layout.tag(group), position)
     units = [each for stripe in stripes.parity_stripes(position) for each in stripes.contributors(stripe)]
     try:
-        with _fetcher(store, sources) as fetcher:
+        with fetcher_of(store, sources) as fetcher:
             try:
                 with store.receiving.parity(key, layout, group) as gathering:
                     fetcher.all(_contributions(fetcher, gathering, group, position, go_on), len(units))
@@ -190,7 +190,8 @@ def _contributions(
             yield replace(unit, came=partial(gathering.accumulate, stripe, contributor, out))
 
 
-def _fetcher(store: Store, sources: Sources, *, by_chain: bool = True) -> Fetcher:
+def fetcher_of(store: Store, sources: Sources, *, by_chain: bool = True) -> Fetcher:
+    """A fetcher for this SMP; see `Fetcher`."""
     return Fetcher(sources, store.counters, store.backend, by_chain=by_chain, network=store.network)
 
 
@@ -208,3 +209,27 @@ def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Rec
         unit_bytes=record.unit_bytes,
         digests=record.digests,
     )
+
+
+def lent_unit(store: Store, fetcher: Fetcher, coord: str, index: int) -> tuple[memoryview, int]:
+    """Unit `index` of a shard, checked, and its digest: from here, or from wherever `fetcher` gets it. So a trainer
+    reads parts of other coordinates' shards without a whole shard being brought here. Blocks meanwhile.
+
+    Raises:
+        ProtocolError: there is no such shard, or no such unit of it.
+        Unrecoverable: no SMP gives the unit, and too little of its stripe is left.
+        DamagedSnapshot: the computed unit does not match its digest.
+    """
+    layout = fetcher.layout
+    offset, length = index * layout.unit_bytes, layout.shard_bytes(coord)
+    if offset >= length:
+        raise ProtocolError(f"there is no unit {index}: {coord} has {length} bytes")
+    key = ShardKey(fetcher.snapshot, coord)
+    if store.holdings.holds(key):
+        try:
+            unit, record = store.holdings.checked_unit(key, index)
+            return unit, record.digests[index]
+        except (DamagedSnapshot, ProtocolError):  # damaged, or released meanwhile: others may have the unit
+            pass
+    out = memoryview(bytearray(min(layout.unit_bytes, length - offset)))
+    return out, fetcher.one(fetcher.shard_unit(coord, index, out))

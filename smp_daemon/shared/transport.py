@@ -7,18 +7,23 @@ exception again on the asking side.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import importlib.util
 import os
 import select
 import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
 
+from holdfast.smp_daemon.shared import xxh3
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
     DeadlineExceeded,
@@ -34,7 +39,6 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_UNIT_BYTES,
 )
 from holdfast.smp_daemon.shared.plain import pack, unpack
-from holdfast.smp_daemon.shared.receive import PIECE_BYTES, is_compiled, receive
 from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.shared.uids import peer_of
 
@@ -47,12 +51,63 @@ _MAGIC = b"HFST"
 FIRST_PIECE_BYTES = 1 << 16
 ASKED_EVERY_S = 1.0
 """How often `patience` is asked during a wait, in seconds."""
+
 CUT_OFF = "the connection ended in the middle of a message"
-
-
 WaitCallback = Callable[[float], None]
 """Called once a second with the seconds that a call has waited for the network. An exception that it raises ends the
 wait."""
+
+PIECE_BYTES = 256 << 10
+"""Bytes digested at a time: fewer than a core's own cache holds."""
+
+
+def is_compiled() -> bool:
+    """Whether `receive` is available."""
+    return _library() is not None
+
+
+def receive(sock: socket.socket, payload: memoryview, timeout_s: float) -> tuple[int, int]:
+    """Fill `payload` from a kernel socket. Blocks; other Python threads keep running.
+
+    Returns:
+        How many bytes arrived, and their xxh3-64. Fewer than `payload` holds if the other side closed the connection.
+
+    Raises:
+        OSError: the connection broke; `TimeoutError` if not all bytes arrived within `timeout_s`.
+    """
+    library = _library()
+    assert library is not None
+    function, hash_functions = library
+    digest = ctypes.c_uint64()
+    target = ctypes.c_char.from_buffer(payload) if payload.nbytes else None
+    place = ctypes.addressof(target) if target is not None else None
+    count = function(
+        sock.fileno(), place, payload.nbytes, PIECE_BYTES, int(timeout_s * 1e3), hash_functions, ctypes.byref(digest)
+    )
+    if count < 0:
+        raise TimeoutError if count == -errno.ETIMEDOUT else OSError(-count, os.strerror(-count))
+    return count, digest.value
+
+
+@cache
+def _library() -> tuple[Any, Any] | None:
+    """The compiled function, and the table of xxHash functions that it takes; None if either is missing."""
+    found = importlib.util.find_spec("holdfast.smp_daemon.shared._receive")
+    functions = xxh3.functions()
+    if found is None or found.origin is None or functions is None:
+        return None
+    function = ctypes.CDLL(found.origin).holdfast_receive
+    function.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_uint64),
+    ]
+    function.restype = ctypes.c_longlong
+    return function, functions
 
 
 class SocketStream:

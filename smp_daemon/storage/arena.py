@@ -20,30 +20,165 @@ names it, and the SMP goes on with what is left.
 from __future__ import annotations
 
 import mmap
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.smp_daemon.shared.budget import Budget, pages
+from holdfast.smp_daemon.shared.budget import Budget, pages, wipe_file
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
 from holdfast.smp_daemon.shared.paths import GONE
-from holdfast.smp_daemon.shared.records import read_json
+from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
-from holdfast.smp_daemon.storage.deleted import Deleted
 from holdfast.smp_daemon.storage.directory import own, put_away
-from holdfast.smp_daemon.storage.layout_files import LayoutFiles
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, room, too_small
 
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
 
 log = get_log(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    path: Path
+    bytes: int
+    unwiped: int
+    mapped: mmap.mmap | None
+
+
+class Deleted:
+    """The deleted files of an arena. Not thread-safe: the store's lock guards it, and `free` takes it.
+
+    Attributes:
+        bytes: memory that is not given back yet. Who needs memory may count on it, and calls `free` first.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self.bytes = 0
+        self._waiting: deque[_File] = deque()
+        self._files = files
+
+    def add(self, path: Path, mapped: mmap.mmap | None = None, unwiped: int = 0) -> None:
+        """Take a file's name away. Harmless if it does not exist.
+
+        Its new name is that of an unfinished file: a successor deletes what is left of these.
+
+        Args:
+            mapped: this process's mapping of it; no thread may ask for it any more.
+            unwiped: bytes at its beginning to overwrite with zeros.
+        """
+        try:
+            status = path.lstat()
+            suffix = path.name.removesuffix(PART).rpartition(".")[2]
+            gone = path.with_name(f"{GONE}{status.st_ino}.{suffix}{PART}")
+            if gone != path:
+                path.replace(gone)
+        except FileNotFoundError:
+            return
+        self.bytes += status.st_size
+        self._waiting.append(_File(gone, status.st_size, unwiped, mapped))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are files that no thread is freeing."""
+        return bool(self._waiting)
+
+    def free(self, lock: threading.Condition, is_over: Callable[[], bool] = bool) -> None:
+        """Give the memory of all files back, one after another. Files whose mapping a thread still reads stay.
+
+        The caller does not hold `lock`, the store's. Blocks for as long as the kernel takes. Memory that another
+        process maps stays until that process lets it go.
+
+        Args:
+            is_over: called with the lock held; True: the rest stays.
+        """
+        with lock:
+            count = len(self._waiting)
+        for _ in range(count):
+            with lock:
+                if not self._waiting or is_over():
+                    return
+                file = self._waiting.popleft()
+            is_free = self._free(file)
+            with lock:
+                if is_free:
+                    self.bytes -= file.bytes
+                    lock.notify_all()
+                else:
+                    self._waiting.append(file)
+
+    def _free(self, file: _File) -> bool:
+        try:
+            if file.unwiped:
+                wipe_file(file.path, file.unwiped, self._files)
+                file.unwiped = 0  # it is tried again if a thread still reads it
+            if file.mapped is not None:
+                file.mapped.close()
+            file.path.unlink(missing_ok=True)
+        except BufferError:  # a thread still reads it. If that thread freed it, all others would stand still meanwhile
+            return False
+        except OSError as error:
+            log.warning("%s is not deleted before the next start: %s", file.path, error)
+        failpoint("slot.removed")
+        return True
+
+
+class LayoutFiles(dict[tuple[int, int], Layout]):
+    """The known layouts by epoch and revision, with their files. Not thread-safe: the store's lock guards them."""
+
+    def __init__(self, arena: Path, files: Files) -> None:
+        super().__init__()
+        self._arena = arena
+        self._files = files
+
+    @property
+    def newest(self) -> Layout | None:
+        """Of the newest epoch, as its SMPs last regrouped it."""
+        return self[max(self)] if self else None
+
+    def add(self, layout: Layout) -> None:
+        """Write a layout to the arena and remember it."""
+        write_json(self._path(layout.epoch, layout.revision), to_plain(layout))
+        self[layout.epoch, layout.revision] = layout
+
+    def adopt(self, lose: Callable[[Path, ProtocolError], None]) -> None:
+        """Remember the layouts that a predecessor left.
+
+        The bytes coded in a damaged one stay: they have their own records, and other nodes still know the layout.
+
+        Args:
+            lose: called with each damaged file, and with what is wrong.
+        """
+        for path in sorted(self._arena.glob("layout-*.json")):
+            try:
+                layout = Layout.read(read_json(path, self._files))
+                if path != self._path(layout.epoch, layout.revision):
+                    raise ProtocolError(f"it is of epoch {layout.epoch}, revision {layout.revision}")
+                self[layout.epoch, layout.revision] = layout
+            except ProtocolError as error:
+                lose(path, error)
+
+    def drop_older(self, keep: Collection[int]) -> None:
+        """Delete the layouts of epochs before the newest that are not in `keep`."""
+        newest = max((epoch for epoch, _ in self), default=0)
+        for epoch, revision in list(self):
+            if epoch < newest and epoch not in keep:
+                del self[epoch, revision]
+                self._path(epoch, revision).unlink(missing_ok=True)
+                failpoint("layout.removed")
+
+    def _path(self, epoch: int, revision: int) -> Path:
+        return self._arena / f"layout-{epoch}-{revision}.json"
 
 
 class Arena:
@@ -365,7 +500,7 @@ class Arena:
                 log.info("%s is left over from a removed arena and is deleted", path.name)
                 if not self._delete_later(path, None, 0):
                     path.unlink(missing_ok=True)
-        self.layouts.forget()
+        self.layouts.clear()
 
     def empty(self) -> None:
         """Delete all slots. ``node.json``, without which no slot counts, goes first: if this is interrupted, a

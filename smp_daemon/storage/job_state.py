@@ -7,18 +7,73 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 
-from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StaleEpoch, VersionMismatch
 from holdfast.smp_daemon.shared.identity import Run, epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
 from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.plain import Count, Identifier, from_plain, to_plain
+from holdfast.smp_daemon.shared.records import read_json, write_json
+from holdfast.smp_daemon.shared.settings import ARENA, NODE
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
+from holdfast.smp_daemon.shared.system import Files
+from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, RELEASE
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.node_file import NODE_FILE, NodeFile, read_node_file
+
+NODE_FILE = "node.json"
 
 log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFile:
+    """The contents of ``node.json``: what an SMP remembers for a successor. Without it no slot of the arena counts."""
+
+    job: str
+    node: str
+    epoch: Count
+    protected: SnapshotId | None
+    record: Record
+    given_up: tuple[Identifier, ...] = ()
+    format: Count = ARENA_FORMAT
+    release: str = RELEASE
+
+
+def read_node_file(arena: Path, job: str, node: str, files: Files) -> NodeFile | None:
+    """What a predecessor knew; None if there was none, or it had begun to remove the arena.
+
+    Raises:
+        VersionMismatch: it wrote the arena in another format.
+        ConfigError: the arena is another job's or node's.
+        ProtocolError: the file is damaged.
+    """
+    data = read_json(arena / NODE_FILE, files)
+    if data is None:
+        return None
+    if isinstance(data, dict) and (written := data.get("format", ARENA_FORMAT)) != ARENA_FORMAT:
+        raise VersionMismatch(
+            f"the arena {arena} was written by holdfast {data.get('release')} in format {written}, and "
+            f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version. Only if other nodes "
+            "protect this one may the arena be deleted, with `holdfast gc`, and rebuilt from their parity "
+            "(docs/operating.md)"
+        )
+    known = from_plain(NodeFile, data, "what an SMP has written of its node")
+    if known.job != job:
+        raise ConfigError(
+            f"the arena {arena} belongs to job {known.job!r} on node {known.node!r}, not to job {job!r}: choose another"
+        )
+    if known.node != node:
+        raise ConfigError(
+            f"the arena {arena} belongs to job {known.job!r} on node {known.node!r}, and this node is called {node!r}. "
+            f"If its name has changed, as that of a container does, set {NODE.variable}={known.node}, and the job goes "
+            "on with what the arena holds, perhaps the only copy; otherwise choose another with "
+            f"{ARENA.variable}"
+        )
+    return known
 
 
 class Predecessor(Enum):
@@ -144,7 +199,7 @@ class JobState:
     def write(self) -> None:
         """Write ``node.json``. Raises as `records.write`."""
         known = NodeFile(self._job, self._node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
-        known.write(self._arena.path)
+        write_json(self._arena.path / NODE_FILE, to_plain(known))
 
     def adopt(self) -> Predecessor:
         """Take over what a predecessor knew. Raises as `read_node_file`, but for a damaged file."""

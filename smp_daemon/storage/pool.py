@@ -22,10 +22,9 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.owners import Owners
-from holdfast.smp_daemon.shared.populate import slices
+from holdfast.smp_daemon.shared.populate import prefer, slices
 from holdfast.smp_daemon.shared.records import PART, not_written, record_name, write
 from holdfast.smp_daemon.shared.system import MACHINE, Files
-from holdfast.smp_daemon.storage.numa import prefer
 
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 

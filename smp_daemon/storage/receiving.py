@@ -4,16 +4,17 @@ that its group's units grow into.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.shared.errors import NoFreeSlot, StaleEpoch
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import move_deadline
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, move_deadline
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
@@ -222,3 +223,38 @@ def _check_mine(pool: SlotPool, slot: Slot, view: memoryview, snapshot: Snapshot
 
 def _taken_away(snapshot: SnapshotId) -> StaleEpoch:
     return StaleEpoch(f"the slot that {snapshot} was received into was taken away")
+
+
+def buffers_for(links: int) -> int:
+    """Number of buffers of an SMP whose peers each send over `links` connections."""
+    return 2 * links + 1
+
+
+class BufferPool:
+    """Buffers, each as long as the longest unit it has held. Thread-safe: a buffer that is not in the queue belongs to
+    the thread that took it."""
+
+    def __init__(self, count: int, threads: Threads = MACHINE) -> None:
+        self._free: queue.SimpleQueue[bytearray] = threads.SimpleQueue()
+        for _ in range(count):
+            self._free.put(bytearray())
+
+    @contextmanager
+    def borrow(self, length: int) -> Iterator[memoryview]:
+        """A buffer of `length` bytes with arbitrary content. Blocks until one is free.
+
+        The borrower must not wait for another SMP, except for the bytes that fill the buffer.
+
+        Raises:
+            DeadlineExceeded: none became free in time.
+        """
+        try:
+            buffer = self._free.get(timeout=CALL_DEADLINE_S)
+        except queue.Empty:
+            raise DeadlineExceeded(f"no buffer for a unit became free in {CALL_DEADLINE_S:.0f} s") from None
+        try:
+            if len(buffer) < length:
+                buffer = bytearray(length)
+            yield memoryview(buffer)[:length]
+        finally:
+            self._free.put(buffer)

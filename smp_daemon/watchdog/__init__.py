@@ -1,3 +1,3 @@
 """Watches whether trainers are alive."""
 
-__all__ = ["liveness", "on_hang", "watchdog"]
+__all__ = ["liveness", "watchdog"]

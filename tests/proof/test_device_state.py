@@ -23,8 +23,7 @@ from holdfast.integrations.adapters.untried import warn_of_untried
 from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.owners import Owners
-from holdfast.smp_daemon.shared.populate import populate
-from holdfast.smp_daemon.storage.numa import prefer
+from holdfast.smp_daemon.shared.populate import populate, prefer
 from holdfast.smp_daemon.storage.pool import SlotPool
 from holdfast.snapshot.copy import devices
 from holdfast.snapshot.state.adapter import Adapter

@@ -21,22 +21,19 @@ from holdfast.smp_daemon.net.gate import COMPLAIN_EVERY_S, Gate
 from holdfast.smp_daemon.net.peers import METHOD, PeerClient
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
-from holdfast.smp_daemon.shared.certificates import check_certificates
 from holdfast.smp_daemon.shared.credentials import (
     MIN_TOKEN_BYTES,
     TLS_ENVS,
     TOKEN_ENV,
     Credentials,
     access_of,
+    check_certificates,
     current,
     load,
 )
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable
-from holdfast.smp_daemon.shared.handshake import MAGIC, check_client, prove_to_server
-from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
-from holdfast.smp_daemon.shared.plain import encode_json
-from holdfast.smp_daemon.shared.settings import TLS_NAME
-from holdfast.smp_daemon.shared.signatures import (
+from holdfast.smp_daemon.shared.handshake import (
+    MAGIC,
     MAX_CALLERS,
     NAME_BYTES,
     SIGN_BYTES,
@@ -44,7 +41,12 @@ from holdfast.smp_daemon.shared.signatures import (
     Signer,
     UsedNumbers,
     Verifier,
+    check_client,
+    prove_to_server,
 )
+from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
+from holdfast.smp_daemon.shared.plain import encode_json
+from holdfast.smp_daemon.shared.settings import TLS_NAME
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.system import Machine
 from holdfast.smp_daemon.shared.transport import call, connect

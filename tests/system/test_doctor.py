@@ -102,7 +102,7 @@ def test_the_command_reports_on_this_machine() -> None:
 
 def test_a_missing_isal_is_a_note_with_the_fix() -> None:
     status, findings, _ = doctor(
-        before="import holdfast.ec.isal; holdfast.ec.isal._candidates = lambda: ['libisal-none.so']"
+        before="import holdfast.ec.backends; holdfast.ec.backends._candidates = lambda: ['libisal-none.so']"
     )
     for name in ("erasure code", "backend isal"):
         assert findings[name]["ok"]

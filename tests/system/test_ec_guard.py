@@ -20,10 +20,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.ec import Codec, choose_codec
+from holdfast.ec.backends import TABLE_BYTES, IsalKernel, NumpyKernel, load
 from holdfast.ec.codec import Buffer, Kernel, as_array
-from holdfast.ec.isal import TABLE_BYTES, IsalKernel, load
 from holdfast.ec.matrix import Matrix
-from holdfast.ec.numpy_kernel import NumpyKernel
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

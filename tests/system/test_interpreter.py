@@ -152,7 +152,7 @@ NEVER = {"os.system", "os.popen", "os.posix_spawn", "os.posix_spawnp", "subproce
 """Calls with which `os.execve` and `subprocess` do all that is needed."""
 
 OTHER_PROGRAMS = {
-    "smp_daemon.watchdog.on_hang": "the user's shell command",
+    "smp_daemon.watchdog.watchdog": "the user's shell command",
     "sessions": "the user's command",
     "bench.parts": "openssl",
 }

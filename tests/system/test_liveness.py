@@ -416,7 +416,7 @@ def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(groun
 
 
 def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_path: Path) -> None:
-    from holdfast.smp_daemon.watchdog.on_hang import OnHang
+    from holdfast.smp_daemon.watchdog.watchdog import OnHang
 
     trainer = WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
     began = time.monotonic()

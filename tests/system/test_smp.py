@@ -261,7 +261,7 @@ class TestFencing:
 
     def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         newer = (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2)
-        monkeypatch.setattr("holdfast.smp_daemon.shared.connection.spoken", lambda: newer)
+        monkeypatch.setattr("holdfast.smp_daemon.shared.client.spoken", lambda: newer)
         with pytest.raises(VersionMismatch, match=f"protocols {newer[0]} to {newer[1]};"):
             SmpClient(lone.arena, lone.job)
 

@@ -36,10 +36,10 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 
 SMALL_FILES = {
-    "storage.node_file.NodeFile.write",
-    "storage.node_file.read_node_file",
-    "storage.layout_files.LayoutFiles.add",
-    "storage.layout_files.LayoutFiles.adopt",
+    "storage.job_state.JobState.write",
+    "storage.job_state.read_node_file",
+    "storage.arena.LayoutFiles.add",
+    "storage.arena.LayoutFiles.adopt",
     "storage.arena.Arena._adopt_file",
     "storage.pool.SlotPool.commit",
     "shared.board.Board.__init__",
@@ -54,10 +54,10 @@ SETTINGS = {"storage.pool.gives_huge_pages", "storage.pool.room", "shared.budget
 NAMES = {
     *("storage.arena.Arena.adopt", "storage.arena.Arena.clear", "storage.arena.Arena.destroy"),
     *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.directory.put_away"),
-    *("storage.arena.Arena._delete_later", "storage.deleted.Deleted.add"),
+    *("storage.arena.Arena._delete_later", "storage.arena.Deleted.add"),
     *("storage.pool.SlotPool.discard", "storage.pool.SlotPool.plan", "storage.pool.SlotPool.made"),
     *("storage.pool.SlotPool.remove", "storage.pool.SlotPool._forget", "storage.reserver.Reserver.make"),
-    *("storage.pool.SlotPool._empty", "storage.layout_files.LayoutFiles.drop_older"),
+    *("storage.pool.SlotPool._empty", "storage.arena.LayoutFiles.drop_older"),
     *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.Reserver.make.<locals>.given_up"),
 }
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
@@ -117,7 +117,7 @@ TAKERS = {
         "storage.store.Store.join",
         "storage.store.Store.retire",
     ),
-    *("storage.receiving.Receiving.make", "storage.holdings.Holdings.repair", "storage.deleted.Deleted.free"),
+    *("storage.receiving.Receiving.make", "storage.holdings.Holdings.repair", "storage.arena.Deleted.free"),
     *(
         "storage.receiving.Receiving.shard",
         "storage.reserver.Reserver._wipes",

@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.coding.buffer_pool import buffers_for
 from holdfast.smp_daemon.local import checked_peer
 from holdfast.smp_daemon.net.listener import Conversation, SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
@@ -46,6 +45,7 @@ from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect, receive_reply
+from holdfast.smp_daemon.storage.receiving import buffers_for
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.system.attacks.victim import ask_control, frame, tell

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from holdfast.smp_daemon.coding import buffer_pool as buffer_pool_module
-from holdfast.smp_daemon.coding.buffer_pool import BufferPool, buffers_for
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.storage import receiving
+from holdfast.smp_daemon.storage.receiving import BufferPool, buffers_for
 from tests.deadlines import DEADLINE_S
 
 SHORT_S = 0.05
@@ -106,7 +106,7 @@ def borrow_once(buffers: BufferPool) -> int:
 
 
 def test_it_is_not_waited_for_beyond_the_deadline(buffers: BufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_pool_module, "CALL_DEADLINE_S", SHORT_S)
+    monkeypatch.setattr(receiving, "CALL_DEADLINE_S", SHORT_S)
     with ExitStack() as taken:
         for _ in range(BUFFERS):
             taken.enter_context(buffers.borrow(10))
@@ -139,5 +139,5 @@ def test_a_buffer_that_cannot_be_made_longer_is_not_lost(
     for _ in range(2 * BUFFERS):
         with pytest.raises((MemoryError, OverflowError)), buffers.borrow(1 << 62):
             raise AssertionError("there is no such buffer")
-    monkeypatch.setattr(buffer_pool_module, "CALL_DEADLINE_S", SHORT_S)
+    monkeypatch.setattr(receiving, "CALL_DEADLINE_S", SHORT_S)
     assert [borrow_once(buffers) for _ in range(BUFFERS)] == [10] * BUFFERS

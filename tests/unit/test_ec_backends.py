@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from benchmarks.pyeclib_codec import codec_of
-from holdfast.ec import Codec, backends, choose_codec, describe_auto, isal
-from holdfast.ec.isal import XOR_ALIGNMENT, IsalKernel
+from holdfast.ec import Codec, backends, choose_codec, describe_auto
+from holdfast.ec.backends import XOR_ALIGNMENT, IsalKernel
 from tests.deadlines import DEADLINE_S
 
 ODD_UNIT = 4097
@@ -45,11 +45,11 @@ def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
     """Makes the loader look for ISA-L under the given names only, as if for the first time."""
 
     def forget() -> None:
-        isal.load.cache_clear()
+        backends.load.cache_clear()
         backends._auto.cache_clear()
 
     def offer(*names: str) -> None:
-        monkeypatch.setattr(isal, "_candidates", lambda: list(names))
+        monkeypatch.setattr(backends, "_candidates", lambda: list(names))
         forget()
 
     yield offer
@@ -158,26 +158,26 @@ class TestWithoutTheLibrary:
             choose_codec(3, 2, "isal")
 
     def test_the_first_usable_candidate_is_taken(self, candidates: Callable[..., None]) -> None:
-        real = isal._candidates()
+        real = backends._candidates()
         candidates("/nowhere/libisal.so.2", *real)
         assert describe_auto() == ("isal", "")
 
     def test_the_wheel_carries_the_library_and_the_system_comes_last(self) -> None:
-        assert "pyeclib.libs/libisal" in isal._candidates()[0]
-        assert isal._candidates()[-1] == "libisal.so.2"
+        assert "pyeclib.libs/libisal" in backends._candidates()[0]
+        assert backends._candidates()[-1] == "libisal.so.2"
 
 
 class TestAForeignLibrary:
     def test_another_interface_is_refused(self, candidates: Callable[..., None]) -> None:
         candidates("libc.so.6")
         with pytest.raises(OSError, match=r"no usable ISA-L \(libc\.so\.6: .*ec_init_tables"):
-            isal.load()
+            backends.load()
 
     def test_another_field_is_refused(self, candidates: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(isal, "_bind", lambda _: ForeignLibrary(0x11B))
+        monkeypatch.setattr(backends, "_bind", lambda _: ForeignLibrary(0x11B))
         candidates("libc.so.6")
         with pytest.raises(OSError, match=r"libc\.so\.6: .*another field"):
-            isal.load()
+            backends.load()
         with pytest.raises(ValueError, match=r"'isal' .*: .* another field"):
             choose_codec(3, 2, "isal")
         assert choose_codec(3, 2).name == "numpy"
@@ -187,7 +187,7 @@ class TestAForeignLibrary:
     ) -> None:
         data = random_units(3, 65)
         expected = encode(choose_codec(3, 2, "numpy"), data)
-        monkeypatch.setattr(isal, "_bind", lambda _: ForeignLibrary(0x11D))
+        monkeypatch.setattr(backends, "_bind", lambda _: ForeignLibrary(0x11D))
         candidates("libc.so.6")
         assert encode(choose_codec(3, 2, "isal"), data) == expected
 
@@ -219,7 +219,7 @@ class TestHowIsalIsCalled:
     def test_a_plain_sum_of_aligned_units_takes_the_loop_made_for_it(
         self, k: int, m: int, start: int, loop: str
     ) -> None:
-        library: Any = Listening(isal.load()._library)
+        library: Any = Listening(backends.load()._library)
         units = [mapped(ODD_UNIT, start) for _ in range(k + m)]
         data = random_units(k, ODD_UNIT)
         for unit, value in zip(units, data, strict=False):
@@ -236,8 +236,8 @@ class TestHowIsalIsCalled:
         length = ODD_UNIT if piece_bytes > 1 else 65
         data = random_units(k, length)
         expected = encode(choose_codec(k, m, "numpy"), data)
-        monkeypatch.setattr(isal, "PIECE_BYTES", piece_bytes)
-        library: Any = Listening(isal.load()._library)
+        monkeypatch.setattr(backends, "PIECE_BYTES", piece_bytes)
+        library: Any = Listening(backends.load()._library)
         codec = Codec(k, m, IsalKernel(library))
         parity = {row: mapped(length) for row in range(m)}
         aligned = [mapped(length) for _ in data]
@@ -319,7 +319,7 @@ class TestThreads:
         run_in_threads(4, work)
 
     def test_four_threads_may_load_the_library_at_once(self, candidates: Callable[..., None]) -> None:
-        candidates(*isal._candidates())
+        candidates(*backends._candidates())
         data = random_units(3, 65)
         expected = encode(choose_codec(3, 2, "numpy"), data)
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks.pyeclib_codec import MAX_UNIT_BYTES, PyECLibCodec, codec_of
 from holdfast.ec import Codec, TooManyErasures
+from holdfast.ec.backends import NumpyKernel, load
 from holdfast.ec.codec import Kernel, check_equal_lengths
-from holdfast.ec.isal import load
 from holdfast.ec.matrix import multiplication_table, multiply
-from holdfast.ec.numpy_kernel import NumpyKernel
 from tests.sampling import chosen
 
 UNIT_SIZES = (0, 1, 63, 64, 65, 4095, 4097)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.persist import manifest
 from holdfast.smp_daemon.persist.manifest import NodePart, PersistManifest, read_manifest
-from holdfast.smp_daemon.persist.options import PersistOptions, options_of
+from holdfast.smp_daemon.persist.persister import PersistOptions, options_of
 from holdfast.smp_daemon.persist.place import Directory
 from holdfast.smp_daemon.persist.reading import StoredShards
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, PlaceError

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 import pytest
 import xxhash
 
-from holdfast.smp_daemon.shared import receive as receive_module
 from holdfast.smp_daemon.shared import transport
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, SmpUnavailable
-from holdfast.smp_daemon.shared.receive import PIECE_BYTES, is_compiled
-from holdfast.smp_daemon.shared.transport import SocketStream
+from holdfast.smp_daemon.shared.transport import PIECE_BYTES, SocketStream, is_compiled
 
 LENGTHS = (0, 1, 240, 241, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 17)
 
@@ -43,7 +41,7 @@ def test_this_installation_has_the_compiled_library() -> None:
 
 
 def test_without_the_library_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive_module, "_library", lambda: None)
+    monkeypatch.setattr(transport, "_library", lambda: None)
     assert not is_compiled()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.smp_daemon.__main__ import settings_of
 from holdfast.smp_daemon.node.core import Settings
-from holdfast.smp_daemon.persist.options import PersistOptions
+from holdfast.smp_daemon.persist.persister import PersistOptions
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.settings import (

@@ -14,7 +14,7 @@ import torch
 from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
-from holdfast.smp_daemon.shared.handshake import check_client
+from holdfast.smp_daemon.shared.handshake import Signer, Verifier, check_client
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.messages import (
@@ -59,7 +59,6 @@ from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
 )
-from holdfast.smp_daemon.shared.signatures import Signer, Verifier
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.persist.reading import StoredShards
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.budget import wipe
-from holdfast.smp_daemon.shared.connection import SmpConnection
+from holdfast.smp_daemon.shared.client import SmpConnection
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
@@ -345,7 +345,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.arena.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.snapshot.resume.reserve.is_at_once": lambda length: Hooks.at_once(length),
         "holdfast.smp_daemon.storage.reserver.slices": lambda length: Hooks.slices(length),
-        "holdfast.smp_daemon.shared.connection.SmpConnection._ask": _ask,
+        "holdfast.smp_daemon.shared.client.SmpConnection._ask": _ask,
         "holdfast.smp_daemon.net.links.Links.send": _send,
         "holdfast.smp_daemon.recovery.fetch.Fetcher.get": _get,
         "holdfast.smp_daemon.persist.reading.StoredShards.get": _get,

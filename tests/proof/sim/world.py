@@ -12,7 +12,7 @@ import fsspec
 
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.persist.manifest import run_of, snapshot_of
-from holdfast.smp_daemon.persist.options import PersistOptions
+from holdfast.smp_daemon.persist.persister import PersistOptions
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,

@@ -20,7 +20,7 @@ import pytest
 import xxhash
 
 from holdfast.smp_daemon.shared import client as client_module
-from holdfast.smp_daemon.shared import connection, trainer_slots
+from holdfast.smp_daemon.shared import trainer_slots
 from holdfast.smp_daemon.shared.board import WORDS, Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.identity import UNNAMED
@@ -161,7 +161,7 @@ def test_every_operation_of_smps_is_in_the_table(zombie: Zombie) -> None:
 
 def test_trainers_map_nothing_but_slots_and_the_board() -> None:
     """Mapped memory is written without a message to the SMP. A third mapping would need a test below."""
-    modules = (client_module, connection, trainer_slots)
+    modules = (client_module, trainer_slots)
     trees = [ast.parse(inspect.getsource(module)) for module in modules]
     calls = [ast.unparse(node.func) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     maps = sorted(call for call in calls if call.endswith((".mmap", "files.map", "system.map", "Board")))

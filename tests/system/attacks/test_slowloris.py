@@ -16,9 +16,8 @@ from holdfast.smp_daemon.net.gate import PLACES, PLACES_OF_SOURCE, Gate
 from holdfast.smp_daemon.ops.web import MAX_REQUESTS
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import ProtocolError
-from holdfast.smp_daemon.shared.handshake import MAGIC, prove_to_server
+from holdfast.smp_daemon.shared.handshake import MAGIC, NAME_BYTES, prove_to_server
 from holdfast.smp_daemon.shared.paths import read_owner
-from holdfast.smp_daemon.shared.signatures import NAME_BYTES
 from holdfast.smp_daemon.shared.transport import SocketStream, call, connect
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S

@@ -18,8 +18,14 @@ from holdfast.smp_daemon.net.gate import PENALTY_S
 from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, MAGIC, prove_to_server
-from holdfast.smp_daemon.shared.signatures import MAC_BYTES, NAME_BYTES, SIGN_BYTES
+from holdfast.smp_daemon.shared.handshake import (
+    HANDSHAKE_DEADLINE_S,
+    MAC_BYTES,
+    MAGIC,
+    NAME_BYTES,
+    SIGN_BYTES,
+    prove_to_server,
+)
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S
