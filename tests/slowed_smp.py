@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.shared import belief, limits, records
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import receiving, store
 
 SLOWED = "HOLDFAST_SLOWED"
@@ -24,7 +24,7 @@ def main() -> None:
     from holdfast.smp_daemon.__main__ import main as serve
 
     seconds: dict[str, float] = json.loads(os.environ[SLOWED])
-    digest, digest_units, populate, send = records.digest, records.digest_units, Machine.populate, Links.send
+    digest, digest_units, populate, send = records.digest, records.digest_units, System.populate, Links.send
 
     def spend(what: str, count: int) -> None:
         time.sleep(seconds[what] * count / 1e9)
@@ -49,7 +49,7 @@ def main() -> None:
         (belief, "digest", slow_digest),
         (store, "digest_units", slow_digests),
         (receiving, "digest_units", slow_digests),
-        (Machine, "populate", staticmethod(slow_populate)),
+        (System, "populate", staticmethod(slow_populate)),
         (Links, "send", slow_send),
     ):
         setattr(owner, name, slow)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.smp_daemon.shared import limits
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 
 TRACE = "HOLDFAST_TRACE"
 
@@ -128,7 +128,7 @@ def callers_of(frame: FrameType | None) -> tuple[str, str]:
 
 
 def condition_for(note: Note) -> Any:
-    """What `Machine.Condition` is to be so that the store's lock is traced, and no other."""
+    """What `System.Condition` is to be so that the store's lock is traced, and no other."""
 
     def condition(lock: Any = None) -> threading.Condition:
         is_the_stores = sys._getframe(1).f_code.co_qualname == "Store.__init__"
@@ -149,7 +149,7 @@ def main() -> None:
             seen.add((call, caller))
             os.write(fd, f"{call}\t{caller}\n".encode())
 
-    Machine.Condition = condition_for(note)
+    System.Condition = condition_for(note)
     limits.AT_ONCE_BYTES = 0  # what is done at once with few bytes is done as with many
     serve()
 

@@ -351,8 +351,8 @@ def copies_exactly(python: list[str], home: Path) -> bool:
     """
     shutil.copytree(ROOT / "tests", home / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     compiled = (
-        "from holdfast.snapshot.copy.runs import streams; from holdfast.smp_daemon.shared.transport import is_compiled; "
-        "print(streams() and is_compiled())"
+        "from holdfast.snapshot.copy.runs import streams; from holdfast.smp_daemon.shared import transport; "
+        "print(streams() and transport.is_compiled())"
     )
     is_there = run(Path(python[0]), *python[1:], "-c", compiled, cwd=home).strip() == "True"
     walk = run(Path(python[0]), *python[1:], "-m", "tests.unit.test_runs", "compiled", cwd=home)

@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import encode_digested
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
@@ -106,7 +106,7 @@ def test_a_trainer_of_another_user_is_told_whose_the_snapshots_are(shm: Path) ->
 
 def test_an_arena_of_another_user_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Arena(shm / "arena").directory.close()
-    monkeypatch.setattr(Machine, "getuid", staticmethod(lambda: 12345))
+    monkeypatch.setattr(System, "getuid", staticmethod(lambda: 12345))
     with pytest.raises(ConfigError, match="belongs to user 0"):
         Arena(shm / "arena")
 
@@ -203,7 +203,7 @@ def test_a_pool_that_needs_nothing_gets_nothing(shm: Path) -> None:
 def only(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """Make every file system report `room` free bytes."""
     status = SimpleNamespace(f_bavail=room // PAGE, f_frsize=PAGE)
-    monkeypatch.setattr(Machine, "statvfs", staticmethod(lambda path: status))
+    monkeypatch.setattr(System, "statvfs", staticmethod(lambda path: status))
 
 
 def test_without_room_for_all_nothing_is_made(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_another_failure_to_reserve_is_not_taken_for_a_lack_of_room(shm: Path, m
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.EINTR, "interrupted")
 
-    monkeypatch.setattr(Machine, "posix_fallocate", staticmethod(refuse))
+    monkeypatch.setattr(System, "posix_fallocate", staticmethod(refuse))
     with pytest.raises(OSError, match="interrupted"):
         pool.create(PAGE)
     assert (pool.slots, files(arena)) == ([], [])

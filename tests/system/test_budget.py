@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.budget import RESERVE, wipe, wipe_file
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import SlotPool
@@ -124,7 +124,7 @@ def test_more_than_this_process_may_use_is_refused_however_large_the_file_system
 
 
 def test_slots_for_which_the_machine_has_no_memory_are_refused(shm: Path) -> None:
-    class Small(Machine):
+    class Small(System):
         def available_bytes(self) -> int:
             return 3 * PAGE
 

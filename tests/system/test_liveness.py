@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.deadlines import Deadlines, parse_deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.watchdog.liveness import (
     Health,
     Heartbeat,
@@ -252,7 +252,7 @@ def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) ->
 def test_a_restore_is_slow_and_not_stuck_while_the_smp_moves_bytes(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
-    class Clock(Machine):
+    class Clock(System):
         now = 0.0
 
         def monotonic(self) -> float:

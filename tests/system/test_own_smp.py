@@ -11,14 +11,14 @@ from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
-from holdfast.smp_daemon.shared.system import MACHINE, Machine
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot import own_smp
 from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, suspend
 
 
-class Ahead(Machine):
+class Ahead(System):
     """A machine whose clock is ahead."""
 
     by_s = 0.0

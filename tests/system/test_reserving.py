@@ -32,7 +32,7 @@ from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
 from holdfast.smp_daemon.shared.messages import Seal
 from holdfast.smp_daemon.shared.owners import FREE, Owners, taken
 from holdfast.smp_daemon.shared.records import PART
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage.arena import Arena, Deleted
 from holdfast.smp_daemon.storage.pool import SlotMemory, SlotPool, SlotState
@@ -260,7 +260,7 @@ def test_it_is_shown_how_far_it_is(ground: Ground, capsys: pytest.CaptureFixture
 # ---------------------------------------------------------------------- memory that runs out
 
 
-class Scarce(Machine):
+class Scarce(System):
     """A machine on which others take the memory while it is being reserved."""
 
     def __init__(self, slots: int) -> None:

@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.owners import Owners, choices, taken
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -303,7 +303,7 @@ def test_one_smp_owns_an_arena_whatever_becomes_of_its_files(arena: Path) -> Non
 
 
 def test_what_cannot_be_removed_is_named(arena: Path) -> None:
-    class Refusing(Machine):
+    class Refusing(System):
         def rmtree(self, path: Any, *options: Any, **more: Any) -> None:
             raise PermissionError(1, "Operation not permitted", str(path))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
+from holdfast.smp_daemon.shared.system import Clocks
 from holdfast.snapshot.collective import meeting
 from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState
@@ -35,7 +36,7 @@ class Board:
         return all(key in self.said for key in keys)
 
 
-class Clock:
+class Clock(Clocks):
     """Time that passes only when somebody sleeps."""
 
     def __init__(self) -> None:

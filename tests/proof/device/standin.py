@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import _own_stream
 from holdfast.snapshot.copy.devices import DeviceEngines, engine_of
@@ -194,7 +194,7 @@ class EmulatedCuda:
                 stack.callback(self.driver.rest)
                 stack.enter_context(patch.object(torch, "empty", self._empty(torch.empty)))
                 stack.enter_context(patch.object(DriverGraph, "current", lambda: self.current(0), create=True))
-            stack.enter_context(patch.object(Machine, "Thread", Thread))
+            stack.enter_context(patch.object(System, "Thread", Thread))
             stack.enter_context(_ReportDevice(self))
             stack.enter_context(_QueueOperations(self))
             yield self

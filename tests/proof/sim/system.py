@@ -1,4 +1,4 @@
-"""The machine that simulated processes run on, as a `smp_daemon.shared.system.System`."""
+"""The machine that simulated processes run on, in place of a `smp_daemon.shared.system.System`."""
 
 from __future__ import annotations
 
@@ -106,4 +106,4 @@ class SimSystem(MemoryFiles):
         return SimGrpc
 
 
-SYSTEM = SimSystem()
+SYSTEM: Any = SimSystem()
