@@ -24,24 +24,6 @@ from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.interpreter import open_standard_streams
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_later, log_to
 from holdfast.smp_daemon.shared.priority import make_idle, make_session_nice, take_normal_turns
-from holdfast.smp_daemon.shared.settings import (
-    BACKEND,
-    BANDWIDTH,
-    DEADLINES,
-    GRACE,
-    HOST,
-    HTTP,
-    INSECURE,
-    LINKS,
-    MEMORY,
-    ON_HANG,
-    PRIORITY,
-    REBUILD,
-    REGROUP_AFTER,
-    SCRUB,
-    SPARES,
-    ZERO,
-)
 
 if TYPE_CHECKING:
     from holdfast.smp_daemon.node.core import Settings
@@ -63,7 +45,7 @@ def main() -> None:
 def _serve(arguments: argparse.Namespace, out: int) -> int:
     environment = os.environ | settings.given(arguments, settings.SMP_OPTIONS)
     take_normal_turns()  # before the first thread starts: the policy is per thread, and new threads inherit it
-    if PRIORITY.text(environment) == "idle":
+    if settings.PRIORITY.text(environment) == "idle":
         if arguments.detach:
             make_session_nice()  # without --detach the session is the caller's
         make_idle()
@@ -76,20 +58,20 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     log_later()  # what the SMP finds in its arena is logged there, once it knows that the arena is its own
     try:
         chosen_format()
-        http = HTTP.value(environment)
-        hosts = HOST.value(environment)
+        http = settings.HTTP.value(environment)
+        hosts = settings.HOST.value(environment)
         credentials = current()
-        access = access_of(hosts, INSECURE.value(environment), credentials)
+        access = access_of(hosts, settings.INSECURE.value(environment), credentials)
         if credentials.tls is not None:
             log.info("the certificate is valid until %s", check_certificates(credentials.tls))
-        spares = SPARES.value(environment)
-        grace_s = GRACE.value(environment)
+        spares = settings.SPARES.value(environment)
+        grace_s = settings.GRACE.value(environment)
         own = settings_of(environment)
         smp = Smp(
             arguments.job,
             arguments.node,
             arguments.arena,
-            HOST.text(environment),
+            settings.HOST.text(environment),
             arguments.port,
             arguments.bulk_port,
             own,
@@ -131,17 +113,17 @@ def settings_of(environment: Mapping[str, str]) -> Settings:
     from holdfast.smp_daemon.persist.persister import options_of
 
     return Settings(
-        backend=BACKEND.value(environment),
-        bandwidth=BANDWIDTH.value(environment),
-        links=LINKS.value(environment),
-        scrub=SCRUB.value(environment),
-        regroup_after_s=REGROUP_AFTER.value(environment),
-        rebuild=REBUILD.value(environment),
-        memory=MEMORY.value(environment),
-        zero=ZERO.value(environment),
-        deadlines=DEADLINES.value(environment),
-        on_hang=ON_HANG.value(environment),
-        priority=PRIORITY.value(environment),
+        backend=settings.BACKEND.value(environment),
+        bandwidth=settings.BANDWIDTH.value(environment),
+        links=settings.LINKS.value(environment),
+        scrub=settings.SCRUB.value(environment),
+        regroup_after_s=settings.REGROUP_AFTER.value(environment),
+        rebuild=settings.REBUILD.value(environment),
+        memory=settings.MEMORY.value(environment),
+        zero=settings.ZERO.value(environment),
+        deadlines=settings.DEADLINES.value(environment),
+        on_hang=settings.ON_HANG.value(environment),
+        priority=settings.PRIORITY.value(environment),
         persist=options_of(environment),
     )
 

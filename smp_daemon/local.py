@@ -13,44 +13,10 @@ from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import fetcher_of, lent_unit, recover
+from holdfast.smp_daemon.shared import messages
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.messages import (
-    Accepted,
-    AskCounters,
-    AskInventories,
-    AskInventory,
-    AskPersisted,
-    AskPersistedLayout,
-    AskSlots,
-    AskUnit,
-    Configure,
-    Ended,
-    Finish,
-    Greeted,
-    Hello,
-    InEpoch,
-    Join,
-    Leave,
-    Lend,
-    LentUnit,
-    Persist,
-    Recover,
-    Recovered,
-    RepairParity,
-    Request,
-    Reserved,
-    Say,
-    Scrub,
-    Seal,
-    SlotFile,
-    SlotFiles,
-    Stop,
-    Suspect,
-    TrainerRequest,
-    read_trainer_request,
-)
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, SocketStream
@@ -82,29 +48,29 @@ class TrainerConversation:
         self._hang_up: Callable[[], None] | None = None
         self._lender: Fetcher | None = None
         self._lent: memoryview | None = None
-        self._handlers: dict[type[Request], Callable[[Any], object]] = {
-            Hello: self._hello,
-            AskInventory: lambda request: smp.inventory().to_plain(),
-            AskInventories: self._inventories,
-            Join: self._join,
-            Configure: self._configure,
-            AskSlots: self._slots,
-            Seal: self._seal,
-            Recover: self._recover,
-            Lend: self._lend,
-            AskUnit: self._unit,
-            RepairParity: self._repair_parity,
-            Persist: lambda request: Accepted(accepted=smp.persister.order(request.snapshot)),
-            AskPersisted: lambda request: smp.persister.look(),
-            AskPersistedLayout: lambda request: smp.persister.layout_of(request.run, request.snapshot),
-            AskCounters: lambda request: smp.store.counters.read(),
-            Scrub: lambda request: scrub(self._store, lambda count: None),
-            Say: self._say,
-            Suspect: lambda request: smp.monitor.suspect(request.node),
-            Ended: self._ended,
-            Leave: lambda request: smp.drainer.hand_over(request.deadline_s),
-            Finish: self._finish,
-            Stop: self._stop,
+        self._handlers: dict[type[messages.Request], Callable[[Any], object]] = {
+            messages.Hello: self._hello,
+            messages.AskInventory: lambda request: smp.inventory().to_plain(),
+            messages.AskInventories: self._inventories,
+            messages.Join: self._join,
+            messages.Configure: self._configure,
+            messages.AskSlots: self._slots,
+            messages.Seal: self._seal,
+            messages.Recover: self._recover,
+            messages.Lend: self._lend,
+            messages.AskUnit: self._unit,
+            messages.RepairParity: self._repair_parity,
+            messages.Persist: lambda request: messages.Accepted(accepted=smp.persister.order(request.snapshot)),
+            messages.AskPersisted: lambda request: smp.persister.look(),
+            messages.AskPersistedLayout: lambda request: smp.persister.layout_of(request.run, request.snapshot),
+            messages.AskCounters: lambda request: smp.store.counters.read(),
+            messages.Scrub: lambda request: scrub(self._store, lambda count: None),
+            messages.Say: self._say,
+            messages.Suspect: lambda request: smp.monitor.suspect(request.node),
+            messages.Ended: self._ended,
+            messages.Leave: lambda request: smp.drainer.hand_over(request.deadline_s),
+            messages.Finish: self._finish,
+            messages.Stop: self._stop,
         }
 
     def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
@@ -114,8 +80,8 @@ class TrainerConversation:
         if self._hang_up is None:
             self._hang_up = stream.close
             self._smp.watchdog.connected(self._pid, self._hang_up)
-        request: TrainerRequest = read_trainer_request(message)
-        if isinstance(request, InEpoch) and request.epoch is not None:
+        request: messages.TrainerRequest = messages.read_trainer_request(message)
+        if isinstance(request, messages.InEpoch) and request.epoch is not None:
             self._store.state.check_epoch(request.epoch)
         self._lent = None
         return to_plain(self._handlers[type(request)](request)) or {}, self._lent
@@ -128,7 +94,7 @@ class TrainerConversation:
         if self._greeted:
             self._smp.trainer_left()
 
-    def _hello(self, request: Hello) -> Greeted:
+    def _hello(self, request: messages.Hello) -> messages.Greeted:
         if request.job != self._store.job:
             raise ConfigError(
                 f"the SMP at {self._store.arena.path} serves job {self._store.job!r}, not {request.job!r}: "
@@ -145,7 +111,7 @@ class TrainerConversation:
             self._coord = request.coord
             row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
         pid = self._smp.system.getpid()
-        return Greeted(node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE)
+        return messages.Greeted(node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE)
 
     def _check_room(self) -> None:
         """Raise `ConfigError` if another run of this job is training here.
@@ -161,14 +127,14 @@ class TrainerConversation:
                 f"replaces the other run, end process {other.pid} first"
             )
 
-    def _inventories(self, request: AskInventories) -> Message:
+    def _inventories(self, request: messages.AskInventories) -> Message:
         """The inventories of the SMPs at these addresses, without their layouts, which the asker knows already."""
         with self._store.changed:
             known = list(self._store.arena.layouts.values())
         found = gather_inventories(self._store.job, request.addresses, known, self._smp.system)
         return {"inventories": [replace(each, layouts={}).to_plain() for each in found]}
 
-    def _join(self, request: Join) -> None:
+    def _join(self, request: messages.Join) -> None:
         self._store.join(request.epoch, request.start)
         if self._coord is not None:
             self._store.state.goes_on(request.epoch, self._coord)
@@ -177,21 +143,21 @@ class TrainerConversation:
             self._smp.watchdog.joined(self._pid, self._coord)
         self._epoch = request.epoch
 
-    def _configure(self, request: Configure) -> Reserved:
+    def _configure(self, request: messages.Configure) -> messages.Reserved:
         count = self._store.configure(request.layout)
         self._smp.persister.configured(request.layout)
-        return Reserved(count=count)
+        return messages.Reserved(count=count)
 
-    def _slots(self, request: AskSlots) -> SlotFiles:
+    def _slots(self, request: messages.AskSlots) -> messages.SlotFiles:
         found = self._store.slots(request.epoch, request.coord)
-        return SlotFiles(slots=tuple(SlotFile(**pool.place(slot)) for pool, slot in found))
+        return messages.SlotFiles(slots=tuple(messages.SlotFile(**pool.place(slot)) for pool, slot in found))
 
-    def _seal(self, request: Seal) -> None:
+    def _seal(self, request: messages.Seal) -> None:
         self._store.sealing.seal(request)
         self._smp.next_s, self._smp.spent = request.next_s, request.spent
         self._smp.watchdog.note_own(request.coord, request.spent.own)
 
-    def _recover(self, request: Recover) -> Recovered:
+    def _recover(self, request: messages.Recover) -> messages.Recovered:
         sources, coord = request.sources, request.coord
         self._store.note_restored(sources.snapshot)
         if sources.persisted:
@@ -208,7 +174,7 @@ class TrainerConversation:
             )
         return recovered
 
-    def _lend(self, request: Lend) -> None:
+    def _lend(self, request: messages.Lend) -> None:
         """Make later `AskUnit` requests return units of this snapshot."""
         sources = request.sources
         if sources.persisted:
@@ -221,7 +187,7 @@ class TrainerConversation:
         self._store.keep_layout(sources.layout)
         self._lender = fetcher_of(self._store, sources, by_chain=False)
 
-    def _unit(self, request: AskUnit) -> LentUnit:
+    def _unit(self, request: messages.AskUnit) -> messages.LentUnit:
         if self._lender is None:
             raise ProtocolError("say first what to `lend` units of")
         before = self._lender.bytes_received
@@ -230,9 +196,9 @@ class TrainerConversation:
         if self._coord is not None:
             epoch, of = self._store.state.epoch, self._lender.snapshot
             self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
-        return LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_received)
+        return messages.LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_received)
 
-    def _repair_parity(self, request: RepairParity) -> None:
+    def _repair_parity(self, request: messages.RepairParity) -> None:
         sources, group, position = request.sources, request.group, request.position
         if not sources.layout.has_parity(group, position):
             raise ProtocolError(
@@ -240,10 +206,10 @@ class TrainerConversation:
             )
         self._smp.reconciler.order_parity(sources, group, position)
 
-    def _say(self, request: Say) -> None:
+    def _say(self, request: messages.Say) -> None:
         self._smp.said = request.text
 
-    def _ended(self, request: Ended) -> None:
+    def _ended(self, request: messages.Ended) -> None:
         if request.epoch is None:
             raise ProtocolError("say in which epoch it ends")
         self._end(request.epoch, request.coord, TrainerEnd(request.step, request.failure))
@@ -264,7 +230,7 @@ class TrainerConversation:
         except ArenaTooSmall as error:
             log.warning("could not record how %s ended: %s", self._coord, error)
 
-    def _stop(self, request: Stop) -> None:
+    def _stop(self, request: messages.Stop) -> None:
         with self._store.changed:
             others = self._smp.trainers - self._greeted
             if others and not request.force:
@@ -274,7 +240,7 @@ class TrainerConversation:
                 )
             self._smp.stop(remove=request.remove)
 
-    def _finish(self, request: Finish) -> None:
+    def _finish(self, request: messages.Finish) -> None:
         self._store.state.check_epoch(request.epoch)
         self._smp.finish()
 

@@ -15,6 +15,7 @@ import grpc
 from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, Strangers, learn, most_connections, value
 from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.refusals import Refusal, Refused, refusal_in
+from holdfast.smp_daemon.shared import messages
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -25,16 +26,6 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.handshake import Signer
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES
-from holdfast.smp_daemon.shared.messages import (
-    ParityDone,
-    PeerControl,
-    PeerRequest,
-    Ping,
-    Pong,
-    check_request,
-    introduced,
-    read_peer_control,
-)
 from holdfast.smp_daemon.shared.plain import encode_json, from_plain, pack, unpack
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, Network
@@ -68,7 +59,12 @@ class PeerServer:
     """Answers the other SMPs of the job, and commands, in its own threads."""
 
     def __init__(
-        self, gate: Gate, answer: Callable[[PeerControl, AtEnd], Outbound], host: str, port: int, network: Network
+        self,
+        gate: Gate,
+        answer: Callable[[messages.PeerControl, AtEnd], Outbound],
+        host: str,
+        port: int,
+        network: Network,
     ) -> None:
         """Bind the port. Nothing is answered before `start`.
 
@@ -124,8 +120,8 @@ class PeerServer:
                 done()
 
         try:
-            request: PeerControl = read_peer_control(unpack(dict[str, Any], body, "a message"))
-            check_request(request, self._job)
+            request: messages.PeerControl = messages.read_peer_control(unpack(dict[str, Any], body, "a message"))
+            messages.check_request(request, self._job)
             return pack(self._answer(request, at_end))
         except HoldfastError as error:
             return encode_json({"error": type(error).__name__, "message": str(error)})
@@ -153,7 +149,12 @@ class PeerClient:
         self.close()
 
     def ask(
-        self, address: Address, request: PeerRequest, deadline_s: float = CALL_DEADLINE_S, *, starting: bool = False
+        self,
+        address: Address,
+        request: messages.PeerRequest,
+        deadline_s: float = CALL_DEADLINE_S,
+        *,
+        starting: bool = False,
     ) -> Message:
         """Send `request` and wait for its reply.
 
@@ -166,7 +167,7 @@ class PeerClient:
             DeadlineExceeded: no answer in time.
             HoldfastError: the error that the SMP replies with.
         """
-        body = pack(introduced(request))
+        body = pack(messages.introduced(request))
         try:
             return self._asked(address, body, deadline_s, starting, again=True)
         except grpc.RpcError as error:
@@ -176,9 +177,13 @@ class PeerClient:
             late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             raise DeadlineExceeded(text) if late else SmpUnavailable(text) from error
 
-    def ping(self, address: Address, deadline_s: float, *, starting: bool = False) -> Pong:
+    def ping(self, address: Address, deadline_s: float, *, starting: bool = False) -> messages.Pong:
         """Ask an SMP which job, node and epoch it serves. Raises as `ask`."""
-        return from_plain(Pong, self.ask(address, Ping(job=self._job), deadline_s, starting=starting), "who is there")
+        return from_plain(
+            messages.Pong,
+            self.ask(address, messages.Ping(job=self._job), deadline_s, starting=starting),
+            "who is there",
+        )
 
     def tell_parity_done(
         self, layout: Layout, node: str, epoch: int, snapshot: SnapshotId, failed: Callable[[str], None]
@@ -186,13 +191,13 @@ class PeerClient:
         """Tell the other members of `node`'s group. Returns at once; `failed` gets the reason if one cannot be told."""
         group, position = layout.place(node)
         tag = layout.tag(group)
-        request = ParityDone(job=layout.job, epoch=epoch, snapshot=snapshot, tag=tag, position=position)
+        request = messages.ParityDone(job=layout.job, epoch=epoch, snapshot=snapshot, tag=tag, position=position)
         for member in layout.members(group):
             if member.name != node:
                 name = member.name
                 self._tell(
                     member.control,
-                    encode_json(introduced(request)),
+                    encode_json(messages.introduced(request)),
                     lambda why, name=name: failed(f"node {name!r} could not be told: {why}"),  # type: ignore[misc]
                     again=True,
                 )

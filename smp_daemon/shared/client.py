@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.smp_daemon.shared import messages
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, RepairState, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Progress
 from holdfast.smp_daemon.shared.errors import (
@@ -30,39 +31,6 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_SAYING,
     MOVE_DEADLINE_S,
     move_deadline,
-)
-from holdfast.smp_daemon.shared.messages import (
-    LONGEST_S,
-    Accepted,
-    AskCounters,
-    AskInventories,
-    AskInventory,
-    AskPersisted,
-    AskPersistedLayout,
-    AskSlots,
-    AskUnit,
-    Configure,
-    Ended,
-    Finish,
-    Greeted,
-    Hello,
-    Inventories,
-    Join,
-    Leave,
-    Lend,
-    LentUnit,
-    Persist,
-    Recover,
-    Recovered,
-    RepairParity,
-    Request,
-    Reserved,
-    Say,
-    Scrub,
-    Seal,
-    SlotFiles,
-    Stop,
-    Suspect,
 )
 from holdfast.smp_daemon.shared.paths import known_owner, not_private, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
@@ -148,8 +116,8 @@ class SmpConnection:
 
     def _greet(self, deadline_s: float) -> None:
         # With an epoch the SMP takes this for a trainer that comes back, without one for a new run of the job.
-        hello = Hello(job=self._job, speaks=spoken(), release=RELEASE, coord=self._coord, epoch=self.epoch)
-        greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
+        hello = messages.Hello(job=self._job, speaks=spoken(), release=RELEASE, coord=self._coord, epoch=self.epoch)
+        greeted = from_plain(messages.Greeted, self._call(hello, deadline_s), "how an SMP greets")
         check_range(f"the SMP of {self.arena}", greeted.speaks, greeted.release)
         self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
         self._watch()
@@ -188,7 +156,7 @@ class SmpConnection:
         self._hang_up()
         self._unwatch()
 
-    def _end(self, message: Request, *, removes: bool) -> None:
+    def _end(self, message: messages.Request, *, removes: bool) -> None:
         if self._process is None:
             raise SmpUnavailable(f"the process of the SMP of {self.arena} is gone, or of another pid namespace")
         try:
@@ -203,7 +171,7 @@ class SmpConnection:
         finally:
             self.close()
 
-    def _call(self, message: Request, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
+    def _call(self, message: messages.Request, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
         """Send a request and return its reply. `turn_s`: timeout for another thread's call to end; -1: none."""
         if turn_s < 0:
             with self._lock:  # not `acquire`: a signal handler cannot raise between taking the lock and this block
@@ -215,7 +183,7 @@ class SmpConnection:
         finally:
             self._lock.release()
 
-    def _call_to_move(self, message: Request, count: int) -> Message:
+    def _call_to_move(self, message: messages.Request, count: int) -> Message:
         """Send a request and return its reply, however long the SMP works on it, as long as bytes move.
 
         `count`: most bytes that the SMP works on without saying so, as when it digests them.
@@ -236,7 +204,7 @@ class SmpConnection:
             finally:
                 stream.goes_on = None
 
-    def _ask(self, message: Request, deadline_s: float) -> Message:
+    def _ask(self, message: messages.Request, deadline_s: float) -> Message:
         stream = self._connected()
         stream.set_deadline(deadline_s)
         try:
@@ -265,7 +233,7 @@ class SmpConnection:
             raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
         return self._stream
 
-    def _call_for_bytes(self, message: Request, out: memoryview, what: str) -> tuple[Message, int]:
+    def _call_for_bytes(self, message: messages.Request, out: memoryview, what: str) -> tuple[Message, int]:
         """Send a request whose reply comes with as many bytes as `out` takes. Returns the reply and their digest."""
         with self._lock:
             stream = self._connected()
@@ -332,12 +300,12 @@ class SmpClient(SmpConnection):
 
     def inventory(self) -> Inventory:
         """What the SMP holds."""
-        return Inventory.read(self._call(AskInventory()))
+        return Inventory.read(self._call(messages.AskInventory()))
 
     def inventories(self, addresses: Collection[Address]) -> list[Inventory]:
         """What the SMPs at `addresses` hold, as far as they answer, without layouts. Blocks while they are asked."""
-        reply = self._call(AskInventories(addresses=tuple(addresses)), MOVE_DEADLINE_S)
-        return [Inventory.read(each) for each in from_plain(Inventories, reply, "what SMPs hold").inventories]
+        reply = self._call(messages.AskInventories(addresses=tuple(addresses)), MOVE_DEADLINE_S)
+        return [Inventory.read(each) for each in from_plain(messages.Inventories, reply, "what SMPs hold").inventories]
 
     def join(self, epoch: int, start: Start | None = None, *, deadline_s: float | None = None) -> None:
         """Enter an epoch, and fence every older one.
@@ -347,7 +315,7 @@ class SmpClient(SmpConnection):
             deadline_s: timeout for another thread's call to end, and again for the answer. By default the wait for the
                 other call has no limit of its own, and the answer has `CALL_DEADLINE_S`.
         """
-        message = Join(epoch=epoch, start=start, near=self.near)
+        message = messages.Join(epoch=epoch, start=start, near=self.near)
         if deadline_s is None:
             self._call(message)
         else:
@@ -366,10 +334,10 @@ class SmpClient(SmpConnection):
             ArenaTooSmall: there is not enough room.
             DeadlineExceeded: not all of the memory was reserved in time.
         """
-        message, progress, moves = Configure(layout=layout), Progress(self.system.monotonic), -1
+        message, progress, moves = messages.Configure(layout=layout), Progress(self.system.monotonic), -1
         while True:
             reply = self._call(message, MOVE_DEADLINE_S)
-            count = from_plain(Reserved, reply, "how much is reserved").count
+            count = from_plain(messages.Reserved, reply, "how much is reserved").count
             if not wait or count >= layout.slots:
                 return count
             is_news, began_s = False, self.system.monotonic()
@@ -385,8 +353,8 @@ class SmpClient(SmpConnection):
     def slots(self, epoch: int, coord: str) -> list[memoryview]:
         """All slots that `take` may return for `coord` in that epoch, mapped. Mappings of other slots are dropped. May
         take as long as touching all pages of the slots."""
-        reply = self._call(AskSlots(epoch=epoch, coord=coord), MOVE_DEADLINE_S)
-        return self._slots.learn(epoch, coord, from_plain(SlotFiles, reply, "the slots of a shard").slots)
+        reply = self._call(messages.AskSlots(epoch=epoch, coord=coord), MOVE_DEADLINE_S)
+        return self._slots.learn(epoch, coord, from_plain(messages.SlotFiles, reply, "the slots of a shard").slots)
 
     def take(self, coord: str, keep: Collection[SnapshotId]) -> TakenSlot:
         """A slot of the epoch that was joined, to write a shard into: one that is free, or that holds a snapshot which
@@ -422,7 +390,7 @@ class SmpClient(SmpConnection):
     ) -> None:
         """Have the SMP check and commit a shard whose bytes are all written. Frees older snapshots that are not in
         `keep`, and parity of those that are not in `with_parity`. The arguments are those of `messages.Seal`."""
-        request = Seal(
+        request = messages.Seal(
             snapshot=snapshot,
             coord=coord,
             slot=slot.file,
@@ -489,15 +457,15 @@ class SmpClient(SmpConnection):
             check: have the SMP read a shard that it holds already, and repair it in place. If False, the SMP answers
                 at once for such a shard, and the caller must compare each unit with its digest before using it.
         """
-        message = Recover(epoch=self.epoch, sources=sources, coord=coord, check=check)
+        message = messages.Recover(epoch=self.epoch, sources=sources, coord=coord, check=check)
         reply = self._call_to_move(message, sources.layout.shard_bytes(coord))
-        got = from_plain(Recovered, reply, "a shard that is held again")
+        got = from_plain(messages.Recovered, reply, "a shard that is held again")
         view = self._slots.map(got, touch=False)
         return RecoveredShard(view, got.how, got.bytes_fetched, got.unit_bytes, got.digests)
 
     def lend(self, sources: Sources) -> None:
         """Choose the snapshot whose units `unit` returns from now on, whichever SMP holds them."""
-        self._call(Lend(epoch=self.epoch, sources=sources))
+        self._call(messages.Lend(epoch=self.epoch, sources=sources))
 
     def unit(self, coord: str, index: int, out: memoryview) -> int:
         """Fill `out` with unit `index` of shard `coord`, verified. `out` must be as long as the unit. Blocks meanwhile.
@@ -507,9 +475,9 @@ class SmpClient(SmpConnection):
         Raises:
             Unrecoverable, DamagedSnapshot: the unit cannot be recovered intact.
         """
-        message = AskUnit(epoch=self.epoch, coord=coord, unit=index)
+        message = messages.AskUnit(epoch=self.epoch, coord=coord, unit=index)
         reply, found = self._call_for_bytes(message, out, f"unit {index} of {coord}")
-        lent = from_plain(LentUnit, reply, "a unit that is lent")
+        lent = from_plain(messages.LentUnit, reply, "a unit that is lent")
         if found != lent.digest:
             raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
         return lent.bytes_fetched
@@ -521,20 +489,22 @@ class SmpClient(SmpConnection):
 
     def persist(self, snapshot: SnapshotId) -> bool:
         """Have the SMP persist its part of a snapshot in the background. Returns whether it does."""
-        return from_plain(Accepted, self._call(Persist(snapshot=snapshot)), "whether that is done").accepted
+        return from_plain(
+            messages.Accepted, self._call(messages.Persist(snapshot=snapshot)), "whether that is done"
+        ).accepted
 
     def persisted(self, deadline_s: float = PLACE_DEADLINE_S) -> Persisted:
         """What is persisted, as far as the SMP sees. Raises `PlaceError` if the storage fails."""
-        return from_plain(Persisted, self._call(AskPersisted(), deadline_s), "what is persisted")
+        return from_plain(Persisted, self._call(messages.AskPersisted(), deadline_s), "what is persisted")
 
     def persisted_layout(self, run: str, snapshot: SnapshotId) -> Layout:
         """The layout that a persisted snapshot was taken in. Raises `PlaceError`, `DamagedSnapshot`."""
-        return Layout.read(self._call(AskPersistedLayout(run=run, snapshot=snapshot), PLACE_DEADLINE_S))
+        return Layout.read(self._call(messages.AskPersistedLayout(run=run, snapshot=snapshot), PLACE_DEADLINE_S))
 
     def repair_parity(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP recompute the parity of a lost node in the background, for as long as this epoch lasts. Harmless
         if repeated."""
-        self._call(RepairParity(epoch=self.epoch, sources=sources, group=group, position=position))
+        self._call(messages.RepairParity(epoch=self.epoch, sources=sources, group=group, position=position))
 
     def repaired(self) -> RepairState:
         """How far everything is that trainers of this node have ordered with `repair_parity` in the epoch that this one
@@ -543,16 +513,16 @@ class SmpClient(SmpConnection):
 
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to operators, in place of the previous text."""
-        self._call(Say(epoch=self.epoch, text=text[:MAX_SAYING]))
+        self._call(messages.Say(epoch=self.epoch, text=text[:MAX_SAYING]))
 
     def suspect(self, node: str) -> None:
         """Tell the SMP that `node` seems to be dead. The SMP still decides by its own checks, but makes them sooner."""
-        self._call(Suspect(node=node))
+        self._call(messages.Suspect(node=node))
 
     def ended(self, coord: str, end: TrainerEnd) -> None:
         """Report how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
         if self.epoch is not None:
-            said = Ended(epoch=self.epoch, coord=coord, step=end.step, failure=end.failure)
+            said = messages.Ended(epoch=self.epoch, coord=coord, step=end.step, failure=end.failure)
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
 
     def leave(self, deadline_s: float) -> None:
@@ -562,11 +532,13 @@ class SmpClient(SmpConnection):
         Raises:
             DeadlineExceeded, ConfigError: see `coding.drain.Draining.hand_over`.
         """
-        self._call(Leave(epoch=self.epoch, deadline_s=min(deadline_s, LONGEST_S)), deadline_s + ANSWER_S)
+        self._call(
+            messages.Leave(epoch=self.epoch, deadline_s=min(deadline_s, messages.LONGEST_S)), deadline_s + ANSWER_S
+        )
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.shared.counters.COUNTS`."""
-        return from_plain(dict[str, int], self._call(AskCounters()), "what an SMP has counted")
+        return from_plain(dict[str, int], self._call(messages.AskCounters()), "what an SMP has counted")
 
     def scrub(self) -> dict[str, int]:
         """Have the SMP check every sealed unit now, and repair damaged ones. Returns the counts ``units``, ``damaged``
@@ -574,7 +546,9 @@ class SmpClient(SmpConnection):
 
         Blocks for about one read of the arena.
         """
-        return from_plain(dict[str, int], self._call(Scrub(), self._read_deadline("*")), "what a scrub has found")
+        return from_plain(
+            dict[str, int], self._call(messages.Scrub(), self._read_deadline("*")), "what a scrub has found"
+        )
 
     def _read_deadline(self, names: str) -> float:
         """Timeout for an SMP to read the files of its arena with such names."""
@@ -590,7 +564,7 @@ class SmpClient(SmpConnection):
         Raises:
             SmpUnavailable: it ended before it had removed the whole arena.
         """
-        self._end(Finish(epoch=epoch), removes=True)
+        self._end(messages.Finish(epoch=epoch), removes=True)
 
     def stop(self, *, remove: bool, force: bool) -> None:
         """Stop the SMP. Blocks until it has ended.
@@ -602,4 +576,4 @@ class SmpClient(SmpConnection):
         Raises:
             ConfigError: other trainers are connected, and `force` is False.
         """
-        self._end(Stop(remove=remove, force=force), removes=remove)
+        self._end(messages.Stop(remove=remove, force=force), removes=remove)

@@ -48,7 +48,7 @@ def test_the_code_names_the_settings_of_the_table_and_no_others() -> None:
     texts = [path.read_text() for path in sources()]
     named = {name for text in texts for name in VARIABLE.findall(text)}
     assert named <= VARIABLES.keys()
-    imported = "\n".join(text for text in texts if "smp_daemon.shared.settings import" in text)
+    imported = "\n".join(text for text in texts if re.search(r"smp_daemon\.shared(\.settings)? import", text))
     entries = {each.variable: name for name, each in vars(settings).items() if isinstance(each, settings.Setting)}
     unread = [name for name in VARIABLES.keys() - named if not re.search(rf"\b{entries[name]}\.", imported)]
     assert unread == []
