@@ -20,7 +20,6 @@ from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.messages import Recovered
 from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotState
@@ -158,21 +157,16 @@ def repair_parity(
     stripes = layout.stripes(group)
     key = ParityKey(sources.snapshot, layout.tag(group), position)
     units = [each for stripe in stripes.parity_stripes(position) for each in stripes.contributors(stripe)]
-    try:
-        with fetcher_of(store, sources) as fetcher:
-            try:
-                with store.receiving.parity(key, layout, group) as gathering:
-                    fetcher.all(_contributions(fetcher, gathering, group, position, go_on), len(units))
-            except (Unrecoverable, DamagedSnapshot) as error:
-                if fetcher.misses_somebody:
-                    raise SmpUnavailable(
-                        f"not all SMPs that hold some of {sources.snapshot} answer: {error}"
-                    ) from error
-                raise
-            failpoint("repair_parity.done", sources.snapshot.step)
-            return fetcher.bytes_received
-    finally:
-        store.codings.repair_over(Coding(sources.snapshot, key.tag))
+    with fetcher_of(store, sources) as fetcher:
+        try:
+            with store.receiving.parity(key, layout, group) as gathering:
+                fetcher.all(_contributions(fetcher, gathering, group, position, go_on), len(units))
+        except (Unrecoverable, DamagedSnapshot) as error:
+            if fetcher.misses_somebody:
+                raise SmpUnavailable(f"not all SMPs that hold some of {sources.snapshot} answer: {error}") from error
+            raise
+        failpoint("repair_parity.done", sources.snapshot.step)
+        return fetcher.bytes_received
 
 
 def _contributions(

@@ -1,8 +1,8 @@
 """The parity that is being gathered on this node, and which members of each group have committed theirs.
 
-Every public method is thread-safe. `changed` is `Store.changed`, the store's lock; here it guards the set of gatherings
-and the committed positions. The locks of a `ParityGathering` guard its bytes, so units are accumulated while other
-threads hold the store's lock.
+Every public method is thread-safe. `changed` is `Store.changed`, the store's lock; here it guards the committed
+positions. The locks of a `ParityGathering` guard its bytes, so units are accumulated while other threads hold the
+store's lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.system import MACHINE, Clocks
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.holdings import Commit, Holdings, ParityKey
+from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
 from holdfast.smp_daemon.storage.job_state import JobState
 from holdfast.smp_daemon.storage.receiving import GatheringSlot, Receiving
 
@@ -64,7 +64,6 @@ class Codings:
         self._receiving = receiving
         self._on_own = on_own
         self._on_done = on_done
-        self._gatherings: dict[Coding, GatheringSlot] = {}
         self._done: dict[Coding, set[int]] = {}
         # Own parities that the group is yet to be told of: noted with the store's lock, told without it.
         self._untold: list[tuple[int, SnapshotId, Layout]] = []
@@ -80,15 +79,16 @@ class Codings:
             StaleEpoch, ProtocolError, NoFreeSlot.
         """
         self._state.check_epoch(epoch)
-        gathering = self._gather(coding)
-        if gathering is None:
+        found = self._gather(coding)
+        if found is None:
             self._tell_group()
             return
+        key, gathering = found
         gathering.parity.accumulate(stripe, position, unit, unit_digest)
         self._holdings.counters.add(units_accumulated=1)
         failpoint("parity.accumulated", coding.snapshot.step)
         if gathering.parity.complete:
-            self._commit_parity(coding, gathering)
+            self._commit_parity(key, gathering)
 
     def await_gathering(self, epoch: int, coding: Coding) -> None:
         """Block until this node knows the group and has a slot for its parity, `SLOT_WAIT_S` at most. Parity of padding
@@ -106,33 +106,16 @@ class Codings:
                     self._state.check_epoch(epoch)
                 if epoch == self._state.epoch and self.find_layout(coding) is not None:
                     try:
-                        gathering = self._gather(coding)
+                        found = self._gather(coding)
                         break
                     except NoFreeSlot:
                         pass  # the next `seal` releases a slot
                 left = deadline - self._clocks.monotonic()
                 if left <= 0 or not self.changed.wait(left):
                     raise NoFreeSlot(f"node {self._node!r} has no slot yet for the parity of {coding.snapshot}")
-        if gathering is not None and gathering.parity.complete:
-            self._commit_parity(coding, gathering)
+        if found is not None and found[1].parity.complete:
+            self._commit_parity(*found)
         self._tell_group()
-
-    def repair_over(self, coding: Coding) -> None:
-        """Note that an attempt to recompute this group's parity is over. It took the slot of the gathering, if any.
-
-        Until this call, units that still arrive are accumulated into the old file, which is no slot any more. If the
-        attempt failed, the parity can be gathered anew.
-        """
-        with self.changed:
-            gathering, layout = self._gatherings.get(coding), self.find_layout(coding)
-            if gathering is None or layout is None or gathering.pool.is_at(gathering.slot, gathering.view):
-                return
-            del self._gatherings[coding]
-            if not self._holdings.holds(ParityKey(*coding, gathering.parity.position)):
-                return
-            self._own_parity_done(coding, gathering.parity.position, layout)
-        self._tell_group()
-        self._on_done(coding.snapshot)
 
     def parity_done(self, epoch: int, coding: Coding, position: int) -> None:
         """Note that the group member at `position` has committed its parity. Raises `StaleEpoch`, `ProtocolError`."""
@@ -161,61 +144,45 @@ class Codings:
     def forget(self, gone: Callable[[SnapshotId], bool]) -> None:
         """Stop all work for snapshots for which `gone` is True: they are given up."""
         with self.changed:
-            for coding in [coding for coding in self._gatherings if gone(coding.snapshot)]:
-                self._stop(coding)
+            self._receiving.forget(gone)
             self._done = {coding: done for coding, done in self._done.items() if not gone(coding.snapshot)}
 
-    def _gather(self, coding: Coding) -> GatheringSlot | None:
+    def _gather(self, coding: Coding) -> tuple[ParityKey, GatheringSlot] | None:
         """The gathering of this node's parity, begun if needed; None if the parity is committed.
 
         Raises:
             NoFreeSlot: every parity slot holds a snapshot that is kept.
         """
         with self.changed:
-            known = self._gatherings.get(coding)
-            if known is not None:
-                return known
-            layout = self.find_layout(coding)
-            group, position, length = self._own_parity(coding, layout)
-            assert layout is not None  # `_own_parity` has refused it otherwise
-            key = ParityKey(*coding, position)
-            if not length or self._holdings.holds(key):
-                self._own_parity_done(coding, position, layout)
+            layout, group, key = self._own_parity(coding)
+            if not layout.stripes(group).parity_bytes(key.position) or self._holdings.holds(key):
+                self._own_parity_done(coding, key.position, layout)
                 return None
-            pool = self._arena.parity_pool(coding.tag, position)
-            pool, slot, view = self._receiving.slot_for(pool, coding.snapshot, length)
-            failpoint("parity.taken", coding.snapshot.step)
-            self._gatherings[coding] = GatheringSlot(
-                pool, slot, view, self._receiving.gathering(key, layout, group, view)
-            )
-            return self._gatherings[coding]
+            return key, self._receiving.gather(key, layout, group)
 
-    def _own_parity(self, coding: Coding, layout: Layout | None) -> tuple[int, int, int]:
-        """The group of `coding` in a layout, this node's position in it, and the length of its parity in bytes."""
+    def _own_parity(self, coding: Coding) -> tuple[Layout, int, ParityKey]:
+        """The layout and the group of `coding`, and this node's parity in it."""
+        layout = self.find_layout(coding)
         group = layout.group_of(coding.tag) if layout is not None else None
         if layout is None or group is None or not layout.protects(group):
             raise ProtocolError(f"node {self._node!r} knows no parity of group {coding.tag} of {coding.snapshot}")
         members = [node.name for node in layout.members(group)]
         if self._node not in members:
             raise ProtocolError(f"node {self._node!r} is not in group {coding.tag}")
-        position = members.index(self._node)
-        return group, position, layout.stripes(group).parity_bytes(position)
+        return layout, group, ParityKey(*coding, members.index(self._node))
 
-    def _commit_parity(self, coding: Coding, gathering: GatheringSlot) -> None:
-        commit = Commit.of(gathering.parity.record())
-        failpoint("parity.complete", coding.snapshot.step)
+    def _commit_parity(self, key: ParityKey, gathering: GatheringSlot) -> None:
+        failpoint("parity.complete", key.snapshot.step)
+        if self._receiving.commit(key, gathering):
+            failpoint("parity.committed", key.snapshot.step)
+        coding = Coding(key.snapshot, key.tag)
         with self.changed:
             layout = self.find_layout(coding)
-            if layout is None or self._gatherings.get(coding) is not gathering:
-                return  # another thread saw it complete and committed it, or the snapshot was given up
-            if not gathering.pool.is_at(gathering.slot, gathering.view):
-                return  # a repair took the slot and computes the parity from shards: see `repair_over`
-            self._holdings.commit(gathering.pool, gathering.slot, commit)
-            failpoint("parity.committed", coding.snapshot.step)
-            del self._gatherings[coding]
-            self._own_parity_done(coding, gathering.parity.position, layout)
+            if layout is None or not self._holdings.holds(key):
+                return  # it was given up
+            self._own_parity_done(coding, key.position, layout)
         self._tell_group()
-        self._on_done(coding.snapshot)
+        self._on_done(key.snapshot)
 
     def _own_parity_done(self, coding: Coding, position: int, layout: Layout) -> None:
         done = self._done.setdefault(coding, set())
@@ -230,6 +197,3 @@ class Codings:
             untold, self._untold = self._untold, []
         for told in untold:
             self._on_own(*told)
-
-    def _stop(self, coding: Coding) -> None:
-        self._receiving.stop(self._gatherings.pop(coding))

@@ -1,5 +1,5 @@
-"""Bytes that come from elsewhere, into slots of this node: a shard that it lost, parity that it recomputes, and parity
-that its group's units grow into.
+"""Bytes that come from elsewhere, into slots of this node: a shard that it lost, and parity that grows unit by unit,
+whether its group sends them or this node fetches them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Receiving:
         self._reserver = reserver
         self._backend = backend
         self._threads = threads
-        self._repairs: dict[ParityKey, GatheringSlot] = {}  # the newest attempt for each; see `parity`
+        self._gatherings: dict[ParityKey, GatheringSlot] = {}
 
     @contextmanager
     def shard(self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]) -> Iterator[memoryview]:
@@ -83,7 +83,8 @@ class Receiving:
             commit = Commit.of(ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id))
             failpoint("receive.checked", key.snapshot.step)
             with self._lock:
-                _check_mine(pool, slot, view, key.snapshot)
+                if not pool.is_at(slot, view):
+                    raise StaleEpoch(f"the slot that {key} was received into was taken away")
                 self._holdings.commit(pool, slot, commit)
             failpoint("receive.done", key.snapshot.step)
         except BaseException:
@@ -92,49 +93,73 @@ class Receiving:
 
     @contextmanager
     def parity(self, key: ParityKey, layout: Layout, group: int) -> Iterator[ParityGathering]:
-        """A gathering to recompute a parity that this node lacks. It is committed if the block leaves it complete.
+        """The gathering of a parity that this node lacks, to add units to; its group may send some of them meanwhile.
+        It is committed if the block leaves it complete. Makes a slot if none is free; see `make`.
 
         Raises:
-            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or because the snapshot
-                was given up.
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, or because the snapshot was given up.
         """
-        stripes = layout.stripes(group)
-        with self._slot_for_key(key, stripes.parity_bytes(key.position)) as (pool, slot, view):
-            # With the slot, under one lock: another attempt that took it in between would lose it, and free none.
-            mine = self._repairs[key] = GatheringSlot(pool, slot, view, self.gathering(key, layout, group, view))
+        with self._lock:
+            known = self._gatherings.get(key)
+        mine = known
+        if mine is None:
+            with self._slot_for_key(key, layout.stripes(group).parity_bytes(key.position)) as place:
+                mine = self._begin(key, layout, group, *place)
         try:
             failpoint("repair_parity.taken", key.snapshot.step)
             yield mine.parity
-            commit = Commit.of(mine.parity.record())
             failpoint("repair_parity.accumulated", key.snapshot.step)
-            with self._lock:
-                if self._repairs.get(key) is not mine:
-                    raise _taken_away(key.snapshot)
-                _check_mine(pool, slot, view, key.snapshot)
-                self._holdings.commit(pool, slot, commit)
-                del self._repairs[key]
+            if not self.commit(key, mine) and not self._holdings.holds(key):
+                raise StaleEpoch(f"the slot that {key} was gathered in was taken away")
         except BaseException:
             with self._lock:
-                if self._repairs.get(key) is mine:
-                    self.stop(self._repairs.pop(key))
+                if known is None and self._gatherings.get(key) is mine:
+                    self._stop(key)
             raise
 
-    def stop_repairs(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Stop the parity repairs of snapshots for which `gone` is True, and free their slots."""
-        with self._lock:
-            for key in [key for key in self._repairs if gone(key.snapshot)]:
-                self.stop(self._repairs.pop(key))
+    def gather(self, key: ParityKey, layout: Layout, group: int) -> GatheringSlot:
+        """The gathering of a parity, begun in a free slot if there is none. The caller holds the lock. Raises
+        `NoFreeSlot`."""
+        known = self._gatherings.get(key)
+        if known is None:
+            length = layout.stripes(group).parity_bytes(key.position)
+            place = self.slot_for(self._holdings.pool(key), key.snapshot, length)
+            failpoint("parity.taken", key.snapshot.step)
+            known = self._begin(key, layout, group, *place)
+        return known
 
-    def stop(self, gathering: GatheringSlot) -> None:
-        """Give up a gathering that nobody will finish, and free its slot."""
-        gathering.parity.cancel()  # first: nothing may write to the slot once it is free
-        self.give_back(gathering.pool, gathering.slot, gathering.view)
-
-    def gathering(self, key: ParityKey, layout: Layout, group: int, view: memoryview) -> ParityGathering:
-        """A new gathering that accumulates the parity of a group of `layout` into `view`."""
+    def _begin(
+        self, key: ParityKey, layout: Layout, group: int, pool: SlotPool, slot: Slot, view: memoryview
+    ) -> GatheringSlot:
+        if (before := self._gatherings.get(key)) is not None:
+            before.parity.cancel()  # its slot was taken away for this one
         stripes, run = layout.stripes(group), layout.run.id
         codec = choose_codec(stripes.data, stripes.parity, self._backend)
-        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._threads, run)
+        parity = ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._threads, run)
+        self._gatherings[key] = GatheringSlot(pool, slot, view, parity)
+        return self._gatherings[key]
+
+    def commit(self, key: ParityKey, gathering: GatheringSlot) -> bool:
+        """Commit a gathering that is complete. Returns False if another thread has, or if it was given up."""
+        commit = Commit.of(gathering.parity.record())
+        with self._lock:
+            is_mine = gathering.pool.is_at(gathering.slot, gathering.view)
+            if self._gatherings.get(key) is not gathering or not is_mine:
+                return False
+            self._holdings.commit(gathering.pool, gathering.slot, commit)
+            del self._gatherings[key]
+            return True
+
+    def forget(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Give up the gatherings of snapshots for which `gone` is True, and free their slots."""
+        with self._lock:
+            for key in [key for key in self._gatherings if gone(key.snapshot)]:
+                self._stop(key)
+
+    def _stop(self, key: ParityKey) -> None:
+        gathering = self._gatherings.pop(key)
+        gathering.parity.cancel()  # first: nothing may write to the slot once it is free
+        self.give_back(gathering.pool, gathering.slot, gathering.view)
 
     def slot_for(
         self, pool: SlotPool, snapshot: SnapshotId, length: int, made: Slot | None = None
@@ -214,15 +239,6 @@ class Receiving:
                 pool.discard(slot)
                 self._reserver.make_good()
                 self._lock.notify_all()  # a thread may wait for a free slot
-
-
-def _check_mine(pool: SlotPool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
-    if not pool.is_at(slot, view):
-        raise _taken_away(snapshot)
-
-
-def _taken_away(snapshot: SnapshotId) -> StaleEpoch:
-    return StaleEpoch(f"the slot that {snapshot} was received into was taken away")
 
 
 def buffers_for(links: int) -> int:

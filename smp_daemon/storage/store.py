@@ -10,27 +10,31 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import REFUSED, Board
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
+    NotOurs,
     ProtocolError,
     StaleEpoch,
 )
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.messages import Seal
+from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
+from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.codings import Codings
-from holdfast.smp_daemon.storage.holdings import Holdings, Key, ShardKey
+from holdfast.smp_daemon.storage.codings import Coding, Codings
+from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ShardKey
 from holdfast.smp_daemon.storage.job_state import JobState, Predecessor
 from holdfast.smp_daemon.storage.outcomes import Outcomes
-from holdfast.smp_daemon.storage.pool import Slot, SlotPool
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
-from holdfast.smp_daemon.storage.sealing import Sealing
 
 
 class Store:
@@ -102,19 +106,8 @@ class Store:
             on_done=lambda snapshot: self.sealing.post_if_protected(snapshot),
             clocks=network,
         )
-        self._held: set[SnapshotId] = set()
-        self.sealing = Sealing(
-            arena,
-            node,
-            self.state,
-            self.holdings,
-            self.codings,
-            self.receiving,
-            self.reserver,
-            self.outcomes,
-            self._held,
-            on_sealed,
-        )
+        self.held: set[SnapshotId] = set()
+        self.sealing = Sealing(self, on_sealed)
         self._on_epoch = on_epoch
         self._spare = spare
         with self.changed:  # the reserver's thread may begin before all is adopted
@@ -262,17 +255,17 @@ class Store:
         """
         with self.changed:
             wanted = self.state.layout.node(self.node).shards if self.state.layout is not None else ()
-            if self._held or not all(self.holdings.holds(ShardKey(snapshot, shard.coord)) for shard in wanted):
+            if self.held or not all(self.holdings.holds(ShardKey(snapshot, shard.coord)) for shard in wanted):
                 return False
             if not self.holdings.hold([ShardKey(snapshot, shard.coord) for shard in wanted]):
                 return False
-            self._held.add(snapshot)
+            self.held.add(snapshot)
             return True
 
     def let_go(self, snapshot: SnapshotId) -> None:
         """Stop holding a snapshot, so that its slots may be taken. Harmless if it was not held."""
         with self.changed:
-            self._held.discard(snapshot)
+            self.held.discard(snapshot)
             self.holdings.let_go(snapshot)
 
     def say_leaving(self, start: Start | None) -> None:
@@ -349,3 +342,133 @@ class Store:
             except ArenaTooSmall as error:  # go on: other nodes need the shards and parity that are held here
                 self.reserver.give_up(str(error))
         self._post_ready()
+
+
+class Sealing:
+    """The shards that this node's trainers hand over. Thread-safe."""
+
+    def __init__(self, store: Store, on_sealed: Callable[[SnapshotId, bool], None]) -> None:
+        """`on_sealed`: see `Store`."""
+        self._store = store
+        self._on_sealed = on_sealed
+        self._checked_headers: dict[str, tuple[int, bytes]] = {}
+
+    def seal(self, request: Seal) -> None:
+        """Free older snapshots that are not to be kept; check what the trainer has written, and commit it. Without
+        digests blocks for about one read of the bytes. Those of the writer are compared with the bytes when these are
+        first sent, restored or scrubbed.
+
+        Raises:
+            StaleEpoch: the slot was taken away, by a newer epoch for example.
+            ProtocolError: header, stamp or the number of digests do not fit.
+            ArenaTooSmall: a record cannot be written. After this or any other error the slot is free again.
+        """
+        store = self._store
+        snapshot, coord, keep = request.snapshot, request.coord, request.keep
+        with store.changed:
+            layout = store.state.configured(snapshot.epoch)
+            layout.shard_bytes(coord)  # raises if the job has no such shard
+            if request.protected is not None and request.protected not in keep:
+                raise ProtocolError(f"{request.protected} is protected and must be kept")
+            pool = store.arena.shard_pool(coord)
+            store.holdings.look()
+            slot = pool.hand_over(request.slot, request.taken, snapshot)
+            store.outcomes.expect(snapshot)
+            try:
+                view = pool.view(slot)
+                store.state.note_protected(request.protected)
+                self._release(keep, keep if request.with_parity is None else request.with_parity, snapshot)
+                failpoint("seal.released", snapshot.step)
+                for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
+                    store.arena.take_away(pool, other)
+                    store.reserver.make_good()
+                store.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
+            except Exception as error:  # a full file system, for example: a later snapshot is to find the slot free
+                pool.discard(slot)
+                store.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
+                raise
+        failpoint("seal.before", snapshot.step)
+        try:
+            self.check_slot(view, snapshot, coord, layout)
+            if request.digests and len(request.digests) != (count := -(-slot.bytes // layout.unit_bytes)):
+                raise ProtocolError(f"{len(request.digests)} digests for {coord}, which has {count} units")
+            found = request.digests or digest_units(view, layout.unit_bytes)
+            commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
+            failpoint("seal.digested", snapshot.step)
+            with store.changed:
+                if not pool.is_at(slot, view) or slot.snapshot != snapshot:
+                    raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
+                store.holdings.commit(pool, slot, commit)
+                store.outcomes.note_sealed(snapshot, coord)
+                whole = self._is_sealed(snapshot, layout)
+        except Exception as error:
+            with store.changed:
+                if pool.is_at(slot, view) and slot.snapshot == snapshot:
+                    pool.discard(slot)
+            store.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
+            raise
+        failpoint("seal.committed", snapshot.step)
+        if whole:
+            failpoint("seal.done", snapshot.step)
+            group, _ = layout.place(store.node)
+            self._on_sealed(snapshot, request.encode and layout.protects(group))
+            if request.encode:
+                self.post_if_protected(snapshot)
+
+    def check_slot(self, view: memoryview, snapshot: SnapshotId, coord: str, layout: Layout) -> None:
+        """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
+        length = 8 + int.from_bytes(view[:8], "little")
+        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
+        checked = (layout.epoch, unstamped)
+        if self._checked_headers.get(coord) != checked:
+            believe_slot(view, Claim.of_shard(snapshot, coord, layout))
+            self._checked_headers[coord] = checked
+        elif read_stamp(view) != snapshot:
+            raise NotOurs(f"{coord} is stamped {read_stamp(view)}, not {snapshot}")
+
+    def post_if_protected(self, snapshot: SnapshotId) -> None:
+        """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
+        committed."""
+        store = self._store
+        with store.changed:
+            layout = store.state.layout
+            if layout is None or not store.outcomes.is_wanted(snapshot):
+                return
+            group, _ = layout.place(store.node)
+            everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
+            done = store.codings.is_done(Coding(snapshot, layout.tag(group)), everyone)
+            if done and self._is_sealed(snapshot, layout):
+                store.outcomes.protect(snapshot)
+
+    def _is_sealed(self, snapshot: SnapshotId, layout: Layout) -> bool:
+        store = self._store
+        return store.outcomes.is_sealed(snapshot, [shard.coord for shard in layout.node(store.node).shards])
+
+    def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
+        store = self._store
+        parities = set(keep) & set(with_parity)
+
+        def stays(key: Key) -> bool:
+            wanted = {*keep, *store.held} if isinstance(key, ShardKey) else parities
+            return key.snapshot in wanted or key.snapshot >= before
+
+        store.holdings.look()
+        self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
+        self.forget(lambda snapshot: snapshot not in keep and snapshot < before)
+        store.arena.release(keep, before, store.held, parities)
+        store.reserver.make_good()
+        store.holdings.keep_only(stays)
+        store.changed.notify_all()
+
+    def _leave_unprotected(self, given_up: Callable[[SnapshotId], bool]) -> None:
+        """Stop making and repairing parity of these snapshots; those that are pending fail. Their sealed shards
+        stay."""
+        store = self._store
+        store.codings.forget(given_up)
+        store.outcomes.give_up(given_up)
+
+    def forget(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Stop all work for snapshots for which `gone` is True: they are given up."""
+        store = self._store
+        store.codings.forget(gone)
+        store.outcomes.forget(gone)

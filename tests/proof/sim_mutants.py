@@ -43,8 +43,7 @@ from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
-from holdfast.smp_daemon.storage.sealing import Sealing
-from holdfast.smp_daemon.storage.store import Store
+from holdfast.smp_daemon.storage.store import Sealing, Store
 from holdfast.snapshot import own_smp
 from holdfast.snapshot.connect import start_here
 from holdfast.snapshot.copy.unit_digests import UnitDigests
@@ -290,12 +289,12 @@ def _ignore_keep(self: SlotPool, keep: Any, before: Any) -> list[Any]:
 
 
 def _settle_at_once(self: Sealing, snapshot: Any) -> None:
-    with self._changed:
-        progress = self._outcomes._progress.get(snapshot)
+    with self._store.changed:
+        progress = self._store.outcomes._progress.get(snapshot)
         if progress is not None and progress.outcome is SnapshotOutcome.PENDING:
             progress.outcome = SnapshotOutcome.PROTECTED
-            self._outcomes.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
-            self._changed.notify_all()
+            self._store.outcomes.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
+            self._store.changed.notify_all()
 
 
 def _forget_the_older(slots: int, snapshot: Any, protected: Any, **more: Any) -> Ledger:
@@ -335,10 +334,10 @@ def _accumulate_badly(self: ParityGathering, stripe: int, position: int, unit: m
 
 def _settle_and_spoil(self: Sealing, snapshot: SnapshotId) -> None:
     _settle(self, snapshot)
-    with self._changed:
-        progress = self._outcomes._progress.get(snapshot)
+    with self._store.changed:
+        progress = self._store.outcomes._progress.get(snapshot)
         if progress is not None and progress.outcome is SnapshotOutcome.PROTECTED:
-            for pool in self._arena.shards.values():
+            for pool in self._store.arena.shards.values():
                 if slot := pool.find(snapshot, SlotState.SEALED):
                     view = pool.view(slot)
                     at = 8 + int.from_bytes(view[:8], "little")

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.ops.status import take_statuses
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
 from holdfast.smp_daemon.shared.spawn import smp_options
-from holdfast.smp_daemon.shared.system import Machine
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
@@ -97,14 +97,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "numpy.ndarray.argmax": {"shared.board.Board.__init__"},
     "numpy.ndarray.tolist": {"shared.board.Board.posted"},
-    "ec.backends.choose_codec": {"storage.receiving.Receiving.gathering"},  # of a cache
+    "ec.backends.choose_codec": {"storage.receiving.Receiving._begin"},  # of a cache
     "starts a thread": {"storage.reserver.Reserver.go_on"},
     "waits for a lock": {
         # See the order of locks at `Store.changed`: nobody holds these for longer than it takes to change a field.
         *("recovery.recoveries.Recoveries.protected", "storage.reserver.Reserver.go_on"),
         *("storage.holdings.Holdings._adopt_slot", "shared.layout._read", *SMALL_FILES),  # caches of `shared.plain`
         *("persist.persister.Persister._await_order", "persist.persister.Persister._done"),
-        *("storage.receiving.Receiving.stop", "storage.codings.Codings.forget"),
+        "storage.receiving.Receiving._stop",
         *("storage.holdings.Holdings._note_damage", "storage.holdings.Holdings.repair"),
     },
 }
@@ -113,7 +113,7 @@ call is short however much a node holds, or do it without the lock."""
 
 TAKERS = {
     *(
-        "storage.sealing.Sealing.seal",
+        "storage.store.Sealing.seal",
         "storage.store.Store.join",
         "storage.store.Store.retire",
     ),
@@ -235,7 +235,7 @@ def test_what_is_done_at_once_with_few_bytes_is_seen(tmp_path: Path, monkeypatch
     def none(*arguments: object) -> None:
         pass
 
-    class Traced(Machine):
+    class Traced(System):
         Condition = condition_for(lambda call, caller: noted.setdefault(call, set()).add(caller))
 
     noted: dict[str, set[str]] = {}

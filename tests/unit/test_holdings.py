@@ -464,10 +464,10 @@ def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place
     stripe, length = stripes.parity_stripes(0)[0], stripes.parity_bytes(0)
     with pytest.raises(StaleEpoch, match=r"step 1 .*given up"):
         with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
-            place.receiving.stop_repairs(lambda snapshot: snapshot == SECOND)
+            place.receiving.forget(lambda snapshot: snapshot == SECOND)
             with pytest.raises(NoFreeSlot):
                 place.receiving.slot_for(pool, SECOND, length)
-            place.receiving.stop_repairs(lambda snapshot: snapshot == FIRST)
+            place.receiving.forget(lambda snapshot: snapshot == FIRST)
             _, slot, view = place.receiving.slot_for(pool, SECOND, length)
             before = bytes(view)
             _, position, piece = next(iter(stripes.contributors(stripe)))

@@ -181,7 +181,7 @@ def _a_drained_node_goes_too_early() -> None:
 
 
 def _the_protected_slot_is_freed() -> None:
-    from holdfast.smp_daemon.storage.sealing import Sealing
+    from holdfast.smp_daemon.storage.store import Sealing
 
     release = Sealing._release
     _replace(Sealing, "_release", lambda self, keep, parities, before: release(self, (), (), before))
@@ -231,19 +231,19 @@ def _one_node_is_behind() -> None:
 def _protected_slots_are_written_to() -> None:
     from holdfast.smp_daemon.shared.board import SnapshotOutcome
     from holdfast.smp_daemon.storage.pool import SlotState
-    from holdfast.smp_daemon.storage.sealing import Sealing
+    from holdfast.smp_daemon.storage.store import Sealing
 
     settle = Sealing.post_if_protected
     spoilt: set[Any] = set()
 
     def spoil(self: Sealing, snapshot: Any) -> None:
         settle(self, snapshot)
-        progress = self._outcomes._progress.get(snapshot)
+        progress = self._store.outcomes._progress.get(snapshot)
         is_protected = progress is not None and progress.outcome is SnapshotOutcome.PROTECTED
-        if not self._node.endswith("1") or not is_protected or snapshot in spoilt:
+        if not self._store.node.endswith("1") or not is_protected or snapshot in spoilt:
             return
         spoilt.add(snapshot)
-        for pool in self._arena.shards.values():
+        for pool in self._store.arena.shards.values():
             if slot := pool.find(snapshot, SlotState.SEALED):
                 view = pool.view(slot)
                 middle = view.nbytes // 2

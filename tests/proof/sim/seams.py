@@ -334,7 +334,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.shared.owners.Owners.change": _change,
         "holdfast.smp_daemon.storage.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
-        "holdfast.smp_daemon.storage.sealing.digest_units": _digest_units,
+        "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
         "holdfast.smp_daemon.storage.receiving.digest_units": _received_digests,
         "holdfast.smp_daemon.shared.belief.digest": _checked_digest,
         "holdfast.smp_daemon.storage.pool.wipe": _wipe,
