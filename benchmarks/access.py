@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.smp_daemon.net.gate import Gate
-from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
 from holdfast.smp_daemon.net.peers import AtEnd, PeerClient, PeerServer
+from holdfast.smp_daemon.service import SocketListener, bind_tcp
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.messages import PeerControl, Pong
 from holdfast.smp_daemon.shared.system import MACHINE

@@ -26,7 +26,7 @@ import numpy as np
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
-from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
+from holdfast.smp_daemon.service import SocketListener, bind_tcp
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError

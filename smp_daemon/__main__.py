@@ -50,7 +50,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             make_session_nice()  # without --detach the session is the caller's
         make_idle()
 
-    from holdfast.smp_daemon.coding.drain import leave_on_signals
+    from holdfast.smp_daemon.coding.moving import leave_on_signals
     from holdfast.smp_daemon.ops.web import show
     from holdfast.smp_daemon.service import Smp, watch  # late: importing NumPy starts threads
     from holdfast.smp_daemon.shared.spawn import sweep

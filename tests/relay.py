@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.smp_daemon.net.listener import bind_tcp
+from holdfast.smp_daemon.service import bind_tcp
 from tests.deadlines import DEADLINE_S
 
 

@@ -124,7 +124,7 @@ class Forked:
 def _serve(channel: socket.socket) -> None:
     # Takes half a second of CPU time, here instead of in every fork. No import starts a thread, which forks would lack:
     # OPENBLAS_NUM_THREADS=1 turns off NumPy's.
-    for part in ("service", "coding.drain", "ops.web", "persist.persister", "__main__"):
+    for part in ("service", "coding.moving", "ops.web", "persist.persister", "__main__"):
         importlib.import_module(f"holdfast.smp_daemon.{part}")
     gc.collect()
     gc.freeze()  # otherwise a collection in an SMP would touch, and so copy, every page of the imported modules

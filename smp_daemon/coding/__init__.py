@@ -1,3 +1,3 @@
 """Keeping snapshots protected: encoding, scrubbing, regrouping."""
 
-__all__ = ["drain", "protect", "regroup", "scrub"]
+__all__ = ["moving", "protect", "regroup", "scrub"]

@@ -1,3 +1,3 @@
 """Other SMPs: connections, authentication, gRPC."""
 
-__all__ = ["gate", "links", "listener", "peers", "refusals"]
+__all__ = ["gate", "links", "peers", "refusals"]

@@ -1,3 +1,3 @@
-"""One SMP, put together from its parts, and its monitor of the nodes around it."""
+"""One SMP, put together from its parts."""
 
 __all__ = ["core"]

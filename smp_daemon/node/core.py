@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.coding.drain import Draining
+from holdfast.smp_daemon.coding.moving import Draining, Monitor
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.node.monitor import Monitor
 from holdfast.smp_daemon.persist.persister import Persister, PersistOptions
 from holdfast.smp_daemon.recovery.reconciler import Reconciler
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
@@ -156,7 +155,7 @@ class Core:
             system,
         )
         self.buffers = BufferPool(buffers_for(self.settings.links * cards), system)
-        self.drainer = Draining(self.store, system, self.inventory, self.monitor.move)
+        self.drainer = Draining(self.store, self.inventory, self.monitor)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
 

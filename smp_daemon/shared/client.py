@@ -530,7 +530,7 @@ class SmpClient(SmpConnection):
         has, for `deadline_s` at most, or `ANSWER_S` more if it does not respond.
 
         Raises:
-            DeadlineExceeded, ConfigError: see `coding.drain.Draining.hand_over`.
+            DeadlineExceeded, ConfigError: see `coding.moving.Draining.hand_over`.
         """
         self._call(
             messages.Leave(epoch=self.epoch, deadline_s=min(deadline_s, messages.LONGEST_S)), deadline_s + ANSWER_S

@@ -1,4 +1,4 @@
-"""Messages over sockets: a JSON object and, optionally, raw bytes. `smp_daemon.net.listener` listens for connections.
+"""Messages over sockets: a JSON object and, optionally, raw bytes. `smp_daemon.service` listens for connections.
 
 Frame: magic ``HFST``, length of the JSON (4 bytes), length of the raw bytes (8 bytes), both little endian; then
 the JSON; then the raw bytes, sent from and received into the caller's memory. A reply that carries ``error`` becomes an

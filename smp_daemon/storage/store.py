@@ -30,8 +30,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ShardKey
-from holdfast.smp_daemon.storage.job_state import JobState, Predecessor
-from holdfast.smp_daemon.storage.outcomes import Outcomes
+from holdfast.smp_daemon.storage.job_state import JobState, Outcomes, Predecessor
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver

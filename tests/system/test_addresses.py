@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.smp_daemon.coding.regroup import plan_regroup
-from holdfast.smp_daemon.net.listener import check_own
-from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.service import Smp, check_own
 from holdfast.smp_daemon.shared.addresses import parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.inventory import Inventory

@@ -15,9 +15,9 @@ import pytest
 
 from holdfast.cli.drain import sentence
 from holdfast.cli.main import main
+from holdfast.smp_daemon.coding.moving import Monitor
 from holdfast.smp_daemon.coding.regroup import Drained, moved, plan_regroup
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.node.monitor import Monitor
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.addresses import parse_spares
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable, Unrecoverable

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
+from holdfast.smp_daemon.service import SocketListener, bind_tcp
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,

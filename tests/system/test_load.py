@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
 from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.service import SocketListener, bind_tcp
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import Unrecoverable

@@ -15,10 +15,9 @@ from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.ops.overview import look as overview_of
 from holdfast.smp_daemon.persist import persister, place
 from holdfast.smp_daemon.persist.manifest import PersistManifest, folder, shard_name
-from holdfast.smp_daemon.persist.persister import PersistOptions
+from holdfast.smp_daemon.persist.persister import PersistOptions, publish, tidy, write_node
 from holdfast.smp_daemon.persist.place import Directory, PersistPlace, open_place
 from holdfast.smp_daemon.persist.reading import StoredShards, find, look
-from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient

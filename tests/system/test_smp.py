@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.local import MAX_DIGESTS
-from holdfast.smp_daemon.net.listener import SocketListener, bind_unix
+from holdfast.smp_daemon.answers import MAX_DIGESTS
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.ops.status import take_statuses
+from holdfast.smp_daemon.service import SocketListener, bind_unix
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (

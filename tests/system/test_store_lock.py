@@ -123,7 +123,7 @@ TAKERS = {
         "storage.reserver.Reserver._wipes",
         "storage.reserver.Reserver.make",
     ),
-    *("shared.budget.Budget.reserve_next", "node.monitor.Monitor._regroup", "ops.status.take_status"),
+    *("shared.budget.Budget.reserve_next", "coding.moving.Monitor._regroup", "ops.status.take_status"),
     *("persist.persister.Persister._await_order", "storage.store.Store.keep_layout"),
 }
 """Functions that take the lock and must have been reached, or the job was too small."""

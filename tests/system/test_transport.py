@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.local import checked_peer
-from holdfast.smp_daemon.net.listener import Conversation, SocketListener, bind_tcp, bind_unix
+from holdfast.smp_daemon.answers import checked_peer
 from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.service import Conversation, SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,

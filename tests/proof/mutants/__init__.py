@@ -174,10 +174,10 @@ def _protected_as_soon_as_sealed() -> None:
 
 
 def _a_drained_node_goes_too_early() -> None:
-    from holdfast.smp_daemon.coding import drain
+    from holdfast.smp_daemon.coding import moving
     from holdfast.smp_daemon.coding.regroup import Drained
 
-    _replace(drain, "moved", lambda inventories: Drained(None, (), 0))
+    _replace(moving, "moved", lambda inventories: Drained(None, (), 0))
 
 
 def _the_protected_slot_is_freed() -> None:
@@ -199,7 +199,7 @@ def _parity_of_nothing() -> None:
 
 
 def _units_are_not_checked_on_arrival() -> None:
-    from holdfast.smp_daemon.remote import PeerConversation
+    from holdfast.smp_daemon.answers import PeerConversation
 
     _replace(PeerConversation, "_check_arrival", lambda self, request, found: None)
 
