@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded
-from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.processes import await_end
 
 ACCESS_TIMES_BYTES = 16 * 4096
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from holdfast.smp_daemon.shared.processes import own_command, own_environment
 from holdfast.smp_daemon.shared.scratch import Scratch
 
 IMPORT_DEADLINE_S = 120.0

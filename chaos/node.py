@@ -15,8 +15,8 @@ from typing import IO
 from holdfast.chaos.accounting import disk_bytes_written, wait_until_dead
 from holdfast.chaos.runner import LocalNode, Wiring, within
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
-from holdfast.smp_daemon.shared.interpreter import own_environment
 from holdfast.smp_daemon.shared.paths import Owner
+from holdfast.smp_daemon.shared.processes import own_environment
 from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, parse_report, smp_command
 
 END_DEADLINE_S = 15.0

@@ -21,9 +21,9 @@ from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.credentials import access_of, check_certificates, current
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.interpreter import open_standard_streams
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_later, log_to
 from holdfast.smp_daemon.shared.priority import make_idle, make_session_nice, take_normal_turns
+from holdfast.smp_daemon.shared.processes import open_standard_streams
 
 if TYPE_CHECKING:
     from holdfast.smp_daemon.node.core import Settings

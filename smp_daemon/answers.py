@@ -20,10 +20,9 @@ from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.net.peers import AtEnd
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
-from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.recovery.fetch import MICROSECONDS, Fetcher, key_of
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import fetcher_of, lent_unit, recover
-from holdfast.smp_daemon.recovery.units import MICROSECONDS, key_of
 from holdfast.smp_daemon.shared import messages
 from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,

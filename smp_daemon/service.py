@@ -25,12 +25,12 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.paths import Owner, checked, known_owner, read_owner, socket_path
-from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.processes import await_end
 from holdfast.smp_daemon.shared.settings import HOST
 from holdfast.smp_daemon.shared.system import MACHINE, Network, System
 from holdfast.smp_daemon.shared.transport import Message, Outbound, SocketStream
 from holdfast.smp_daemon.shared.versions import RELEASE
-from holdfast.smp_daemon.storage.directory import put_away
+from holdfast.smp_daemon.storage.arena import put_away
 
 START_DEADLINE_S = 10.0
 """How long this SMP may take to answer itself over gRPC before it says that it serves, in seconds."""
@@ -328,7 +328,7 @@ class Smp(Core):
             put_away(path, self.system)
             self.write_owner()
         try:
-            ended = self._control.end_strangers()
+            ended = self._control.strangers.end()
         except OSError as error:
             text = "connections to the gRPC port cannot be looked at: %s"
             self._episodes.begin("strangers", text, error, level=logging.ERROR)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from holdfast.smp_daemon.shared.processes import own_command, own_environment
 
 DEADLINE_S = 60.0
 MAX_ORDER_BYTES = 1 << 17

@@ -29,7 +29,7 @@ from typing import Any
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from holdfast.smp_daemon.shared.processes import own_command, own_environment
 from holdfast.smp_daemon.shared.records import digest
 
 PIECE_BYTES = 256 << 10

@@ -30,7 +30,7 @@ from holdfast.planner.rates import FORMAT, KIND, NodeRates
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from holdfast.smp_daemon.shared.processes import own_command, own_environment
 from holdfast.smp_daemon.shared.versions import RELEASE
 
 LINKS_ENV = "HOLDFAST_LINKS"

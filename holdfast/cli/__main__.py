@@ -8,7 +8,7 @@ def main() -> int:
     """Run the command. Imports happen inside the ``try``, so that Ctrl-C ends it quietly from the beginning."""
     try:
         from holdfast.cli.main import main as run
-        from holdfast.smp_daemon.shared.interpreter import open_standard_streams
+        from holdfast.smp_daemon.shared.processes import open_standard_streams
 
         open_standard_streams()
 

@@ -15,9 +15,9 @@ from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.interpreter import own_environment
 from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_us, find_owners, socket_path
 from holdfast.smp_daemon.shared.plain import Address
+from holdfast.smp_daemon.shared.processes import own_environment
 from holdfast.smp_daemon.shared.settings import HOST, JOB, MEMORY, NODE, SMP_OPTIONS, SWITCH, given
 from holdfast.smp_daemon.shared.spawn import (
     START_DEADLINE_S,

@@ -56,7 +56,7 @@ AtEnd = Callable[[Callable[[], None]], None]
 
 
 class PeerServer:
-    """Answers the other SMPs of the job, and commands, in its own threads."""
+    """Answers the other SMPs of the job, and commands, in its own threads. `strangers`: who only connects."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PeerServer:
         self._job = gate.job
         self._answer = answer
         guard = Guard(gate)
-        self._strangers = Strangers(guard)
+        self.strangers = Strangers(guard)
         options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections())]
         rpc = network.grpc()
         self._server = rpc.server(
@@ -98,10 +98,6 @@ class PeerServer:
     def start(self) -> None:
         """Begin to answer."""
         self._server.start()
-
-    def end_strangers(self) -> int:
-        """End connections whose peers authenticate nothing; see `Strangers.end`. For one thread, often."""
-        return self._strangers.end()
 
     def close(self) -> None:
         """Stop serving; waits at most a second for calls in progress."""

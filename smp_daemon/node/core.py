@@ -38,21 +38,11 @@ log = get_log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one SMP that the job's layout does not determine.
+    """The settings of one SMP that the job's layout does not determine; `shared.settings` says what each does. Sizes
+    are in bytes, times in seconds, rates in bytes per second.
 
     Attributes:
-        backend: erasure code backend, see `ec.choose_codec`.
-        bandwidth: limit on the bytes per second that encoding sends; 0: no limit.
         links: parallel connections to each peer for each network card of this node.
-        scrub: bytes per second that the scrub reads; 0: it runs only on request.
-        regroup_after_s: how long a node may be missing before the survivors regroup; 0: they never do.
-        rebuild: how lost shards are computed, see `smp_daemon.recovery.rebuild.recover`.
-        memory: limit in bytes for slots, all reserved from the start on; 0: no limit, and what the layout needs is
-            reserved at the first step.
-        deadlines: how long trainers may be quiet.
-        on_hang: shell command to run for each hang of a trainer; empty: none.
-        zero: whether snapshots that are given up are overwritten with zeros.
-        priority: whether encoding, accumulating and the scrub yield to the trainers, see `smp_daemon.shared.priority`.
         persist: the persist tier; None: it is off.
     """
 

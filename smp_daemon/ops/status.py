@@ -20,8 +20,8 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent, last_events, log_file_problem
 from holdfast.smp_daemon.shared.messages import PeerStatus
-from holdfast.smp_daemon.shared.pidfds import ran_s
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
+from holdfast.smp_daemon.shared.processes import ran_s
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION, RELEASE
 from holdfast.smp_daemon.storage.pool import SlotState

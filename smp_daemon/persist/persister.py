@@ -155,14 +155,7 @@ def tidy(place: PersistPlace, job: str, run: str, keep: int) -> Sequence[Snapsho
 
 @dataclass(frozen=True, slots=True)
 class PersistOptions:
-    """The options of the persist tier.
-
-    Attributes:
-        url: a directory that all nodes share, or a URL that fsspec knows.
-        every_s: shortest time between two persisted snapshots, in seconds.
-        keep: how many whole snapshots stay.
-        bandwidth: most bytes per second that each node reads from memory to persist them; 0: no limit.
-    """
+    """The options of the persist tier, see `shared.settings.STORAGE`: in seconds, and in bytes per second."""
 
     url: str
     every_s: float = PERSIST_EVERY.value({})

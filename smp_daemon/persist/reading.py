@@ -186,7 +186,7 @@ class StoredShards(UnitSource):
         with writing():
             np.copyto(np.frombuffer(unit.out, np.uint8), np.frombuffer(content, np.uint8))
         with self.changed:
-            self._received += len(content)
+            self.bytes_received += len(content)
         return record.digests[unit.index]
 
     def _record(self, coord: str, path: str) -> ShardRecord:

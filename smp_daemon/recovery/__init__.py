@@ -1,3 +1,3 @@
 """Finds, fetches and rebuilds shards and parity that were lost."""
 
-__all__ = ["fetch", "inventories", "reading", "rebuild", "reconcile", "reconciler", "recoveries", "redundancy", "units"]
+__all__ = ["fetch", "inventories", "reading", "rebuild", "reconcile", "reconciler", "recoveries", "redundancy"]

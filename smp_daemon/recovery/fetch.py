@@ -17,11 +17,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
+import numpy as np
+
+from holdfast.ec import Codec, TooManyErasures, choose_codec
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.units import MICROSECONDS, Computation, StripePlace, place_of, place_of_key
 from holdfast.smp_daemon.recovery.ways import Chooser, Way, WayKind, Ways
+from holdfast.smp_daemon.shared import messages
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
@@ -35,11 +38,11 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import Fetch, ParityUnit, PartialSum, ShardUnit, SumReply, UnitReply
 from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, Network, Threads
-from holdfast.smp_daemon.storage.holdings import Key
+from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 
 WORKERS = 4
 """Units that are fetched at a time, which keeps all links busy."""
@@ -53,7 +56,159 @@ IDLE = 8
 REFUSALS = (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError)
 """What a source may do instead of giving a unit. Any other error ends the fetch."""
 
+MICROSECONDS = 1e6
 log = get_log(__name__)
+
+
+class StripePlace(NamedTuple):
+    """The place of a unit: its group, stripe, and number in the stripe, 0..k-1 for data, k..k+m-1 for parity."""
+
+    group: int
+    stripe: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldUnit:
+    """A unit of a stripe that some SMP holds.
+
+    Attributes:
+        number: the unit's number in its stripe: 0..k-1 for data, k..k+m-1 for parity.
+        address: the SMP that holds it.
+        what: the name by which to request it.
+        length: its length in bytes. Data units may be shorter than the stripe; the rest is zeros.
+    """
+
+    number: int
+    address: Address
+    what: messages.ShardUnit | messages.ParityUnit
+    length: int
+
+
+def key_of(snapshot: SnapshotId, what: messages.ShardUnit | messages.ParityUnit) -> Key:
+    """The shard or the parity that a unit is of."""
+    if isinstance(what, messages.ShardUnit):
+        return ShardKey(snapshot, what.coord)
+    return ParityKey(snapshot, what.tag, what.position)
+
+
+def place_of(layout: Layout, coord: str, index: int) -> StripePlace:
+    """The place of unit `index` of a shard. Raises `Unrecoverable` if its group has no parity."""
+    located = layout.locate(coord)
+    if not layout.protects(located.group):
+        raise Unrecoverable(f"{coord} is lost and its group {located.group} has no parity")
+    stripes = layout.stripes(located.group)
+    stripe = stripes.stripe_of(located.position, stripes.first_unit(located.position, located.segment) + index)
+    return StripePlace(located.group, stripe, stripes.data_positions(stripe).index(located.position))
+
+
+def place_of_key(layout: Layout, key: Key, index: int) -> StripePlace:
+    """The place in its stripe of unit `index` of a shard or a parity. Raises `Unrecoverable` if it belongs to no stripe
+    of this layout."""
+    if isinstance(key, ShardKey):
+        return place_of(layout, key.coord, index)
+    group = layout.group_of(key.tag)
+    if group is None:
+        raise Unrecoverable(f"{key} belongs to no group of this layout")
+    stripes = layout.stripes(group)
+    stripe = stripes.parity_stripes(key.position)[index]
+    return StripePlace(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
+
+
+def held_units(sources: Sources, group: int, stripe: int) -> Iterator[HeldUnit]:
+    """The units of a stripe that have a known holder, data first."""
+    layout, stripes = sources.layout, sources.layout.stripes(group)
+    for index, position, piece in stripes.contributors(stripe):
+        coord = layout.members(group)[position].shards[piece.segment].coord
+        address = sources.shards.get(coord)
+        if address is not None:
+            unit = piece.offset // stripes.unit_bytes
+            yield HeldUnit(index, address, messages.ShardUnit(coord, unit), piece.length)
+    length = stripes.stripe_bytes(stripe)
+    for row, position in enumerate(stripes.parity_positions(stripe)):
+        address = sources.parity_holder(group, position)
+        if address is not None:
+            rank = stripes.parity_rank(position, stripe)
+            what = messages.ParityUnit(layout.tag(group), position, rank)
+            yield HeldUnit(stripes.data + row, address, what, length)
+
+
+class Computation:
+    """Computes one unit of a stripe, data or parity, from k others. Not thread-safe; does not block.
+
+    Attributes:
+        operands: the other units of the stripe that have a holder, by number, data first.
+        needed: how many operands the computation takes. The rest of the k are padding: zeros that are stored nowhere.
+        buffers: the operands that have come, by number. Each buffer is at least as long as the unit.
+    """
+
+    def __init__(self, sources: Sources, place: StripePlace, length: int, backend: str = "auto") -> None:
+        """`length`: length of the unit in bytes. `backend`: see `ec.choose_codec`."""
+        layout = sources.layout
+        self._backend = backend
+        self._place = place
+        self._length = length
+        self._stripes = layout.stripes(place.group)
+        self._digests: dict[int, int] = {}
+        held = held_units(sources, place.group, place.stripe)
+        stored = {number for number, _, _ in self._stripes.contributors(place.stripe)} | {place.number}
+        self._padding = [number for number in range(self._stripes.data) if number not in stored]
+        self.operands = {unit.number: unit for unit in held if unit.number != place.number}
+        self.needed = self._stripes.data - len(self._padding)
+        self.buffers: dict[int, memoryview] = {}
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it is a data unit, whose digest the holders of its parity know."""
+        return self._place.number < self._stripes.data
+
+    def add(self, number: int, buffer: memoryview, reply: messages.UnitReply) -> None:
+        """Add operand `number`, which was received into `buffer`. If it is shorter than the unit, the rest of the
+        buffer is overwritten with zeros."""
+        self._digests |= reply.sources
+        if (received := self.operands[number].length) < self._length:
+            np.frombuffer(buffer, np.uint8)[received : self._length] = 0
+        self.buffers[number] = buffer
+
+    def chain(self, order: Sequence[int]) -> messages.PartialSum:
+        """The request to send to the holder of the first operand in `order`, so that helpers sum the operands on the
+        way here."""
+        factors = self._codec().coefficients([*order, *self._padding], self._place.number)
+        units = [self.operands[number] for number in order]
+        terms = tuple(messages.Term(unit.address, unit.what, factors.get(unit.number, 0)) for unit in units)
+        return messages.PartialSum(terms, self._length, self._position)
+
+    def finish(self, out: memoryview, expected: int | None = None) -> int:
+        """Compute the unit into `out` from the operands that have come, and return its digest.
+
+        Args:
+            expected: the unit's digest, if known here; for data units it is also learnt from the parity.
+
+        Raises:
+            Unrecoverable: too few operands have come.
+            DamagedSnapshot: the result does not match the digest, or no digest is known.
+        """
+        _, stripe, number = self._place
+        units = {index: buffer[: out.nbytes] for index, buffer in self.buffers.items()}
+        zeros = memoryview(bytes(out.nbytes if self._padding else 0))
+        try:
+            if out.nbytes:
+                self._codec().reconstruct(units | dict.fromkeys(self._padding, zeros), {number: out})
+        except TooManyErasures as error:
+            raise Unrecoverable(f"stripe {stripe} of group {self._place.group}: {error}") from error
+        if expected is None and number < self._stripes.data:
+            expected = self._digests.get(self._position)
+        if expected is None or digest(out) != expected:
+            raise DamagedSnapshot(f"unit {number} of stripe {stripe} was computed and does not match its digest")
+        return expected
+
+    def _codec(self) -> Codec:
+        return choose_codec(self._stripes.data, self._stripes.parity, self._backend)
+
+    @property
+    def _position(self) -> int:
+        """The position of the node whose data unit this is. Holders of parity keep the unit's digest under it."""
+        return self._stripes.data_positions(self._place.stripe)[self._place.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +228,7 @@ class WantedUnit:
     index: int
     out: memoryview
     holders: tuple[Address, ...] = ()
-    what: ShardUnit | None = None
+    what: messages.ShardUnit | None = None
     place: StripePlace | None = None
     expected: int | None = None
     came: Callable[[int], None] = lambda digest: None
@@ -110,6 +265,9 @@ class UnitSource(ABC):
     """A place that gives the units of one snapshot's shards, each compared with the digest of its seal: so whoever
     restores, rebuilds or exports a shard does it in one way, wherever the bytes are. Calls block. Thread-safe; use it
     as a context manager.
+
+    Attributes:
+        bytes_received: of all units and operands that have come from elsewhere.
     """
 
     def __init__(self, snapshot: SnapshotId, layout: Layout, threads: Threads) -> None:
@@ -120,18 +278,13 @@ class UnitSource(ABC):
         # Guards the fields of the source. Notified when a worker stops writing or has ended. Held for bookkeeping only,
         # never with the store's lock; under it are taken the locks of streams, counters and logs.
         self.changed = threads.Condition()
-        self._received = 0
+        self.bytes_received = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    @property
-    def bytes_received(self) -> int:
-        """The bytes of all units and operands that have come from elsewhere."""
-        return self._received
 
     @abstractmethod
     def how(self, coord: str) -> str:
@@ -242,7 +395,7 @@ class Fetcher(UnitSource):
             place = place_of(self.layout, coord, index)
         except Unrecoverable:  # it has no parity: only its holder has it
             place = None
-        return WantedUnit(coord, index, out, self.sources.holders(coord), ShardUnit(coord, index), place)
+        return WantedUnit(coord, index, out, self.sources.holders(coord), messages.ShardUnit(coord, index), place)
 
     def lost_unit(self, key: Key, index: int, out: memoryview, expected: int) -> WantedUnit:
         return WantedUnit(str(key), index, out, place=place_of_key(self.layout, key, index), expected=expected)
@@ -358,7 +511,13 @@ class Fetcher(UnitSource):
 
     # ------------------------------------------------------------------ one request
 
-    def _send(self, unit: WantedUnit, ways: Ways, way: Way, what: ShardUnit | ParityUnit | PartialSum) -> _Asked | None:
+    def _send(
+        self,
+        unit: WantedUnit,
+        ways: Ways,
+        way: Way,
+        what: messages.ShardUnit | messages.ParityUnit | messages.PartialSum,
+    ) -> _Asked | None:
         """Send a request to the first SMP of a way; None: it could not be sent, as is noted in `ways`."""
         with self.changed:
             source = self._chooser.speeds[way.through[0]]
@@ -370,7 +529,7 @@ class Fetcher(UnitSource):
         with self._noting(unit, ways, asked):
             links.set_deadline(patience_s)
             asked = replace(asked, address=self._connect(asked, number))
-            links.send(asked.address, Fetch(job=self.layout.job, snapshot=self.snapshot, what=what))
+            links.send(asked.address, messages.Fetch(job=self.layout.job, snapshot=self.snapshot, what=what))
             return asked
         return None
 
@@ -390,16 +549,16 @@ class Fetcher(UnitSource):
         assert problem is not None  # every SMP has an address
         raise problem
 
-    def _unit(self, asked: _Asked, out: memoryview) -> UnitReply:
+    def _unit(self, asked: _Asked, out: memoryview) -> messages.UnitReply:
         """The answer with a unit, whose bytes fill `out`. Raises `DamagedSnapshot` if they do not match its digest."""
-        reply = from_plain(UnitReply, asked.links.receive(asked.address, out), "an answer with a unit")
+        reply = from_plain(messages.UnitReply, asked.links.receive(asked.address, out), "an answer with a unit")
         self._check_arrival(asked, reply.digest)
         return reply
 
     def _sum(self, asked: _Asked, out: memoryview) -> tuple[int, tuple[float, ...]]:
         """Like `_unit`, for a partial sum: its digest, and how long each helper except the last waited for the next
         one, in seconds. Raises `ProtocolError` if no helper knows the digest."""
-        reply = from_plain(SumReply, asked.links.receive(asked.address, out), "an answer with a sum")
+        reply = from_plain(messages.SumReply, asked.links.receive(asked.address, out), "an answer with a sum")
         if reply.expected is None:
             raise ProtocolError(f"none of the SMPs asked through {asked.address} knows the digest of the sum")
         self._check_arrival(asked, reply.expected)
@@ -455,7 +614,7 @@ class Fetcher(UnitSource):
             seconds = max(0.0, self._network.monotonic() - asked.began_s)
             self._chooser.speeds.answered(asked.way.through, seconds, asked.shared, waits)
             self._chooser.speeds[asked.way.through[0]].open -= 1
-            self._received += count
+            self.bytes_received += count
             self._open.pop(asked.links, None)
             self._idle.append((asked.way.through[0], asked.links))
             if len(self._idle) > IDLE:

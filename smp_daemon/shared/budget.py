@@ -39,7 +39,7 @@ class Budget:
     Attributes:
         limit: most bytes that slots may take; 0: no limit.
         used: bytes that slots have taken or claimed.
-        owed: bytes of `used` that slots have claimed but not taken yet.
+        owed: bytes of `used` that slots have claimed but not taken yet. `held`: bytes that the file holds in reserve.
         ran_out: whether memory ran out before all of it was reserved.
     """
 
@@ -50,14 +50,14 @@ class Budget:
         self.owed = 0
         self._arena = arena
         self._path = arena / RESERVE
-        self._held = 0
+        self.held = 0
         self.ran_out = False
         if not limit:
             self._path.unlink(missing_ok=True)
         elif self._path.exists():  # left by a predecessor
             status = self._path.stat()
             if status.st_blocks * 512 >= status.st_size:
-                self._held = status.st_size
+                self.held = status.st_size
             else:
                 self._path.unlink()  # somebody made it longer: it has holes
 
@@ -65,11 +65,6 @@ class Budget:
     def left(self) -> int:
         """Bytes that may still be claimed."""
         return max(0, self.limit - self.used)
-
-    @property
-    def held(self) -> int:
-        """Bytes that the file holds in reserve."""
-        return self._held
 
     def note(self, length: int) -> None:
         """Account for a slot of `length` bytes that exists already."""
@@ -94,8 +89,8 @@ class Budget:
     def draw(self, length: int) -> None:
         """Release `length` claimed bytes from the file, because a slot is about to take them."""
         self.owed -= pages(length)
-        if self._held > self.left + self.owed:
-            self._held = self.left + self.owed
+        if self.held > self.left + self.owed:
+            self.held = self.left + self.owed
             self._trim()
 
     def give(self, length: int, owed: int = 0) -> None:
@@ -111,7 +106,7 @@ class Budget:
     @property
     def rest(self) -> int:
         """Bytes that slots may still claim, and that are not in reserve."""
-        return max(0, self.left - self._held)
+        return max(0, self.left - self.held)
 
     def check_limit(self, room: int) -> None:
         """Raises `ArenaTooSmall` if a predecessor's slots take more than the limit, the machine has less memory, or the
@@ -146,8 +141,8 @@ class Budget:
         with lock:
             if not (count := min(PART_BYTES, self.missing)):
                 return False
-            start = self._held
-            self._held += count
+            start = self.held
+            self.held += count
         failpoint("reserve.slice")
         try:
             if count > free():
@@ -155,7 +150,7 @@ class Budget:
             self.reserve_part(start, count)
         except OSError as error:
             with lock:
-                self._held = min(self._held, start)
+                self.held = min(self.held, start)
                 self.ran_out = True
                 self._trim()
                 if error.errno != errno.ENOSPC:
@@ -174,13 +169,13 @@ class Budget:
             os.close(fd)
 
     def _trim(self) -> None:
-        if self._path.exists() and self._path.stat().st_size > self._held:
-            os.truncate(self._path, self._held)
+        if self._path.exists() and self._path.stat().st_size > self.held:
+            os.truncate(self._path, self.held)
 
     def no_room(self) -> str:
         """What to say if there is no memory for the `rest`."""
         status = os.statvfs(self._arena)
-        room = min(status.f_bavail * status.f_frsize, available_bytes()) + self._held + self.used
+        room = min(status.f_bavail * status.f_frsize, available_bytes()) + self.held + self.used
         return (
             f"--memory (HOLDFAST_MEMORY) allows the arena {self._arena} {self.limit:,} bytes, but its file system, or "
             f"the memory of this machine, has room for {room:,}: allow less, or enlarge the file system (mount -o "

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from holdfast.smp_daemon.shared.settings import POINTS
 
@@ -64,18 +65,7 @@ FAILPOINTS = (*TRAINER_FAILPOINTS, *SMP_FAILPOINTS)
 """Every point inside holdfast. Jobs may add their own, such as ``train.step``."""
 
 
-class _Rules:
-    def __init__(self, text: str) -> None:
-        rules = json.loads(text)
-        self.socket: str = rules["socket"]
-        self.who: str = rules["who"]
-        self.pairs: set[tuple[str, int | None]] = {(point, step) for point, step in rules["rules"]}
-
-    def match(self, point: str, step: int) -> bool:
-        return (point, step) in self.pairs or (point, None) in self.pairs
-
-
-_rules: _Rules | None = None
+_rules: dict[str, Any] | None = None
 _observer: Callable[[str, int], None] | None = None
 
 
@@ -83,7 +73,7 @@ def arm() -> None:
     """Read the rules from the environment. Runs when this module is imported; a forked process must call it again."""
     global _rules
     text = POINTS.text()
-    _rules = _Rules(text) if text else None
+    _rules = json.loads(text) if text else None
 
 
 def observe(observer: Callable[[str, int], None] | None) -> None:
@@ -101,12 +91,12 @@ def failpoint(point: str, step: int = -1) -> None:
         _observer(point, step)
         return
     rules = _rules
-    if rules is None or not rules.match(point, step):
+    if rules is None or not ([point, step] in rules["rules"] or [point, None] in rules["rules"]):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(HOLD_DEADLINE_S)
-        sock.connect(rules.socket)
-        said = {"kind": "reached", "who": rules.who, "point": point, "step": step, "pid": os.getpid()}
+        sock.connect(rules["socket"])
+        said = {"kind": "reached", "who": rules["who"], "point": point, "step": step, "pid": os.getpid()}
         sock.sendall(json.dumps(said).encode() + b"\n")
         sock.recv(1)
 

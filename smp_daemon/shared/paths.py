@@ -85,7 +85,7 @@ class Owner(ServesAt):
     """The SMP that owns an arena, as recorded in ``smp.json``.
 
     Attributes:
-        start_ticks: when its process started, see `pidfds.start_ticks`, which tells it from another with a reused pid.
+        start_ticks: when its process started, which tells it from another with a reused pid: `processes.start_ticks`.
         http_host, http_port: where it serves its page; port 0: nowhere.
         version: its version of holdfast.
     """

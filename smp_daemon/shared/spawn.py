@@ -26,7 +26,6 @@ from holdfast.smp_daemon.shared.errors import (
     ProtocolError,
     SmpUnavailable,
 )
-from holdfast.smp_daemon.shared.interpreter import own_command
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import (
     BEGUN,
@@ -39,8 +38,8 @@ from holdfast.smp_daemon.shared.paths import (
     read_owner,
     socket_path,
 )
-from holdfast.smp_daemon.shared.pidfds import await_end, start_ticks
 from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.processes import await_end, own_command, start_ticks
 from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System
 from holdfast.smp_daemon.shared.uids import peer_of
 

@@ -19,9 +19,8 @@ from socket import socket as Socket
 from time import monotonic, sleep, time
 from typing import Any
 
-from holdfast.smp_daemon.shared import pidfds
+from holdfast.smp_daemon.shared import processes
 from holdfast.smp_daemon.shared.credentials import Credentials, current
-from holdfast.smp_daemon.shared.interpreter import run
 from holdfast.smp_daemon.shared.memory import available_bytes
 from holdfast.smp_daemon.shared.populate import populate
 
@@ -68,16 +67,16 @@ class Processes:
     """Processes of this host; `start_ticks` and `ran_s` are of this one."""
 
     getpid = staticmethod(os.getpid)
-    run = staticmethod(run)
+    run = staticmethod(processes.run)
     pidfd_open = staticmethod(os.pidfd_open)
-    await_end = staticmethod(pidfds.await_end)
+    await_end = staticmethod(processes.await_end)
     close = staticmethod(os.close)
 
     def start_ticks(self) -> int:
-        return pidfds.start_ticks(os.getpid())
+        return processes.start_ticks(os.getpid())
 
     def ran_s(self) -> float:
-        return pidfds.ran_s(os.getpid())
+        return processes.ran_s(os.getpid())
 
 
 class Network(Threads):

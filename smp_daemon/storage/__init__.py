@@ -1,3 +1,3 @@
 """The arena of a node: slots, shards, parity."""
 
-__all__ = ["arena", "codings", "directory", "holdings", "parity", "pool", "receiving", "store"]
+__all__ = ["arena", "codings", "holdings", "parity", "pool", "receiving", "store"]

@@ -79,7 +79,7 @@ class Commit:
 
 
 class Holdings:
-    """The sealed shards and complete parities in an arena."""
+    """The sealed shards and complete parities in an arena. `unverified_bytes`: how many are `unverified`."""
 
     def __init__(self, arena: Arena, lock: threading.Condition, counters: Counters) -> None:
         self.arena = arena
@@ -91,7 +91,7 @@ class Holdings:
         self._damaged: set[tuple[Key, int]] = set()
         self._repair_count = 0
         self._unverified: dict[Key, set[int]] = {}  # units of a predecessor that nobody has read here yet
-        self._unverified_bytes = 0
+        self.unverified_bytes = 0
         self._episodes = Episodes(log)
 
     def look(self) -> None:
@@ -237,11 +237,6 @@ class Holdings:
         with self._lock:
             return sorted(self._unverified, key=lambda key: (key.snapshot, isinstance(key, ShardKey)), reverse=True)
 
-    @property
-    def unverified_bytes(self) -> int:
-        """How many bytes that is."""
-        return self._unverified_bytes
-
     def known_damage(self, key: Key) -> list[int]:
         """The units that are known not to match their digests and are not repaired. Reads no bytes."""
         with self._lock:
@@ -354,7 +349,7 @@ class Holdings:
         slot.state = SlotState.SEALED
         self._records[key] = record
         self._unverified[key] = set(range(len(record.digests)))
-        self._unverified_bytes += _bytes_of(record)
+        self.unverified_bytes += _bytes_of(record)
         failpoint("adopt.slot", key.snapshot.step)
 
     def pool(self, key: Key) -> SlotPool:
@@ -370,7 +365,7 @@ class Holdings:
     def _forget(self, key: Key) -> None:
         record = self._records.pop(key, None)
         if record is not None:
-            self._unverified_bytes -= sum(record.unit(index)[1] for index in self._unverified.pop(key, ()))
+            self.unverified_bytes -= sum(record.unit(index)[1] for index in self._unverified.pop(key, ()))
         self._damaged = {(of, index) for of, index in self._damaged if of != key}
 
     def _note_verified(self, key: Key, index: int, record: Record) -> None:
@@ -381,7 +376,7 @@ class Holdings:
             if left is None or index not in left or self._records.get(key) is not record:
                 return
             left.remove(index)
-            self._unverified_bytes -= record.unit(index)[1]
+            self.unverified_bytes -= record.unit(index)[1]
             if not left:
                 del self._unverified[key]
 

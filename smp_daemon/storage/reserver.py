@@ -160,7 +160,7 @@ class Reserver:
     def _has_work(self) -> bool:
         arena = self._arena
         planned = arena.next_planned() is not None or arena.next_unwiped() is not None
-        return planned or arena.deleted.is_waiting or bool(arena.budget.missing)
+        return planned or bool(arena.deleted.waiting or arena.budget.missing)
 
     def _wipes(self) -> bool:
         """Wipe a part of a slot that was given up. Returns whether there was one."""
@@ -189,7 +189,7 @@ class Reserver:
             if self._closed or not self._has_work():
                 self._thread = None
                 return True
-            if self._arena.deleted.is_waiting:
+            if self._arena.deleted.waiting:
                 self._lock.wait(READER_S)
             return False
 

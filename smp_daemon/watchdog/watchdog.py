@@ -20,7 +20,7 @@ from statistics import median
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.pidfds import await_end, is_running
+from holdfast.smp_daemon.shared.processes import await_end, is_running
 from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge

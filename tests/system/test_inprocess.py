@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import abandon_process_groups, forget
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
-from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.processes import await_end
 
 SCRIPT = Path(__file__).parents[1] / "survivors.py"
 WORLD = 3

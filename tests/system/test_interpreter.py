@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.shared import interpreter
+from holdfast.smp_daemon.shared import processes
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.interpreter import HOME, own_command, own_environment
+from holdfast.smp_daemon.shared.processes import HOME, own_command, own_environment
 from holdfast.smp_daemon.shared.spawn import start_smp
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, playground
@@ -95,7 +95,7 @@ def test_holdfast_is_found_where_the_trainer_found_it(tmp_path: Path, how: str) 
     folder = tmp_path / "below" if how in ("..", "absolute") else tmp_path
     environment = {} if how == "here" else {"PYTHONPATH": how if how != "absolute" else str(tmp_path)}
     code = (
-        "from holdfast.smp_daemon.shared.interpreter import HOME, own_environment\n"
+        "from holdfast.smp_daemon.shared.processes import HOME, own_environment\n"
         "print(HOME, own_environment().get('PYTHONPATH'))"
     )
     home, path = run_in(folder, environment, code).split()
@@ -106,7 +106,7 @@ def test_holdfast_is_found_where_the_trainer_found_it(tmp_path: Path, how: str) 
 def test_streams_that_the_caller_has_closed_become_the_null_device(tmp_path: Path) -> None:
     """Otherwise the next file that is opened is standard output, and what is printed goes into it."""
     script = (
-        "import os, sys; from holdfast.smp_daemon.shared.interpreter import open_standard_streams as work; work();"
+        "import os, sys; from holdfast.smp_daemon.shared.processes import open_standard_streams as work; work();"
         "print('lost'); print('lost', file=sys.stderr); file = open(sys.argv[1], 'w');"
         "file.write(' '.join(os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)))"
     )
@@ -120,7 +120,7 @@ class TestTheEnvironment:
     def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if holdfast was installed in a place that no variable names."""
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(interpreter, "HOME", tmp_path / "lib")
+        monkeypatch.setattr(processes, "HOME", tmp_path / "lib")
 
     def test_keeps_what_names_other_places(self, tmp_path: Path) -> None:
         given = {"PYTHONPATH": "/opt/a:/opt/b", "PYTHONUSERBASE": "/home/a", "PATH": ".", "PYTHONHASHSEED": "7"}
@@ -129,7 +129,7 @@ class TestTheEnvironment:
     def test_drops_what_depends_on_the_current_directory(self, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(tmp_path)
         entries = ["", ".", "src", "/opt/a", str(tmp_path), str(tmp_path / "link")]
-        given = {"PYTHONPATH": ":".join(entries)} | dict.fromkeys(interpreter.FOLDERS, "here")
+        given = {"PYTHONPATH": ":".join(entries)} | dict.fromkeys(processes.FOLDERS, "here")
         assert own_environment(given) == {"PYTHONPATH": "/opt/a"}
         assert own_environment({"PYTHONPATH": "."}) == {}
 
@@ -159,7 +159,7 @@ OTHER_PROGRAMS = {
 """Modules that start programs which are not Python processes of ours."""
 
 INTERPRETERS = {
-    "smp_daemon.shared.interpreter": "the one place",
+    "smp_daemon.shared.processes": "the one place",
     "bench.node": "another checkout's code, from its file; with -P",
     "cli.deploy": "starts nothing",
 }

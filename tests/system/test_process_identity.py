@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.shared.pidfds import ran_s, start_ticks
+from holdfast.smp_daemon.shared.processes import ran_s, start_ticks
 from holdfast.smp_daemon.shared.spawn import running_owner
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground

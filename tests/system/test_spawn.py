@@ -34,9 +34,9 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Hello
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, socket_path
-from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
 from holdfast.smp_daemon.shared.priority import let_waker_go_on
+from holdfast.smp_daemon.shared.processes import await_end
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, smp_options, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE

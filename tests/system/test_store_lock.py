@@ -53,7 +53,7 @@ SETTINGS = {"storage.pool.gives_huge_pages", "storage.pool.room", "shared.budget
 
 NAMES = {
     *("storage.arena.Arena.adopt", "storage.arena.Arena.clear", "storage.arena.Arena.destroy"),
-    *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.directory.put_away"),
+    *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.arena.put_away"),
     *("storage.arena.Arena._delete_later", "storage.arena.Deleted.add"),
     *("storage.pool.SlotPool.discard", "storage.pool.SlotPool.plan", "storage.pool.SlotPool.made"),
     *("storage.pool.SlotPool.remove", "storage.pool.SlotPool._forget", "storage.reserver.Reserver.make"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from holdfast.smp_daemon.shared.processes import own_command, own_environment
 from tests.proof.loops.judge import Result, TrialOutcome
 
 SEED_DEADLINE_S = 600.0

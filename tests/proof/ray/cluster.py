@@ -25,8 +25,8 @@ from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, loopback_of,
 from holdfast.integrations.ray.worker_group import Seat
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.processes import own_command, own_environment
 from holdfast.smp_daemon.shared.spawn import end
 
 JOB = "job"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.shared.interpreter import own_environment
+from holdfast.smp_daemon.shared.processes import own_environment
 from tests.proof.sim.run import SeedReport, simulate
 from tests.proof.sim.seams import installed
 from tests.proof.sim.tasks import Violated

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.interpreter import own_command, own_environment
+from holdfast.smp_daemon.shared.processes import own_command, own_environment
 from tests.proof.chaos.network.namespaces import inhabitants, unavailable
 
 ANSWER_DEADLINE_S = 30.0
