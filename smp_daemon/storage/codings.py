@@ -7,7 +7,6 @@ store's lock.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -15,9 +14,7 @@ from holdfast.smp_daemon.shared.errors import NoFreeSlot, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
-from holdfast.smp_daemon.shared.system import MACHINE, Clocks
-from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
+from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.job_state import JobState
 from holdfast.smp_daemon.storage.receiving import GatheringSlot, Receiving
 
@@ -38,16 +35,11 @@ class Codings:
 
     def __init__(
         self,
-        arena: Arena,
-        node: str,
-        changed: threading.Condition,
-        holdings: Holdings,
         receiving: Receiving,
-        *,
+        node: str,
         state: JobState,
         on_own: Callable[[int, SnapshotId, Layout], None],
         on_done: Callable[[SnapshotId], None],
-        clocks: Clocks = MACHINE,
     ) -> None:
         """
         Args:
@@ -55,13 +47,11 @@ class Codings:
                 Without the store's lock: a message for each member takes a while.
             on_done: called whenever a member's parity of a snapshot is committed.
         """
-        self._clocks = clocks
-        self._state = state
-        self.changed = changed
-        self._arena = arena
-        self._node = node
-        self._holdings = holdings
+        self.changed = receiving.lock
         self._receiving = receiving
+        self._holdings = receiving.holdings
+        self._node = node
+        self._state = state
         self._on_own = on_own
         self._on_done = on_done
         self._done: dict[Coding, set[int]] = {}
@@ -99,7 +89,7 @@ class Codings:
                 is depends on their bytes, so whoever asks decides how long it goes on asking.
             StaleEpoch, ProtocolError.
         """
-        deadline = self._clocks.monotonic() + SLOT_WAIT_S
+        deadline = self._receiving.threads.monotonic() + SLOT_WAIT_S
         with self.changed:
             while True:
                 if epoch < self._state.epoch:
@@ -110,7 +100,7 @@ class Codings:
                         break
                     except NoFreeSlot:
                         pass  # the next `seal` releases a slot
-                left = deadline - self._clocks.monotonic()
+                left = deadline - self._receiving.threads.monotonic()
                 if left <= 0 or not self.changed.wait(left):
                     raise NoFreeSlot(f"node {self._node!r} has no slot yet for the parity of {coding.snapshot}")
         if found is not None and found[1].parity.complete:
@@ -131,7 +121,7 @@ class Codings:
     def find_layout(self, coding: Coding) -> Layout | None:
         """The layout that contains the group of `coding`; None if this node knows none."""
         with self.changed:
-            for (epoch, _), layout in self._arena.layouts.items():
+            for (epoch, _), layout in self._receiving.arena.layouts.items():
                 if epoch == coding.snapshot.epoch and layout.group_of(coding.tag) is not None:
                     return layout
         return None

@@ -52,12 +52,12 @@ class Receiving:
             reserver: makes a slot in place of one that is taken away.
             backend: see `ec.choose_codec`.
         """
-        self._arena = arena
-        self._lock = lock
-        self._holdings = holdings
+        self.arena = arena
+        self.lock = lock
+        self.holdings = holdings
         self._reserver = reserver
         self._backend = backend
-        self._threads = threads
+        self.threads = threads
         self._gatherings: dict[ParityKey, GatheringSlot] = {}
 
     @contextmanager
@@ -82,10 +82,10 @@ class Receiving:
             digests = digest_units(view, unit_bytes)
             commit = Commit.of(ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id))
             failpoint("receive.checked", key.snapshot.step)
-            with self._lock:
+            with self.lock:
                 if not pool.is_at(slot, view):
                     raise StaleEpoch(f"the slot that {key} was received into was taken away")
-                self._holdings.commit(pool, slot, commit)
+                self.holdings.commit(pool, slot, commit)
             failpoint("receive.done", key.snapshot.step)
         except BaseException:
             self.give_back(pool, slot, view)
@@ -99,7 +99,7 @@ class Receiving:
         Raises:
             StaleEpoch: the slot was taken away meanwhile, by a newer epoch, or because the snapshot was given up.
         """
-        with self._lock:
+        with self.lock:
             known = self._gatherings.get(key)
         mine = known
         if mine is None:
@@ -109,10 +109,10 @@ class Receiving:
             failpoint("repair_parity.taken", key.snapshot.step)
             yield mine.parity
             failpoint("repair_parity.accumulated", key.snapshot.step)
-            if not self.commit(key, mine) and not self._holdings.holds(key):
+            if not self.commit(key, mine) and not self.holdings.holds(key):
                 raise StaleEpoch(f"the slot that {key} was gathered in was taken away")
         except BaseException:
-            with self._lock:
+            with self.lock:
                 if known is None and self._gatherings.get(key) is mine:
                     self._stop(key)
             raise
@@ -123,7 +123,7 @@ class Receiving:
         known = self._gatherings.get(key)
         if known is None:
             length = layout.stripes(group).parity_bytes(key.position)
-            place = self.slot_for(self._holdings.pool(key), key.snapshot, length)
+            place = self.slot_for(self.holdings.pool(key), key.snapshot, length)
             failpoint("parity.taken", key.snapshot.step)
             known = self._begin(key, layout, group, *place)
         return known
@@ -135,24 +135,24 @@ class Receiving:
             before.parity.cancel()  # its slot was taken away for this one
         stripes, run = layout.stripes(group), layout.run.id
         codec = choose_codec(stripes.data, stripes.parity, self._backend)
-        parity = ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._threads, run)
+        parity = ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self.threads, run)
         self._gatherings[key] = GatheringSlot(pool, slot, view, parity)
         return self._gatherings[key]
 
     def commit(self, key: ParityKey, gathering: GatheringSlot) -> bool:
         """Commit a gathering that is complete. Returns False if another thread has, or if it was given up."""
         commit = Commit.of(gathering.parity.record())
-        with self._lock:
+        with self.lock:
             is_mine = gathering.pool.is_at(gathering.slot, gathering.view)
             if self._gatherings.get(key) is not gathering or not is_mine:
                 return False
-            self._holdings.commit(gathering.pool, gathering.slot, commit)
+            self.holdings.commit(gathering.pool, gathering.slot, commit)
             del self._gatherings[key]
             return True
 
     def forget(self, gone: Callable[[SnapshotId], bool]) -> None:
         """Give up the gatherings of snapshots for which `gone` is True, and free their slots."""
-        with self._lock:
+        with self.lock:
             for key in [key for key in self._gatherings if gone(key.snapshot)]:
                 self._stop(key)
 
@@ -173,14 +173,14 @@ class Receiving:
         Raises:
             NoFreeSlot: no slot is free (see `make`), or the trainer is writing that snapshot.
         """
-        with self._lock:
+        with self.lock:
             if made is not None:
                 made.claimed = False
             if pool.find(snapshot, SlotState.WRITING) is not None:
                 raise NoFreeSlot(f"{pool.name} of {snapshot} is not received: its trainer is writing it")
             earlier = pool.find(snapshot, SlotState.RECEIVING)
             if earlier is not None:
-                self._arena.take_away(pool, earlier)
+                self.arena.take_away(pool, earlier)
                 self._reserver.make_good()
             slot = pool.assign(snapshot, length)
             return pool, slot, pool.view(slot)
@@ -193,14 +193,14 @@ class Receiving:
         Raises:
             ArenaTooSmall: there is no memory for it.
         """
-        with self._lock:
+        with self.lock:
             if (other := pool.being_made(length)) is not None:
-                self._lock.wait_for(lambda: pool.being_made(length) is not other, move_deadline(length))
+                self.lock.wait_for(lambda: pool.being_made(length) is not other, move_deadline(length))
                 return None
             pool.unplan(length)  # the slot is needed now, not when the background thread gets to it
-            self._arena.make_room(length, pool)
-            if length > (left := self._arena.room()):
-                raise too_small(self._arena.path, length, left)
+            self.arena.make_room(length, pool)
+            if length > (left := self.arena.room()):
+                raise too_small(self.arena.path, length, left)
             slot = pool.plan(length)
             slot.claimed = True
         try:
@@ -208,20 +208,20 @@ class Receiving:
             self._reserver.make(pool, slot)
             return slot
         except OSError as error:
-            with self._lock:
+            with self.lock:
                 pool.remove(slot)
                 self._reserver.on_ready()  # while it was being made, it counted as missing
-                self._lock.notify_all()
-            raise no_room(self._arena.path, length, error, self._arena.files) from error
+                self.lock.notify_all()
+            raise no_room(self.arena.path, length, error, self.arena.files) from error
 
     @contextmanager
     def _slot_for_key(self, key: Key, length: int) -> Iterator[tuple[SlotPool, Slot, memoryview]]:
         """A slot to receive `key` into, made if none is free. The lock is held during the block. What is held of `key`
         is dropped. Raises as `slot_for` and `make`."""
-        pool, made = self._holdings.pool(key), None
+        pool, made = self.holdings.pool(key), None
         while True:
-            with self._lock:
-                self._holdings.drop(key)
+            with self.lock:
+                self.holdings.drop(key)
                 try:
                     found = self.slot_for(pool, key.snapshot, length, made)
                 except NoFreeSlot:
@@ -234,11 +234,11 @@ class Receiving:
 
     def give_back(self, pool: SlotPool, slot: Slot, view: memoryview) -> None:
         """Free a slot from `slot_for`, unless it was taken away before."""
-        with self._lock:
+        with self.lock:
             if pool.is_at(slot, view):
                 pool.discard(slot)
                 self._reserver.make_good()
-                self._lock.notify_all()  # a thread may wait for a free slot
+                self.lock.notify_all()  # a thread may wait for a free slot
 
 
 def buffers_for(links: int) -> int:

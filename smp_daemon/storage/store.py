@@ -95,15 +95,7 @@ class Store:
         )
         self._never_acknowledged: set[SnapshotId] = set()
         self.codings = Codings(
-            arena,
-            node,
-            self.changed,
-            self.holdings,
-            self.receiving,
-            state=self.state,
-            on_own=on_parity,
-            on_done=lambda snapshot: self.sealing.post_if_protected(snapshot),
-            clocks=network,
+            self.receiving, node, self.state, on_parity, lambda snapshot: self.sealing.post_if_protected(snapshot)
         )
         self.held: set[SnapshotId] = set()
         self.sealing = Sealing(self, on_sealed)

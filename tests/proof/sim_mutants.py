@@ -265,7 +265,7 @@ _make = Receiving.make
 
 
 def _make_under_the_lock(self: Receiving, pool: SlotPool, length: int) -> Any:
-    with self._lock:
+    with self.lock:
         return _make(self, pool, length)
 
 
