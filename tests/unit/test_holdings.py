@@ -25,6 +25,7 @@ from holdfast.smp_daemon.shared.records import (
 )
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotMemory, SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
@@ -434,20 +435,45 @@ def test_what_its_trainer_is_writing_is_not_received(place: Place) -> None:
     assert (writing.state, writing.snapshot) == (SlotState.WRITING, FIRST)
 
 
-def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
+def fill(gathering: ParityGathering, *positions: int) -> None:
+    """Accumulate the units of these positions, of one snapshot, into the parity of position 0."""
     stripes = LAYOUT.stripes(0)
-    with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
-        for stripe in stripes.parity_stripes(0):
-            for _, position, piece in stripes.contributors(stripe):
+    for stripe in stripes.parity_stripes(0):
+        for _, position, piece in stripes.contributors(stripe):
+            if position in positions:
                 coord = LAYOUT.members(0)[position].shards[0].coord
                 unit = memoryview(content_of(ShardKey(FIRST, coord)))[piece.offset : piece.offset + piece.length]
                 gathering.accumulate(stripe, position, unit, digest(unit))
+
+
+def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
+    with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
+        fill(gathering, 0, 1, 2)
     second, third = (content_of(ShardKey(FIRST, coord))[:8] for coord in ("dp1", "dp2"))
     expected = bytes(a ^ b for a, b in zip(second, third, strict=True))
     unit, record = place.holdings.checked_unit(PARITY, 0)
     assert bytes(unit) == expected
     assert isinstance(record, ParityRecord) and record.sources[0].keys() == {1, 2}
     assert place.holdings.damaged_units(PARITY) == []
+
+
+def test_what_the_group_has_sent_of_a_parity_is_not_lost_to_its_repair(place: Place) -> None:
+    place.arena.reserve({place.pool(PARITY): (LAYOUT.stripes(0).parity_bytes(0), 1)})
+    sent = place.receiving.gather(PARITY, LAYOUT, 0)
+    fill(sent.parity, 1)
+    with pytest.raises(ValueError, match="units of 1 stripes"), place.receiving.parity(PARITY, LAYOUT, 0):
+        pass  # the others cannot be had yet
+    with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
+        fill(gathering, 2)
+    assert gathering is sent.parity
+    assert place.holdings.held() == [PARITY] and place.holdings.damaged_units(PARITY) == []
+
+
+def test_a_parity_that_the_group_completes_during_its_repair_is_held_once(place: Place) -> None:
+    with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
+        fill(gathering, 0, 1, 2)
+        assert place.receiving.commit(PARITY, place.receiving.gather(PARITY, LAYOUT, 0))
+    assert place.holdings.held() == [PARITY] and place.holdings.damaged_units(PARITY) == []
 
 
 def test_a_parity_that_lacks_a_unit_is_not_held(place: Place) -> None:
