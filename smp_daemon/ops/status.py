@@ -197,7 +197,5 @@ def take_statuses(
 ) -> list[Status]:
     """The statuses of the SMPs that answer, sorted by node. Blocks as `gather_inventories`; `known` as there, and
     `failures` as in `ask_all`."""
-    by_digest = {layout.digest: layout for layout in known}
-    message = PeerStatus(job=job, known=frozenset(by_digest))
-    found = ask_all(message, addresses, lambda reply: Status.read(reply, by_digest), failures=failures)
+    found = ask_all(PeerStatus, job, addresses, Status.read, known, failures=failures)
     return sorted(found, key=lambda status: status.inventory.node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from holdfast.smp_daemon.net.peers import PeerClient
@@ -11,10 +11,9 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, S
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.messages import PeerInventory, PeerRequest
+from holdfast.smp_daemon.shared.messages import PeerInventory, PeerStatus
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, Network
-from holdfast.smp_daemon.shared.transport import Message
 
 DEADLINE_S = 5.0
 """Timeout for the answer of one SMP, in seconds."""
@@ -56,10 +55,8 @@ def gather_inventories(
         VersionMismatch: an SMP is alive but of a version that cannot be asked. It must not count as lost: it may hold
             the newest snapshot.
     """
-    by_digest = {layout.digest: layout for layout in known}
-    message = PeerInventory(job=job, known=frozenset(by_digest))
     failures = {} if failures is None else failures
-    found = ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), network, failures)
+    found = ask_all(PeerInventory, job, addresses, Inventory.read, known, network, failures)
     for error in failures.values():
         if isinstance(error, VersionMismatch):
             raise error
@@ -67,37 +64,36 @@ def gather_inventories(
 
 
 def ask_all(
-    message: PeerRequest,
+    kind: type[PeerInventory | PeerStatus],
+    job: str,
     addresses: Collection[Address],
-    read: Callable[[Message], T],
+    read: Callable[[object, Mapping[str, Layout]], T],
+    known: Collection[Layout] = (),
     network: Network = MACHINE,
     failures: dict[Address, HoldfastError] | None = None,
 ) -> list[T]:
-    """Send `message` to all addresses and return the answers that came, parsed by `read`. Blocks like
+    """What these SMPs answer to a message of that kind, parsed by `read`. `known`, and how long it blocks: as
     `gather_inventories`.
 
     Args:
         failures: receives the error of each SMP that gives no answer.
     """
+    by_digest = {layout.digest: layout for layout in known}
+    message = kind(job=job, known=frozenset(by_digest))
 
     def ask(address: Address) -> T | None:
         try:
-            answer = read(peers.ask(address, message, DEADLINE_S))
+            answer = read(peers.ask(address, message, DEADLINE_S), by_digest)
             _silent.end(address, "%s:%d answers again", *address, extra=about(peer=address))
             return answer
-        except VersionMismatch as error:
-            mismatch = VersionMismatch(f"{address[0]}:{address[1]} cannot be asked: {error}")
-            _silent.begin(address, "%s", mismatch, extra=about(peer=address))
-            failed[address] = mismatch
-            return None
         except HoldfastError as error:
-            text, args = (
-                ("%s", ()) if isinstance(error, SmpUnavailable | DeadlineExceeded) else ("%s:%d refuses: %s", address)
-            )
-            _silent.begin(address, text, *args, error, level=logging.INFO, extra=about(peer=address))
+            if not isinstance(error, SmpUnavailable | DeadlineExceeded):  # these name the SMP
+                error = type(error)(f"{address[0]}:{address[1]} cannot be asked: {error}")
+            level = logging.WARNING if isinstance(error, VersionMismatch) else logging.INFO
+            _silent.begin(address, "%s", error, level=level, extra=about(peer=address))
             failed[address] = error
             return None
 
     failed = {} if failures is None else failures
-    with PeerClient(message.job, network=network) as peers, network.Pool(AT_ONCE, "inventories") as pool:
+    with PeerClient(job, network=network) as peers, network.Pool(AT_ONCE, "inventories") as pool:
         return [answer for answer in pool.map(ask, addresses) if answer is not None]
